@@ -1,0 +1,48 @@
+"""Floor: files that are either whole or not there."""
+
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
+    """Write ``data`` so that a reader, or a crash, sees the old file or the new one and nothing between.
+
+    The bytes go to a temporary file in the *target's* folder (a rename across file systems is a copy, and a copy
+    can be cut short), are synced, and take the target's name in one step; then the folder is synced.
+
+    Args:
+        path: the target; its folder is made if it is missing.
+        data: text is encoded as UTF-8.
+
+    Returns:
+        The path written.
+
+    Raises:
+        OSError: nothing was written; an existing file is as it was.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> write_atomic(folder / "a.json", "{}").read_text()
+        '{}'
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".tmp-{target.name}-")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+        if target.exists():
+            os.chmod(name, target.stat().st_mode & 0o777)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    folder = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+    return target

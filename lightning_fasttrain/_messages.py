@@ -1,0 +1,35 @@
+"""Floor: how this package speaks. Errors in three parts, one class of warning, and notes that are said once."""
+
+import functools
+import logging
+import warnings
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+
+log = logging.getLogger("lightning_fasttrain")
+
+
+class FastTrainWarning(UserWarning):
+    """Something asked for does not, or only partly, take effect. The message says why and what to do."""
+
+
+def explain(what: str, why: str, way_out: str) -> str:
+    """The one form of our error messages: what was wrong, with its value · why · the cheapest way out.
+
+    Example:
+        >>> explain("n=0", "a batch has at least one part", "Use n=1")
+        'n=0: a batch has at least one part. Use n=1.'
+    """
+    return f"{what}: {why}. {way_out}."
+
+
+@rank_zero_only
+def warn(message: str) -> None:
+    """Warn once per place, on rank zero only."""
+    warnings.warn(message, FastTrainWarning, stacklevel=3)
+
+
+@functools.cache
+def note_once(message: str) -> None:
+    """Say something that is worth knowing but no reason to worry, once per process."""
+    rank_zero_only(log.info)(message)

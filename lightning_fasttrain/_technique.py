@@ -1,0 +1,232 @@
+"""Floor: what a technique is, the order of surgery, and which techniques do not go together."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._checks import refuse_mixed_lightning
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo
+
+
+class Exactness(Enum):
+    """How near a technique keeps to the plain training run; a test holds each technique to its class."""
+
+    EXACT = "exact"
+    TOLERANCE = "tolerance"
+    CHANGES_TRAINING = "changes_training"
+
+
+class Surgery(IntEnum):
+    """The order in which models are operated on, however the techniques were listed."""
+
+    QUANTIZE = 1
+    ADAPT = 2
+    ARCHITECTURE = 3
+    CHECKPOINT = 4
+    COMPILE = 5
+    SHARD = 6
+
+
+class Technique(L.Callback):
+    """One way to train faster or in less memory: a Lightning callback that can also act without a Trainer.
+
+    A subclass says what it is in class attributes and overrides one or both of two methods: :meth:`apply`, for
+    what is done to a model, and :meth:`attach`, for what is done to a Trainer. Each returns how to undo it. This
+    class does the rest: it acts once, in the suite's own order, after ``configure_model`` and before the optimizer
+    exists, on every entry point of the Trainer, and undoes everything at teardown or when the run fails.
+
+    Attributes:
+        exactness: how near the technique keeps to the plain run.
+        surgery: its place in the order of surgery; None if it does not operate on the model.
+        effect: one line for the table of techniques.
+        in_a_loop: what to call in a Fabric or bare loop.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.EXACT
+    surgery: ClassVar[Surgery | None] = None
+    effect: ClassVar[str] = ""
+    in_a_loop: ClassVar[str] = "apply(model, [...])"
+
+    _undo: ExitStack | None = None
+
+    def apply(self, model: nn.Module) -> Undo | None:
+        """Operate on ``model`` in place; return how to undo it, or None if it cannot be undone."""
+        raise TypeError(
+            explain(
+                f"apply(model, [{type(self).__name__}])",
+                "this technique acts in the training loop, not on the model",
+                f"In a Fabric or bare loop call {self.in_a_loop}",
+            )
+        )
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        """Take a place in ``trainer``; return how to leave it. Called before the model is configured."""
+        return None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
+        refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
+        techniques = [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
+        check_together(techniques)
+        if self is not techniques[0]:
+            return
+        self._close()
+        undo = ExitStack()
+        self._undo = undo
+        for technique in techniques:
+            _push(undo, technique.attach(trainer, pl_module))
+        surgeons = [technique for technique in techniques if technique.surgery is not None]
+        if surgeons:
+            _after_configure_model(pl_module, undo, lambda: undo.enter_context(apply(pl_module, surgeons)))
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the last one of a run that ended well."""
+        self._close()
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the only one that is called when a run fails."""
+        self._close()
+
+    def _close(self) -> None:
+        undo, self._undo = self._undo, None
+        if undo is not None:
+            undo.close()
+
+    def __getstate__(self) -> dict[str, Any]:  # spawned processes get the technique, never its live patches
+        return {**self.__dict__, "_undo": None}
+
+
+def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
+    """Operate on ``model`` in place with all ``techniques``, in the suite's order: the way in for Fabric and bare loops.
+
+    Call it before the optimizer is made and before ``fabric.setup``. Applying twice is the same as once.
+
+    Args:
+        model: any module.
+        techniques: in any order.
+
+    Returns:
+        A stack that undoes everything: call ``.close()``, or use it in a ``with``, or ignore it.
+
+    Raises:
+        ValueError: one technique twice, or two that do not go together.
+        TypeError: a technique that acts in the training loop; the message names the function to call there.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> from torch import nn
+        >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, batch_first=True) for _ in range(2)])
+        >>> with ft.apply(net, [ft.ActivationCheckpointing()]):
+        ...     "forward" in vars(net[0])
+        True
+        >>> "forward" in vars(net[0])
+        False
+    """
+    refuse_mixed_lightning(*techniques)
+    check_together(techniques)
+    with ExitStack() as undo:
+        for technique in sorted(techniques, key=lambda t: t.surgery or 0):
+            _push(undo, technique.apply(model))
+        return undo.pop_all()
+
+
+def _push(undo: ExitStack, action: Undo | None) -> None:
+    if action is not None:
+        undo.callback(action)
+
+
+def patch(target: object, name: str, value: Any) -> Undo:
+    """Set an attribute on one *instance* and return how to restore it; the class is never touched.
+
+    Example:
+        >>> class Thing:
+        ...     def answer(self): return 41
+        >>> thing = Thing()
+        >>> undo = patch(thing, "answer", lambda: 42)
+        >>> thing.answer(), undo(), thing.answer()
+        (42, None, 41)
+    """
+    missing = object()
+    previous = vars(target).get(name, missing)
+    setattr(target, name, value)
+
+    def undo() -> None:
+        if previous is missing:
+            if name in vars(target):
+                delattr(target, name)
+        else:
+            setattr(target, name, previous)
+
+    return undo
+
+
+def _after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], Any]) -> None:
+    """Run ``then`` once, right after ``pl_module.configure_model``: the last moment before restore and optimizers.
+
+    Lightning asks whether the hook is overridden by comparing code objects, so a plain function is needed here.
+    """
+    original = pl_module.configure_model
+
+    def configure_model() -> None:
+        restore()
+        original()
+        then()
+
+    restore = patch(pl_module, "configure_model", configure_model)
+    undo.callback(restore)
+
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two techniques, by class name, that cannot be used together, and what to do about it."""
+
+    first: str
+    second: str
+    why: str
+    way_out: str
+    when: Callable[[Any, Any], bool] = lambda first, second: True
+
+
+# The one table of what does not go together. It drives the checks at setup and the table in the docs.
+CONFLICTS: tuple[Conflict, ...] = (
+    Conflict(
+        "CompileBlocks",
+        "MicroBatching",
+        "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
+        "Use CompileBlocks(mode='max-autotune-no-cudagraphs'), or one micro-batch",
+        when=lambda compiled, micro: compiled.uses_cuda_graphs and micro.n > 1,
+    ),
+    Conflict(
+        "CompileBlocks",
+        "TokenWeightedAccumulation",
+        "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
+        "Use CompileBlocks(mode='max-autotune-no-cudagraphs')",
+        when=lambda compiled, window: compiled.uses_cuda_graphs,
+    ),
+)
+
+
+def check_together(techniques: Iterable[Technique]) -> None:
+    """Refuse a technique that is listed twice, and pairs that are in :data:`CONFLICTS`.
+
+    Raises:
+        ValueError: what conflicts · why · the cheapest way out.
+    """
+    by_name: dict[str, Technique] = {}
+    for technique in techniques:
+        name = type(technique).__name__
+        if name in by_name:
+            raise ValueError(
+                explain(f"{name} is listed twice", "it would act twice on the same thing", "Remove one of them")
+            )
+        by_name[name] = technique
+    for conflict in CONFLICTS:
+        first, second = by_name.get(conflict.first), by_name.get(conflict.second)
+        if first is not None and second is not None and conflict.when(first, second):
+            raise ValueError(explain(f"{conflict.first} + {conflict.second}", conflict.why, conflict.way_out))
