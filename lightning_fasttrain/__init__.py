@@ -7,4 +7,31 @@ refuse_compromised_hosts()  # before anything imports lightning
 from lightning_fasttrain._messages import FastTrainWarning  # noqa: E402
 from lightning_fasttrain._surgery import find_blocks  # noqa: E402
 from lightning_fasttrain._technique import CONFLICTS, Exactness, Surgery, Technique, apply  # noqa: E402
+from lightning_fasttrain.data import (  # noqa: E402
+    DevicePrefetch,
+    MicroBatching,
+    TokenWeightedAccumulation,
+    accumulate_gradients,
+    accumulate_window,
+    count_next_tokens,
+    count_targets,
+    prefetch_to_device,
+    split_batch,
+)
 from lightning_fasttrain.mixin import FastTrainMixin  # noqa: E402
+from lightning_fasttrain.model import (  # noqa: E402
+    ActivationCheckpointing,
+    CompileBlocks,
+    CompileReport,
+    CompileWatch,
+    checkpoint_activations_,
+    compile_blocks_,
+    load_compile_cache,
+    save_compile_cache,
+)
+from lightning_fasttrain.optim import (  # noqa: E402
+    EagerGradientRelease,
+    FusedClipping,
+    allow_fused_clipping_,
+    release_gradients_,
+)

@@ -40,8 +40,7 @@ def require(module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            f"{module} is not installed: it comes with the extra '{extra}'. "
-            f"pip install 'lightning-fasttrain[{extra}]'."
+            f"{module} is not installed: it comes with the extra '{extra}'. pip install 'lightning-fasttrain[{extra}]'."
         ) from error
 
 

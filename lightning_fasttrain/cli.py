@@ -1,0 +1,113 @@
+"""Roof: the ``fasttrain`` command. What is heavy is imported by the subcommand that needs it."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+# Also 2 for arguments that argparse itself refuses.
+BAD_INPUT = 2
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line; the usage of ten options above it hides the reason."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: {message}. See {self.prog} --help.\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: without the program's name; those of the process by default.
+
+    Returns:
+        The exit code: 0, 1 if the job failed, 2 for bad input.
+    """
+    parser = _Parser(prog="fasttrain", description="Train Lightning models faster and in less memory, with proof.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_ladder(commands)
+    _add_doctor(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except KeyboardInterrupt:
+        print("fasttrain: interrupted", file=sys.stderr)
+        return 130
+
+
+def _add_ladder(commands: Any) -> None:
+    parser = commands.add_parser(
+        "ladder",
+        help="measure on this machine what each optimisation buys",
+        description="Train a reference GPT on real text, with one optimisation after the other; "
+        "print a table, write ladder.json and ladder.png.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--size", default="nano", help="nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--text", metavar="PATH", help="file or folder (None: source of Python's standard library)")
+    parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results")
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung (None: the size's own)")
+    parser.add_argument("--each", action="store_true", help="also run each rung alone")
+    parser.add_argument("--attention", default="sdpa", help="sdpa or naive, in every rung")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step (None: the size's own)")
+    parser.add_argument("--micro-batches", type=int, metavar="N", default=4, help="parts of a batch")
+    parser.add_argument("--rungs", metavar="A,B,C", help="only these rungs (None: all)")
+    parser.set_defaults(run=_ladder)
+
+
+def _ladder(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_fasttrain.bench import ladder, report
+    from lightning_fasttrain.bench.live import Live
+
+    console = report.wide_enough(Console())
+    try:
+        prepared = ladder.prepare(
+            options.size,
+            text=options.text,
+            out=options.out,
+            steps=options.steps,
+            each=options.each,
+            attention=options.attention,
+            batch=options.batch,
+            micro_batches=options.micro_batches,
+            names=[name.strip() for name in options.rungs.split(",")] if options.rungs else None,
+        )
+    except (ValueError, ModuleNotFoundError) as error:
+        print(f"fasttrain ladder: {error}", file=sys.stderr)
+        return BAD_INPUT
+    with Live(console, ladder.number_of_runs(prepared)) as live:
+        result = ladder.climb(prepared, live.row, live.progress)
+    console.print(report.as_table(result))
+    each = report.as_table_of_each(result)
+    if each is not None:
+        console.print(each)
+    console.print(report.summary(result))
+    picture = report.save_picture(result, prepared.out / "ladder.png")
+    written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
+    console.print(f"Written: {', '.join(written)}", soft_wrap=True)
+    if picture is None:
+        console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
+    naive, *others = result["rungs"]
+    return 0 if naive["error"] is None and any(row["error"] is None for row in others) else 1
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser("doctor", help="what this machine offers, and how to get what is missing")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from lightning_fasttrain.bench import doctor, report
+
+    report.wide_enough(Console()).print(doctor.as_table(doctor.examine()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

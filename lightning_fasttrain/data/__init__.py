@@ -1,0 +1,8 @@
+"""Changes the batch, its split, its order, its way to the device."""
+
+from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
+from lightning_fasttrain.data.count_targets import count_next_tokens, count_targets
+from lightning_fasttrain.data.device_prefetch import DevicePrefetch, prefetch_to_device
+from lightning_fasttrain.data.micro_batching import MicroBatching
+from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation

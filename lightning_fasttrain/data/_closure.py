@@ -1,0 +1,208 @@
+"""How this room takes part in Lightning's automatic optimisation: the closure of one batch, run a part at a time.
+
+Lightning runs ``training_step`` → ``zero_grad`` → ``backward``, once a batch, so gradients made inside
+``training_step`` would be wiped. Here the closure of a batch is ``zero_grad`` → (``training_step`` → ``backward``) × n,
+through the strategy's own methods, so that autocast, loss scaling, forward redirection and profiling stay Lightning's.
+"""
+
+from collections import OrderedDict
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer import call
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.data._part_logs import PartLogs
+from lightning_fasttrain.data.accumulate_gradients import loss_of, weigh
+from lightning_fasttrain.data.count_targets import Count, count_targets
+
+if TYPE_CHECKING:
+    from lightning_fasttrain.data.micro_batching import MicroBatching
+    from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
+
+
+class BatchClosures:
+    """Stands in the place of ``automatic_optimization._make_closure`` while a run uses our accumulation."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.trainer = trainer
+        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.micro: MicroBatching | None = None
+        self.window: TokenWeightedAccumulation | None = None
+        self.logs = PartLogs()
+        self._restore = patch(self.loop, "_make_closure", self)
+
+    @classmethod
+    def join(
+        cls,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        *,
+        micro: "MicroBatching | None" = None,
+        window: "TokenWeightedAccumulation | None" = None,
+    ) -> Undo:
+        """Take part in this trainer's closures; the returned function leaves them again."""
+        name = type(micro or window).__name__
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                explain(
+                    f"{name} with automatic_optimization=False",
+                    "the module runs backward itself, so there is no step to split",
+                    "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward",
+                )
+            )
+        if trainer.strategy is not None and trainer.strategy.handles_gradient_accumulation:
+            raise ValueError(
+                explain(
+                    f"{name} with {type(trainer.strategy).__name__}",
+                    "this strategy counts micro-batches itself and steps on its own count",
+                    "Use accumulate_grad_batches with a smaller batch",
+                )
+            )
+        joined = vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
+        closures = joined if isinstance(joined, cls) else cls(trainer)
+        closures.micro = micro or closures.micro
+        closures.window = window or closures.window
+
+        def leave() -> None:
+            closures.micro = None if micro is not None else closures.micro
+            closures.window = None if window is not None else closures.window
+            if closures.micro is None and closures.window is None:
+                closures._restore()
+
+        return leave
+
+    def __call__(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        zero_grad = self.loop._make_zero_grad_fn(batch_idx, optimizer)
+        return Closure(step_fn=lambda: self._run(kwargs, optimizer, zero_grad))
+
+    def _run(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Any) -> ClosureResult:
+        if zero_grad is not None:
+            zero_grad()
+        if "any" in kwargs:
+            raise TypeError(
+                explain(
+                    "training_step(self, dataloader_iter)",
+                    "the module fetches its batches itself, so there is none to split",
+                    "Take `batch` in training_step",
+                )
+            )
+        batch, *rest = kwargs.values()
+        parts = self.micro.split(batch, self.micro.n) if self.micro is not None else [batch]
+        counts = [self.count(part) for part in parts]
+        total: Any = sum(counts)
+        outputs = self._forward_backward(parts, rest, counts, total, optimizer)
+        if self.window is not None:
+            held = [count for count, output in zip(counts, outputs, strict=True) if output is not None]
+            self.window.add(sum(held), optimizer)
+        loss_and_extras = _combine(outputs, counts, total)
+        return ClosureResult.from_training_step_output(loss_and_extras, self.trainer.accumulate_grad_batches)
+
+    def _forward_backward(
+        self, parts: list[Any], rest: list[Any], counts: list[Any], total: Any, optimizer: Optimizer
+    ) -> list[Any]:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        outputs: list[Any] = []
+        with self.logs.of_parts(trainer.lightning_module, counts):
+            for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
+                inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
+                with strategy.block_backward_sync() if inner else nullcontext():
+                    self.logs.part = i
+                    output = call._call_strategy_hook(trainer, "training_step", part, *rest)
+                    if output is None:
+                        self._refuse_none()
+                        outputs.append(None)
+                        continue
+                    loss = loss_of(output)
+                    outputs.append(_detach(output))
+                    del output  # its graph must be gone before the next part is run
+                    if self.window is not None:
+                        weighed = weigh(loss, count, self.window.reference)
+                    else:
+                        weighed = weigh(loss, count, total) / trainer.accumulate_grad_batches
+                    call._call_strategy_hook(trainer, "backward", weighed, optimizer)
+        self._forget_missing(outputs, counts, total, optimizer)
+        return outputs
+
+    @property
+    def count(self) -> Count:
+        for technique in (self.micro, self.window):
+            if technique is not None and technique.count is not count_targets:
+                return technique.count
+        return count_targets
+
+    def _refuse_none(self) -> None:
+        if self.trainer.world_size > 1:
+            raise RuntimeError(
+                explain(
+                    "training_step returned None",
+                    "the other ranks would wait for this rank's gradients for ever",
+                    "Return a loss of zero that depends on the parameters, such as 0 * output.sum()",
+                )
+            )
+
+    def _forget_missing(self, outputs: list[Any], counts: list[Any], total: Any, optimizer: Optimizer) -> None:
+        """A part whose step returned None was counted in ``total``: give its weight to the others."""
+        if self.window is not None or all(output is not None for output in outputs):
+            return
+        held = sum(c for c, output in zip(counts, outputs, strict=True) if output is not None)
+        if isinstance(held, int) and held in (0, total):
+            return
+        if self.trainer.accumulate_grad_batches > 1:
+            raise RuntimeError(
+                explain(
+                    "training_step returned None for one micro-batch inside an accumulation window",
+                    "the parts before it were already weighed as if it counted, and are summed with other batches",
+                    "Use TokenWeightedAccumulation, or return a loss of zero",
+                )
+            )
+        scale_gradients_(optimizer, total, held)
+
+
+def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any) -> int:
+    """Multiply every gradient by ``numerator / denominator`` (0 where the denominator is 0); returns how many."""
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    for device in {grad.device for grad in grads}:
+        some = [grad for grad in grads if grad.device == device]
+        dtype = torch.promote_types(some[0].dtype, torch.float32)
+        up, down = (
+            x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
+            for x in (numerator, denominator)
+        )
+        factor = torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
+        torch._foreach_mul_(some, factor)
+    return len(grads)
+
+
+def _detach(output: Any) -> Any:
+    return apply_to_collection(output, Tensor, torch.Tensor.detach)
+
+
+def _combine(outputs: list[Any], counts: list[Any], total: Any) -> Any:
+    """What the unsplit step would have returned: the mean loss, tensors with an axis joined, other means weighed."""
+    held = [(output, count) for output, count in zip(outputs, counts, strict=True) if output is not None]
+    if not held:
+        return None
+    total = total if len(held) == len(outputs) else sum(count for _, count in held)
+    loss = sum(weigh(loss_of(output), count, total) for output, count in held)
+    if not isinstance(held[0][0], dict):
+        return loss
+    extras: dict[str, Any] = {}
+    for key, first in held[0][0].items():
+        values = [output[key] for output, _ in held]
+        if isinstance(first, Tensor) and first.ndim > 0:
+            extras[key] = torch.cat(values)
+        elif isinstance(first, Tensor) and first.is_floating_point():
+            extras[key] = sum(weigh(value, count, total) for value, (_, count) in zip(values, held, strict=True))
+        else:
+            extras[key] = values[-1]
+    return {**extras, "loss": loss}

@@ -1,0 +1,123 @@
+"""What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torchmetrics import Metric, MetricCollection
+
+from lightning_fasttrain._messages import warn
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.data.accumulate_gradients import weigh
+
+
+class PartLogs:
+    """Collects the calls of ``self.log`` over the parts of a batch and passes each name on once.
+
+    Means are weighed as the loss is, sums added, minima and maxima taken. A ``torchmetrics`` object accumulates by
+    itself; what it shows for this step is computed over all parts, by letting it collect the batch alone.
+    """
+
+    def __init__(self) -> None:
+        self.part = 0
+        self._metrics: set[Metric] = set()  # those that are logged by step, learnt from the first batch
+
+    @contextmanager
+    def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[None]:
+        """Within it, ``pl_module.log`` is collected; at its end the combined values are logged."""
+        if len(counts) == 1:
+            yield
+            return
+        calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
+
+        def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs = {
+                **dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)),
+                **kwargs,
+            }
+            if isinstance(value, Tensor):
+                value = value.detach()
+            calls.setdefault(name, []).append((self.part, value, kwargs))
+
+        earlier = {metric: _set_aside(metric) for metric in self._metrics}
+        restore = patch(pl_module, "log", collect)
+        try:
+            yield
+        finally:
+            restore()
+        fx_name, pl_module._current_fx_name = pl_module._current_fx_name, "training_step"
+        try:
+            for name, seen in calls.items():
+                last_value, kwargs = seen[-1][1:]
+                if isinstance(last_value, Metric):
+                    if kwargs.get("on_step") is not False:
+                        self._show_batch(pl_module, last_value, earlier.pop(last_value, None))
+                    pl_module.log(name, last_value, **kwargs)
+                    continue
+                if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
+                    kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
+                pl_module.log(name, _combine(seen, counts, kwargs.get("reduce_fx", "mean")), **kwargs)
+            for metric, state in earlier.items():
+                _put_back(metric, state)
+        finally:
+            pl_module._current_fx_name = fx_name
+
+    def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: tuple[Any, int] | None) -> None:
+        """Make the metric's step value that of the whole batch."""
+        if state is not None:
+            value = metric.compute()
+            _put_back(metric, state)
+            metric._forward_cache = value
+        elif metric in self._metrics:
+            return  # logged under a second name; already done
+        elif not _can_merge(pl_module, metric):
+            warn(
+                f"{type(metric).__name__} logged with on_step: its states cannot be merged, so the step value is that "
+                "of the last micro-batch (the epoch value is exact). Log it with on_step=False."
+            )
+        else:
+            if metric._update_count <= self.part + 1:  # nothing before this batch: the state is the batch's
+                metric._forward_cache = metric.compute()
+                metric._computed = None
+            self._metrics.add(metric)
+
+
+def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
+    grouped = any(
+        metric in collection.values() for collection in pl_module.modules() if isinstance(collection, MetricCollection)
+    )
+    return not (grouped or metric.full_state_update or metric.dist_sync_on_step)
+
+
+def _set_aside(metric: Metric) -> tuple[dict[str, Any], int]:
+    state, count = metric._copy_state_dict(), metric._update_count
+    metric.reset()
+    return state, count
+
+
+def _put_back(metric: Metric, state: tuple[dict[str, Any], int]) -> None:
+    earlier, count = state
+    if count:
+        metric._update_count += count
+        metric._reduce_states(earlier)
+    metric._computed = None
+
+
+def _combine(seen: list[tuple[int, Any, dict[str, Any]]], counts: list[Any], reduce_fx: Any) -> Any:
+    values = [value for _, value, _ in seen]
+    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
+    if how == "sum":
+        return sum(values)
+    if how in ("min", "max"):
+        pick = torch.minimum if how == "min" else torch.maximum
+        result = torch.as_tensor(values[0])
+        for value in values[1:]:
+            result = pick(result, torch.as_tensor(value))
+        return result
+    total: Any = sum(counts[part] for part, _, _ in seen)
+    if all(isinstance(x, int | float) for x in (*values, total)):
+        return sum(value * counts[part] for part, value, _ in seen) / total if total else values[-1]
+    return sum(weigh(torch.as_tensor(value), counts[part], total) for part, value, _ in seen)

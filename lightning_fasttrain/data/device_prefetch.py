@@ -1,0 +1,168 @@
+"""The next batch travels to the device while this one is computed."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.fabric.utilities import move_data_to_device
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Technique, patch
+
+
+def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":
+    """Iterate over ``iterable`` with each batch on ``device``, the next one being copied meanwhile.
+
+    On CUDA the copy runs on a side stream and the current stream waits for it by an event, so the host never does;
+    the copy overlaps only if the batches lie in pinned memory (``DataLoader(pin_memory=True)``). On a CPU batches
+    pass through untouched and nothing is fetched ahead.
+
+    Args:
+        iterable: usually a ``DataLoader``. Its attributes (``dataset``, ``sampler``, ``__len__``…) shine through; if
+            it has ``state_dict``, the state given out is that of the last batch handed out, not of the one ahead.
+        device: where the batches go.
+
+    Returns:
+        An object to iterate over, as often as ``iterable`` allows: every batch once, in order.
+
+    Example:
+        >>> loader = torch.utils.data.DataLoader(range(4), batch_size=2)
+        >>> [batch.tolist() for batch in prefetch_to_device(loader, "cpu")]
+        [[0, 1], [2, 3]]
+
+    Source:
+        The side-stream pattern of NVIDIA Apex's ``data_prefetcher``, with ``Tensor.record_stream`` for the allocator.
+    """
+    stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+    kind = StatefulDevicePrefetcher if stateful else DevicePrefetcher
+    return kind(iterable, torch.device(device))
+
+
+class DevicePrefetcher:
+    """See :func:`prefetch_to_device`."""
+
+    def __init__(self, inner: Iterable[Any], device: torch.device) -> None:
+        self.inner = inner
+        self.device = device
+        self._pinned: bool | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.device.type == "cpu":
+            for batch in self.inner:
+                yield self._handed_out(batch)
+            return
+        stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        ahead: list[Any] = []
+        for batch in self.inner:
+            ahead.append(self._start_copy(batch, stream))
+            if len(ahead) > 1:
+                yield self._finish_copy(*ahead.pop(0))
+        for item in ahead:
+            yield self._finish_copy(*item)
+
+    def _start_copy(self, batch: Any, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
+        state = self._state_now()
+        if stream is None:
+            return move_data_to_device(batch, self.device), None, None, state
+        self._check_pinned(batch)
+        with torch.cuda.stream(stream):
+            moved = move_data_to_device(batch, self.device)
+            event = stream.record_event()
+        return moved, event, batch, state  # the host tensors must outlive the copy
+
+    def _finish_copy(self, moved: Any, event: Any, source: Any, state: Any) -> Any:
+        if event is not None:
+            current = torch.cuda.current_stream(self.device)
+            current.wait_event(event)
+            for leaf in tree_leaves(moved):
+                if isinstance(leaf, Tensor):
+                    leaf.record_stream(current)  # memory of the side stream, used on this one
+        return self._handed_out(moved, state)
+
+    def _check_pinned(self, batch: Any) -> None:
+        if self._pinned is None:
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+            self._pinned = all(tensor.is_pinned() for tensor in tensors)
+            if not self._pinned:
+                warn(
+                    "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
+                    "nothing overlaps. Use DataLoader(pin_memory=True)."
+                )
+
+    def _state_now(self) -> Any:
+        return None
+
+    def _handed_out(self, batch: Any, state: Any = None) -> Any:
+        return batch
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+
+class StatefulDevicePrefetcher(DevicePrefetcher):
+    """A prefetcher over a loader that can resume: its state is that of the last batch handed out."""
+
+    def __init__(self, inner: Any, device: torch.device) -> None:
+        super().__init__(inner, device)
+        self._state: Any = None
+
+    def _state_now(self) -> Any:
+        return self.inner.state_dict()  # type: ignore[attr-defined]
+
+    def _handed_out(self, batch: Any, state: Any = None) -> Any:
+        self._state = state
+        return batch
+
+    def state_dict(self) -> Any:
+        return self._state if self._state is not None else self._state_now()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._state = None
+        self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+class DevicePrefetch(Technique):
+    """Copy the next batch to the device while this one is computed, for every loader of the run.
+
+    Acts where the strategy takes its loaders. ``Precision.convert_input`` and ``on_after_batch_transfer`` then see
+    tensors that are on the device already; a module or datamodule with an ``on_before_batch_transfer`` or
+    ``transfer_batch_to_device`` of its own keeps Lightning's path, and is told so. On a CPU nothing is done.
+
+    Example:
+        >>> prefetch = DevicePrefetch()
+
+    Source:
+        See :func:`~lightning_fasttrain.prefetch_to_device`.
+    """
+
+    effect: ClassVar[str] = "the next batch is copied while this one is computed"
+    in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        device = trainer.strategy.root_device
+        if device.type == "cpu":
+            note_once("DevicePrefetch: batches are on the CPU already, so they pass through")
+            return None
+        for owner in (pl_module, trainer.datamodule):
+            for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
+                if owner is not None and is_overridden(hook, owner):
+                    warn(
+                        explain(
+                            f"DevicePrefetch with {type(owner).__name__}.{hook}",
+                            "that hook must see each batch before it travels, so nothing is prefetched",
+                            f"Do its work in the dataset's collate_fn, or in on_after_batch_transfer ({device})",
+                        )
+                    )
+                    return None
+        process = trainer.strategy.process_dataloader
+        return patch(trainer.strategy, "process_dataloader", lambda loader: prefetch_to_device(process(loader), device))

@@ -1,0 +1,72 @@
+"""One batch from the loader, trained in parts: the same step in a fraction of the activation memory."""
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.data._closure import BatchClosures
+from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data.split_batch import split_batch
+
+
+class MicroBatching(Technique):
+    """Run each batch as ``n`` micro-batches inside one step; everything else stays as it is.
+
+    ``training_step`` is called once a micro-batch and returns its mean loss, as always. Batch size, ``batch_idx``,
+    ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step;
+    ``accumulate_grad_batches`` goes on top of it, and under DDP gradients are synchronised once a step.
+    ``on_before_backward`` and ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits
+    (BatchNorm, dropout) see :func:`~lightning_fasttrain.accumulate_gradients`.
+
+    Acts in the closure of the optimizer step, since Lightning zeroes gradients after ``training_step``.
+
+    Args:
+        n: number of micro-batches. A batch with fewer samples is run one sample at a time.
+        count: batch → how many terms its mean loss averages over; the default is
+            :func:`~lightning_fasttrain.count_targets`.
+        split: how to split a batch, for batches that :func:`~lightning_fasttrain.split_batch` refuses.
+
+    Raises:
+        TypeError: n is not a whole number.
+        ValueError: n is less than 1; in ``fit``: manual optimisation, or a strategy that accumulates by itself.
+
+    Example:
+        >>> import lightning as L
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[MicroBatching(4)], logger=False,
+        ...                     enable_checkpointing=False, enable_progress_bar=False)
+
+    Source:
+        See :func:`~lightning_fasttrain.accumulate_gradients`.
+    """
+
+    effect: ClassVar[str] = "activations of one n-th of the batch at a time"
+    in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
+
+    def __init__(
+        self, n: int, count: Count = count_targets, split: Callable[[Any, int], list[Any]] = split_batch
+    ) -> None:
+        self.n = positive_int("n", n)
+        for name, function in (("count", count), ("split", split)):
+            if not callable(function):
+                raise TypeError(explain(f"{name}={function!r}", "it is called with a batch", "Give a function"))
+        self.count = count
+        self.split = split
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        return BatchClosures.join(trainer, pl_module, micro=self)
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first at which the model is complete."""
+        if self.n > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in pl_module.modules()):
+            warn(
+                f"MicroBatching({self.n}) with BatchNorm: statistics are taken over micro-batches, so this is not the "
+                "same training. Use GroupNorm or LayerNorm, freeze the BatchNorm layers (.eval()), or fewer parts."
+            )

@@ -1,0 +1,175 @@
+"""Cut a batch of any shape into parts of samples."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain
+
+
+def split_batch(batch: Any, n: int) -> list[Any]:
+    """Cut ``batch`` into ``n`` parts of neighbouring samples, whose sizes differ by one at most.
+
+    The rule: the first axis of every tensor (or NumPy array) with an axis is the samples' axis, and all of them
+    agree on its length B. So does a list or tuple of B plain values such as strings. Everything else, from
+    0-dimensional tensors to strings, None and your own objects, is kept whole in every part. Tuples, lists,
+    mappings (``BatchEncoding`` too), dataclasses and named tuples are walked and keep their type; tensors are cut
+    without copying.
+
+    Args:
+        batch: tensors of shape (B, ...), in any nesting.
+        n: number of parts, at least 1. A batch of fewer than n samples gives one part a sample.
+
+    Returns:
+        ``min(n, B)`` batches of the same structure.
+
+    Raises:
+        ValueError: nothing to cut, no samples, or a leaf of another length; the message names the leaf.
+
+    Example:
+        >>> import torch
+        >>> parts = split_batch({"x": torch.arange(5), "name": "train"}, 2)
+        >>> [(part["x"].tolist(), part["name"]) for part in parts]
+        [([0, 1, 2], 'train'), ([3, 4], 'train')]
+    """
+    positive_int("n", n)
+    size = batch_size(batch)
+    share, rest = divmod(size, min(n, size))
+    stops = [share * (i + 1) + min(i + 1, rest) for i in range(min(n, size))]
+    return [_rows(batch, start, stop, size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def batch_size(batch: Any) -> int:
+    """Number of samples in ``batch``, by the rule of :func:`split_batch`.
+
+    Raises:
+        ValueError: there is no tensor to tell it, it is 0, or two tensors disagree.
+
+    Example:
+        >>> import torch
+        >>> batch_size((torch.zeros(3, 2), torch.zeros(3)))
+        3
+    """
+    lengths: dict[str, int] = {}
+
+    def note(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+            lengths[path] = leaf.shape[0]
+        return leaf
+
+    _walk(batch, note, "batch")
+    if not lengths:
+        raise ValueError(
+            explain(
+                f"a batch of type {type(batch).__name__} cannot be split",
+                "it holds no tensor with a samples' axis",
+                "Return tensors from the loader, or give MicroBatching a split= function of your own",
+            )
+        )
+    first, size = next(iter(lengths.items()))
+    if size == 0:
+        raise ValueError(
+            explain(
+                f"{first} has 0 samples",
+                "the mean loss of nothing is not a number",
+                "Leave empty batches out",
+            )
+        )
+    for path, length in lengths.items():
+        if length != size:
+            raise ValueError(
+                explain(
+                    f"{path} has {length} rows where {first} has {size}",
+                    "every tensor is cut along its first axis, so all must agree on it",
+                    "Pad it to one row a sample, wrap it in an object of your own to keep it whole, "
+                    "or give MicroBatching a split= function",
+                )
+            )
+    return size
+
+
+def _rows(batch: Any, start: int, stop: int, size: int) -> Any:
+    def cut(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+            return leaf[start:stop]
+        if isinstance(leaf, list | tuple) and len(leaf) == size:
+            return leaf[start:stop]
+        return leaf
+
+    return _walk(batch, cut, "batch")
+
+
+def _walk(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
+    """Rebuild ``value`` with every leaf replaced by ``visit(leaf, path)``; containers keep their type."""
+    if isinstance(value, Tensor):
+        if value.is_nested or value.is_sparse:
+            raise ValueError(
+                explain(
+                    f"{path} is a nested or sparse tensor",
+                    "it has no rows to cut along",
+                    "Give MicroBatching a split= function of your own",
+                )
+            )
+        return visit(value, path)
+    if isinstance(value, PackedSequence):
+        raise ValueError(
+            explain(
+                f"{path} is a PackedSequence",
+                "its rows are time steps of all samples together",
+                "Pack inside the model, after the split",
+            )
+        )
+    if isinstance(value, Mapping):
+        parts = {key: _walk(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
+        return _with_items(value, parts)
+    if isinstance(value, list | tuple):
+        if value and all(_is_plain(item) for item in value):
+            return visit(value, path)
+        items = [_walk(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
+        if hasattr(value, "_fields"):
+            return type(value)(*items)
+        return type(value)(items)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in dataclasses.fields(value):
+            part = _walk(getattr(value, field.name), visit, f"{path}.{field.name}")
+            object.__setattr__(result, field.name, part)  # also where the dataclass is frozen
+        return result
+    return visit(value, path)
+
+
+def _with_items(mapping: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
+    if type(mapping) is dict:
+        return items
+    result: Any = copy.copy(mapping)  # keeps the type and what else it carries
+    try:
+        for key, item in items.items():
+            result[key] = item
+    except TypeError:  # a read-only mapping
+        return items
+    return result
+
+
+def _is_plain(value: Any) -> bool:
+    """A value that a collate function leaves in a list with one entry a sample."""
+    return isinstance(value, str | bytes | int | float | complex) or (
+        value is not None
+        and not isinstance(value, Tensor | np.ndarray | Mapping | list | tuple)
+        and not dataclasses.is_dataclass(value)
+    )
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is a tensor of whole numbers with at least one axis (masks of bools are not)."""
+    return (
+        isinstance(value, Tensor)
+        and value.ndim > 0
+        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    )

@@ -1,0 +1,207 @@
+"""Gradient accumulation over batches in which every target counts the same, in the tail window too."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain.data._closure import BatchClosures, scale_gradients_
+from lightning_fasttrain.data.count_targets import Count, count_targets
+
+
+class TokenWeightedAccumulation(Technique):
+    """Sum gradients over ``factor`` batches so that the step is that of their concatenation.
+
+    Lightning divides every batch's mean loss by the factor, which is wrong when batches hold different numbers of
+    targets and when the last window of an epoch is short. Here batch k contributes c_k ℓ_k, and once the window is
+    full its gradient is divided by Σ c_k, over all ranks. ``training_step`` still returns its mean loss.
+
+    Acts in the closure of the optimizer step; the division is done before any callback, clipping or the optimizer
+    sees the gradient. A checkpoint taken inside a window holds the gradient so far.
+
+    Args:
+        factor: batches a window; or a schedule, ``{0: 1, 4: 8}``: from epoch (or optimizer step) 4 on, 8.
+        by: what the keys of a schedule are, ``"epoch"`` or ``"step"``. A new factor holds from the next window on.
+        count: as for :class:`~lightning_fasttrain.MicroBatching`; one given there serves both.
+
+    Raises:
+        TypeError, ValueError: a factor that is not a whole number of at least 1, or a schedule without key 0;
+            in ``fit``: accumulation is also asked for elsewhere.
+
+    Example:
+        >>> schedule = TokenWeightedAccumulation({0: 1, 100: 4}, by="step")
+        >>> schedule.factor_at(99), schedule.factor_at(100)
+        (1, 4)
+
+    Source:
+        Like ``num_items_in_batch`` of Hugging Face transformers (pull request 34191), but without fetching the
+        window's batches ahead of time.
+    """
+
+    effect: ClassVar[str] = "several batches a step, every target weighed the same"
+    in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"
+
+    def __init__(
+        self,
+        factor: int | Mapping[int, int],
+        by: Literal["epoch", "step"] = "epoch",
+        count: Count = count_targets,
+    ) -> None:
+        schedule = dict(factor) if isinstance(factor, Mapping) else {0: factor}
+        if 0 not in schedule:
+            raise ValueError(explain(f"factor={schedule}", "the schedule does not say how to begin", "Add a key 0"))
+        for start, value in schedule.items():
+            if not isinstance(start, int) or start < 0:
+                raise ValueError(explain(f"factor={schedule}", f"{start!r} is no {by}", "Use whole numbers from 0"))
+            positive_int("factor", value)
+        self.schedule = dict(sorted(schedule.items()))
+        self.by = one_of("by", by, ("epoch", "step"))
+        if not callable(count):
+            raise TypeError(explain(f"count={count!r}", "it is called with a batch", "Give a function"))
+        self.count = count
+        self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
+        self._trainer: L.Trainer | None = None
+        self._restored: dict[str, Any] | None = None
+        self._factor = 1
+        self._asked_for = -1  # the batch that the answer below is about
+        self._goes_on = False
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        self._batches = 0
+        self._targets: Any = 0
+
+    def factor_at(self, when: int) -> int:
+        """The factor at an epoch or optimizer step, whichever the schedule is by."""
+        return [factor for start, factor in self.schedule.items() if start <= when][-1]
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
+        if trainer.accumulate_grad_batches != 1 or others:
+            raise ValueError(
+                explain(
+                    f"TokenWeightedAccumulation with {others[0] if others else ''}"
+                    f"{'' if others else f'accumulate_grad_batches={trainer.accumulate_grad_batches}'}",
+                    "two would decide when to step",
+                    "Leave the other one out",
+                )
+            )
+        self._trainer = trainer
+        self._begin_window()
+        leave = BatchClosures.join(trainer, pl_module, window=self)
+        epoch_loop = trainer.fit_loop.epoch_loop
+        restore = patch(epoch_loop, "_should_accumulate", self._should_accumulate)
+        zero_grad = pl_module.optimizer_zero_grad
+
+        def optimizer_zero_grad(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
+            if self._batches == 0:  # Lightning counts windows by batch_idx, which a schedule by step does not follow
+                zero_grad(epoch, batch_idx, optimizer)
+
+        restore_zero_grad = patch(pl_module, "optimizer_zero_grad", optimizer_zero_grad)
+        factor = trainer.accumulate_grad_batches
+        trainer.accumulate_grad_batches = self._factor_now()  # so that estimated_stepping_batches is right
+
+        def undo() -> None:
+            trainer.accumulate_grad_batches = factor
+            restore_zero_grad()
+            restore()
+            leave()
+            self._trainer = None
+
+        return undo
+
+    def _factor_now(self) -> int:
+        assert self._trainer is not None
+        return self.factor_at(
+            self._trainer.current_epoch if self.by == "epoch" else self._trainer.fit_loop.epoch_loop.global_step
+        )
+
+    def _should_accumulate(self) -> bool:
+        """Lightning's question, asked before, during and after the step of a batch: does the window go on after it?"""
+        assert self._trainer is not None
+        loop = self._trainer.fit_loop.epoch_loop
+        batch = loop.batch_progress.total.ready
+        if batch != self._asked_for:
+            self._asked_for = batch
+            if self._batches == 0:
+                self._factor = self._trainer.accumulate_grad_batches = self._factor_now()
+            self._goes_on = self._batches + 1 < self._factor and not loop._num_ready_batches_reached()
+        return self._goes_on
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: before the batch is run; a window begins without gradients."""
+        if self._batches == 0:
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+        if self.reference is None:
+            self.reference = self._mean_over_ranks(trainer, batch)
+
+    def _mean_over_ranks(self, trainer: L.Trainer, batch: Any) -> float:
+        closures = vars(trainer.fit_loop.epoch_loop.automatic_optimization)["_make_closure"]
+        count = torch.as_tensor(closures.count(batch), dtype=torch.float32, device=trainer.strategy.root_device)
+        return max(1.0, float(trainer.strategy.reduce(count, reduce_op="mean")))  # waits for the device, once a run
+
+    def add(self, targets: Any, optimizer: Optimizer) -> None:
+        """Called by the closure after each batch: count it, and finish the gradient if the window is full."""
+        assert self._trainer is not None
+        self._targets = self._targets + targets
+        self._batches += 1
+        if self._should_accumulate():
+            return
+        if self._trainer.world_size > 1:  # DDP's gradients are means over ranks, so the mean of the counts divides
+            strategy = self._trainer.strategy
+            targets = torch.as_tensor(self._targets, dtype=torch.float32, device=strategy.root_device)
+            self._targets = strategy.reduce(targets, reduce_op="mean")
+        scale_gradients_(optimizer, self.reference, self._targets)
+        self._begin_window()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"reference": self.reference}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.reference = state_dict["reference"]
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: inside a window, the gradient so far belongs to the checkpoint (means over ranks, as DDP will take)."""
+        if self._batches == 0:
+            return
+
+        def mean(value: Any) -> Tensor:
+            value = torch.as_tensor(value, device=trainer.strategy.root_device).clone()
+            if trainer.world_size > 1:
+                value = trainer.strategy.reduce(value.float(), reduce_op="mean")
+            return value.cpu()
+
+        checkpoint["TokenWeightedAccumulation.window"] = {
+            "batches": self._batches,
+            "targets": mean(self._targets),
+            "grads": {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None},
+        }
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: before the loops are restored."""
+        self._restored = checkpoint.get("TokenWeightedAccumulation.window")
+        self._goes_on = self._restored is not None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: after Lightning's own ``zero_grad`` of a new run."""
+        window, self._restored = self._restored, None
+        if window is None:
+            return
+        self._batches = window["batches"]
+        self._targets = window["targets"].to(pl_module.device)
+        parameters = dict(pl_module.named_parameters())
+        for name, grad in window["grads"].items():
+            parameters[name].grad = grad.to(parameters[name])

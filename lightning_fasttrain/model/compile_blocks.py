@@ -1,0 +1,340 @@
+"""The model's blocks run as compiled code, each kind of block compiled once."""
+
+import os
+import stat
+import types
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L  # before torch.compile is used: Lightning records its arguments
+import torch
+from torch import nn
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import explain, log, note_once, warn
+from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
+from lightning_fasttrain._technique import Surgery, Technique
+
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+def compile_blocks_(
+    model: nn.Module,
+    mode: str = "default",
+    *,
+    blocks: Blocks | None = None,
+    backend: str = "inductor",
+    dynamic: bool | None = None,
+    fullgraph: bool = False,
+    fallback: bool = True,
+) -> dict[str, "CompiledForward"]:
+    """Compile the forward of each repeated block, in place, so that ``state_dict`` keys and types stay.
+
+    Blocks of one class and with parameters of the same shapes share one compilation, so that twelve layers compile
+    in the time of one; different ones never count as each other's recompilations. Compilation happens at the first
+    call. A block that cannot be compiled runs as it is, after one warning.
+
+    Args:
+        model: any module.
+        mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        backend: as for ``torch.compile``; the modes are inductor's.
+        dynamic: as for ``torch.compile``.
+        fullgraph: raise at the first graph break.
+        fallback: whether a block that fails to compile runs uncompiled; False raises the compiler's error.
+
+    Returns:
+        Qualified name of each block → what now stands in the place of its ``forward``.
+
+    Raises:
+        ValueError: unknown mode; no blocks found.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        >>> compiled = compile_blocks_(net, backend="eager")
+        >>> list(compiled), list(net.state_dict())[0]
+        (['0', '1', '2'], '0.0.weight')
+
+    Source:
+        Regional compilation, https://docs.pytorch.org/tutorials/recipes/regional_compilation.html; the forward is
+        compiled rather than ``module.compile()`` called, which does nothing for torch.nn's own modules in torch 2.13.
+    """
+    one_of("mode", mode, MODES)
+    options: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
+    if backend == "inductor" and mode != "default":
+        options["mode"] = mode
+    entries: dict[Any, Any] = {}
+    compiled: dict[str, CompiledForward] = {}
+    for name, block in find_blocks(model, blocks).items():
+        if wrapper_on(block, CompiledForward):
+            compiled[name] = next(_compiled_on(block))
+            continue
+        signature = (type(block), tuple((key, p.shape, p.dtype) for key, p in block.named_parameters()))
+        if signature not in entries:
+            entries[signature] = torch.compile(_new_entry(), **options)
+        compiled[name] = CompiledForward(block, name, entries[signature], fallback)
+        compiled[name].install()
+    return compiled
+
+
+def _new_entry() -> Any:
+    """A function of its own code object: the compiler keeps its results, and its limit of 8, by code object."""
+
+    def run_block(forward: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
+
+
+def _compiled_on(block: nn.Module) -> Any:
+    holder: Any = block.__dict__.get("forward")
+    while isinstance(holder, WrappedForward):
+        if isinstance(holder, CompiledForward):
+            yield holder
+        holder = holder.previous
+
+
+class CompiledForward(WrappedForward):
+    """A compiled forward that can fall back to what was there before."""
+
+    def __init__(self, module: nn.Module, name: str, entry: Any, fallback: bool) -> None:
+        super().__init__(module)
+        self.name = name
+        self.entry = entry
+        self.fallback = fallback
+        self.failure: str | None = None
+        self.undo: Undo = lambda: None
+
+    def install(self) -> Undo:
+        self.undo = super().install()
+        return self.undo
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.failure is not None or torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        try:
+            return self.entry(self.inner, *args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if not self.fallback:
+                raise
+            self.failure = _first_line(error)
+        warn(
+            explain(
+                f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is",
+                self.failure,
+                "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error",
+            )
+        )
+        return self.inner(*args, **kwargs)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
+
+
+@dataclass
+class CompileReport:
+    """What the compiler did.
+
+    Attributes:
+        graphs: graphs compiled, first compilations and recompilations.
+        recompiles: how many of them were for code already compiled once (new shapes, other guards).
+        graph_breaks: reason → how often a graph had to be cut there.
+        seconds: time spent compiling.
+        fallbacks: names of blocks that run uncompiled → why.
+    """
+
+    graphs: int = 0
+    recompiles: int = 0
+    graph_breaks: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+    fallbacks: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = (
+            f"compiled {self.graphs} graphs in {self.seconds:.1f} s, {self.recompiles} of them recompilations; "
+            f"{sum(self.graph_breaks.values())} graph breaks"
+        )
+        for reason, times in sorted(self.graph_breaks.items(), key=lambda item: -item[1])[:3]:
+            text += f"\n  {times}× {reason.strip().splitlines()[0]}"
+        for name, why in self.fallbacks.items():
+            text += f"\n  block '{name}' runs uncompiled: {why}"
+        return text
+
+
+class CompileWatch:
+    """Counts what the compiler does from now on.
+
+    Example:
+        >>> watch = CompileWatch()
+        >>> watch.report().graphs
+        0
+    """
+
+    def __init__(self) -> None:
+        from torch._dynamo import utils
+
+        self._utils = utils
+        self._breaks = Counter(utils.counters["graph_break"])
+        self._compiled = len(self._durations())
+        self._known = {id(metrics) for metrics in utils.get_compilation_metrics()}
+
+    def _durations(self) -> list[float]:
+        return self._utils.compilation_time_metrics.get("_compile.compile_inner", [])
+
+    def report(self) -> CompileReport:
+        durations = self._durations()[self._compiled :]
+        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in self._known and m.compile_id]
+        again = [m for m in new if m.is_forward and "/" in m.compile_id and not m.compile_id.endswith("/0")]
+        breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
+        return CompileReport(len(durations), len(again), dict(breaks), sum(durations))
+
+
+def save_compile_cache(path: str | os.PathLike[str]) -> int:
+    """Write what this process has compiled to one file, whole or not at all; returns its bytes (0: nothing to save).
+
+    Example:
+        >>> save_compile_cache(getfixture("tmp_path") / "cache.bin") >= 0
+        True
+    """
+    artifacts = torch.compiler.save_cache_artifacts()
+    if artifacts is None:
+        return 0
+    write_atomic(path, artifacts[0])
+    return len(artifacts[0])
+
+
+def load_compile_cache(path: str | os.PathLike[str]) -> bool:
+    """Load a file of :func:`save_compile_cache`, so that this process compiles less; False if there is none.
+
+    The file holds compiled code, which will be executed. So it is taken only if it belongs to the user who runs
+    this process and nobody else may write to it.
+
+    Raises:
+        PermissionError: it belongs to, or can be written by, somebody else.
+
+    Example:
+        >>> load_compile_cache(getfixture("tmp_path") / "none.bin")
+        False
+    """
+    file = Path(path)
+    if not file.exists():
+        return False
+    status = file.stat()
+    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
+        raise PermissionError(
+            explain(
+                f"compile cache {file} belongs to or can be written by other users",
+                "it holds code that would be executed",
+                f"If you made it: chown it to yourself and chmod go-w {file}",
+            )
+        )
+    return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
+
+
+class CompileBlocks(Technique):
+    """Compile the model's blocks; report graph breaks, recompilations and compile seconds at the end of ``fit``.
+
+    Acts after every other operation on the model, so that what they built is compiled with it; undone at teardown.
+    The whole ``LightningModule`` is never compiled: that fails on ``self.log``.
+
+    Args:
+        mode: as for :func:`~lightning_fasttrain.compile_blocks_`; the modes with CUDA graphs do not go with
+            gradient accumulation.
+        blocks: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        backend: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        dynamic: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        fullgraph: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        cache: a file that compiled code is loaded from, if it is there, and saved to at the end of ``fit``.
+
+    Attributes:
+        report: a :class:`CompileReport`, after ``fit``.
+
+    Example:
+        >>> compiled = CompileBlocks(mode="max-autotune-no-cudagraphs")
+
+    Source:
+        See :func:`~lightning_fasttrain.compile_blocks_`.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.COMPILE
+    effect: ClassVar[str] = "blocks run as fused, compiled code"
+    in_a_loop: ClassVar[str] = "compile_blocks_(model)"
+
+    def __init__(
+        self,
+        mode: str = "default",
+        *,
+        blocks: Blocks | None = None,
+        backend: str = "inductor",
+        dynamic: bool | None = None,
+        fullgraph: bool = False,
+        fallback: bool = True,
+        cache: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.mode = one_of("mode", mode, MODES)
+        self.options: dict[str, Any] = {
+            "blocks": blocks,
+            "backend": backend,
+            "dynamic": dynamic,
+            "fullgraph": fullgraph,
+            "fallback": fallback,
+        }
+        self.cache = cache
+        self.report = CompileReport()
+        self._watch: CompileWatch | None = None
+        self._compiled: dict[str, CompiledForward] = {}
+
+    @property
+    def uses_cuda_graphs(self) -> bool:
+        """Whether compiled code will be replayed as CUDA graphs on this machine."""
+        return self.mode in ("reduce-overhead", "max-autotune") and torch.cuda.is_available()
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if self.uses_cuda_graphs and trainer.accumulate_grad_batches > 1:
+            raise ValueError(
+                explain(
+                    f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}",
+                    "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
+                    "Use mode='max-autotune-no-cudagraphs'",
+                )
+            )
+        return None
+
+    def apply(self, model: nn.Module) -> Undo:
+        if self.cache is not None:
+            load_compile_cache(self.cache)
+        self._watch = CompileWatch()
+        already = {name for name, block in model.named_modules() if wrapper_on(block, CompiledForward)}
+        self._compiled = compile_blocks_(model, self.mode, **self.options)
+        mine = [forward for name, forward in self._compiled.items() if name not in already]
+
+        def undo() -> None:
+            for forward in mine:
+                forward.undo()
+            self._compiled = {}
+
+        return undo
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: CUDA graphs are told that the last step's outputs may be overwritten."""
+        if self.uses_cuda_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: report, and save the cache, while the blocks are still compiled."""
+        if self._watch is None:
+            return
+        self.report = self._watch.report()
+        self.report.fallbacks = {name: f.failure for name, f in self._compiled.items() if f.failure is not None}
+        if trainer.is_global_zero:
+            log.info("CompileBlocks: %s", self.report)
+            if self.cache is not None and not save_compile_cache(self.cache):
+                note_once("CompileBlocks: the compiler left nothing to save in the cache")

@@ -1,0 +1,4 @@
+"""Changes gradients, updates, optimizer state, schedules."""
+
+from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
+from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_

@@ -1,0 +1,68 @@
+"""Gradients that are gone as soon as they have been used."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._technique import Technique
+
+
+def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
+    """Set every gradient to None, so that its memory is free during the next forward.
+
+    Call it right after ``optimizer.step()``.
+
+    Args:
+        parameters: of the model; those without a gradient are left alone.
+
+    Returns:
+        Bytes released.
+
+    Example:
+        >>> import torch
+        >>> net = torch.nn.Linear(4, 2)
+        >>> net(torch.ones(1, 4)).sum().backward()
+        >>> release_gradients_(net.parameters()), net.weight.grad
+        (40, None)
+    """
+    released = 0
+    for parameter in parameters:
+        if parameter.grad is not None:
+            released += parameter.grad.nbytes
+            parameter.grad = None
+    return released
+
+
+class EagerGradientRelease(Technique):
+    """Free the gradients right after the optimizer step instead of during the next one.
+
+    Lightning zeroes gradients between the next forward and backward, so one full set of them stays alive while the
+    activations grow. Acts in ``on_train_batch_end``, once the step is done and unless gradients are being
+    accumulated; callbacks that read gradients do so in ``on_before_optimizer_step``. Under DDP with
+    ``gradient_as_bucket_view`` the buckets stay; strategies that own their gradients (DeepSpeed) are left alone.
+
+    Example:
+        >>> release = EagerGradientRelease()
+
+    Source:
+        ``zero_grad`` before the forward is the order of PyTorch's own training recipes.
+    """
+
+    effect: ClassVar[str] = "no gradients in memory during the forward"
+    in_a_loop: ClassVar[str] = "release_gradients_(model.parameters())"
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the strategy is known, say if it leaves nothing to do."""
+        if trainer.strategy.handles_gradient_accumulation:
+            note_once(f"EagerGradientRelease: {type(trainer.strategy).__name__} frees its gradients itself")
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the first after the optimizer has stepped."""
+        if not (trainer.strategy.handles_gradient_accumulation or trainer.fit_loop._should_accumulate()):
+            for optimizer in trainer.optimizers:
+                optimizer.zero_grad(set_to_none=True)

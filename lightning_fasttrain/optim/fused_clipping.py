@@ -1,0 +1,61 @@
+"""Gradient clipping with a fused optimizer under bfloat16 autocast, which Lightning 2.6.6 refuses."""
+
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+
+from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Technique, patch
+
+
+def allow_fused_clipping_(precision: Precision) -> Undo | None:
+    """Let ``precision`` clip gradients of optimizers made with ``fused=True``, where no loss scaler is in use.
+
+    ``MixedPrecision`` refuses because a fused optimizer undoes the loss scaling inside its step, after clipping
+    would have seen scaled gradients. That holds for float16 alone: bfloat16 has no scaler, so nothing is scaled.
+
+    Args:
+        precision: a trainer's ``precision_plugin``; only ``bf16-mixed`` is changed.
+
+    Returns:
+        How to undo it; None if there was nothing to change.
+
+    Example:
+        >>> from lightning.pytorch.plugins.precision import MixedPrecision
+        >>> undo = allow_fused_clipping_(MixedPrecision("bf16-mixed", "cpu"))
+
+    Source:
+        Lightning issue 21435.
+    """
+    if not isinstance(precision, MixedPrecision) or precision.scaler is not None:
+        return None
+
+    def clip_gradients(*args: Any, **kwargs: Any) -> None:
+        Precision.clip_gradients(precision, *args, **kwargs)
+
+    return patch(precision, "clip_gradients", clip_gradients)
+
+
+class FusedClipping(Technique):
+    """Make ``gradient_clip_val`` work with ``AdamW(fused=True)`` under ``precision="bf16-mixed"``.
+
+    Acts on this trainer's precision plugin, for the length of the run. Fabric and bare loops need nothing: their
+    clipping does not refuse.
+
+    Example:
+        >>> clipping = FusedClipping()
+
+    Source:
+        See :func:`~lightning_fasttrain.allow_fused_clipping_`.
+    """
+
+    effect: ClassVar[str] = "gradient clipping beside a fused optimizer in bf16"
+    in_a_loop: ClassVar[str] = "nothing: fabric.clip_gradients and torch.nn.utils.clip_grad_norm_ work as they are"
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        undo = allow_fused_clipping_(trainer.precision_plugin)
+        if undo is None:
+            note_once(f"FusedClipping: precision {trainer.precision} needs no help, or cannot be helped (float16)")
+        return undo

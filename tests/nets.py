@@ -1,0 +1,171 @@
+"""Small models and data that many tests use, and the plain runs that techniques are compared with."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader
+
+VOCAB, DIM = 17, 8
+
+
+class Block(nn.Module):
+    """A residual block with everything that surgery must not disturb: dropout, kwargs, a tuple as output."""
+
+    def __init__(self, dim: int = DIM, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.up = nn.Linear(dim, 2 * dim)
+        self.down = nn.Linear(2 * dim, dim)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, *, scale: float = 1.0) -> tuple[Tensor, Tensor]:
+        hidden = F.gelu(self.up(self.norm(x)))
+        return x + scale * self.dropout(self.down(hidden)), hidden
+
+
+class TinyLM(L.LightningModule):
+    """A language model with a tied head; its loss is the mean over the targets that are not padding."""
+
+    def __init__(
+        self,
+        depth: int = 3,
+        dropout: float = 0.0,
+        lazy: bool = False,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
+        super().__init__()
+        self.depth, self.p, self.make_optimizer, self.settings = depth, dropout, optimizer, {"lr": 0.01, **settings}
+        self.embed: nn.Embedding | None = None
+        self.losses: list[Tensor] = []
+        if not lazy:
+            self.build()
+
+    def build(self) -> None:
+        if self.embed is not None:
+            return
+        generator_state = torch.get_rng_state()
+        torch.manual_seed(7)  # the same weights in every run
+        self.embed = nn.Embedding(VOCAB, DIM)
+        self.blocks = nn.ModuleList([Block(DIM, self.p) for _ in range(self.depth)])
+        self.head = nn.Linear(DIM, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        torch.set_rng_state(generator_state)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x, _ = block(x, scale=0.9)
+        return self.head(x)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1).float(), batch["labels"].flatten())
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.losses.append(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return self.make_optimizer(self.parameters(), **self.settings)
+
+
+class LazyLM(TinyLM):
+    """The same model, built where sharded strategies want it."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(lazy=True, **kwargs)
+
+    def configure_model(self) -> None:
+        self.build()
+
+
+def lm_batches(count: int, size: int = 6, length: int = 5, seed: int = 3) -> list[dict[str, Tensor]]:
+    """Batches whose rows hold very different numbers of targets: what makes plain averaging wrong."""
+    g = torch.Generator().manual_seed(seed)
+    batches = []
+    for _ in range(count):
+        ids = torch.randint(VOCAB, (size, length), generator=g)
+        labels = torch.randint(VOCAB, (size, length), generator=g)
+        kept = torch.randint(1, length + 1, (size,), generator=g)
+        labels[torch.arange(length)[None] >= kept[:, None]] = -100
+        batches.append({"input_ids": ids, "labels": labels})
+    return batches
+
+
+def as_loader(batches: Sequence[Any]) -> DataLoader:
+    return DataLoader(_Listed(batches), batch_size=None, shuffle=False)
+
+
+class _Listed(torch.utils.data.Dataset):
+    def __init__(self, items: Sequence[Any]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.items[index]
+
+
+def concatenate(batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def trainer(callbacks: Any = (), **settings: Any) -> L.Trainer:
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "use_distributed_sampler": False,
+            **settings,
+        },
+        callbacks=list(callbacks),
+    )
+
+
+def fit(module: L.LightningModule, batches: Sequence[Any], callbacks: Any = (), **settings: Any) -> L.LightningModule:
+    torch.manual_seed(11)
+    trainer(callbacks, **settings).fit(module, as_loader(batches))
+    return module
+
+
+def weights(module: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def gradients(module: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.detach().clone() for name, p in module.named_parameters() if p.grad is not None}
+
+
+def largest_difference(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    """Largest difference of two dicts of tensors, relative to the largest entry of the first; keys must agree."""
+    assert set(a) == set(b)
+    top = max(float(value.abs().max()) for value in a.values())
+    return max(float((a[name].double() - b[name].double()).abs().max()) for name in a) / top
+
+
+class Gradients(L.Callback):
+    """Keeps the gradient of every optimizer step, as the optimizer sees it."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer) -> None:
+        self.seen.append(gradients(pl_module))
+
+
+def sgd(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, **settings)
