@@ -82,8 +82,13 @@ class Technique(L.Callback):
         for technique in techniques:
             _push(undo, technique.attach(trainer, pl_module))
         surgeons = [technique for technique in techniques if technique.surgery is not None]
-        if surgeons:
-            _after_configure_model(pl_module, undo, lambda: undo.enter_context(apply(pl_module, surgeons)))
+
+        def operate() -> None:
+            undo.enter_context(apply(pl_module, surgeons))
+            if stage == "fit":
+                _refuse_all_frozen(pl_module)
+
+        _after_configure_model(pl_module, undo, operate)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last one of a run that ended well."""
@@ -180,6 +185,18 @@ def _after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: 
 
     restore = patch(pl_module, "configure_model", configure_model)
     undo.callback(restore)
+
+
+def _refuse_all_frozen(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    if parameters and not any(parameter.requires_grad for parameter in parameters):
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} has {len(parameters)} parameters",
+                "no parameter requires a gradient, so nothing would be trained",
+                "Thaw what you want to train: parameter.requires_grad_(True)",
+            )
+        )
 
 
 @dataclass(frozen=True)
