@@ -23,7 +23,8 @@ class PartLogs:
 
     def __init__(self) -> None:
         self.part = 0
-        self._metrics: set[Metric] = set()  # those that are logged by step, learnt from the first batch
+        # Those that are logged by step, learnt from the first batch; by id, since a Metric's hash changes with its state.
+        self._metrics: dict[int, Metric] = {}
 
     @contextmanager
     def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[None]:
@@ -42,7 +43,7 @@ class PartLogs:
                 value = value.detach()
             calls.setdefault(name, []).append((self.part, value, kwargs))
 
-        earlier = {metric: _set_aside(metric) for metric in self._metrics}
+        earlier = {key: _set_aside(metric) for key, metric in self._metrics.items()}
         restore = patch(pl_module, "log", collect)
         try:
             yield
@@ -54,14 +55,14 @@ class PartLogs:
                 last_value, kwargs = seen[-1][1:]
                 if isinstance(last_value, Metric):
                     if kwargs.get("on_step") is not False:
-                        self._show_batch(pl_module, last_value, earlier.pop(last_value, None))
+                        self._show_batch(pl_module, last_value, earlier.pop(id(last_value), None))
                     pl_module.log(name, last_value, **kwargs)
                     continue
                 if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
                     kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
                 pl_module.log(name, _combine(seen, counts, kwargs.get("reduce_fx", "mean")), **kwargs)
-            for metric, state in earlier.items():
-                _put_back(metric, state)
+            for key, state in earlier.items():
+                _put_back(self._metrics[key], state)
         finally:
             pl_module._current_fx_name = fx_name
 
@@ -71,7 +72,7 @@ class PartLogs:
             value = metric.compute()
             _put_back(metric, state)
             metric._forward_cache = value
-        elif metric in self._metrics:
+        elif id(metric) in self._metrics:
             return  # logged under a second name; already done
         elif not _can_merge(pl_module, metric):
             warn(
@@ -82,12 +83,14 @@ class PartLogs:
             if metric._update_count <= self.part + 1:  # nothing before this batch: the state is the batch's
                 metric._forward_cache = metric.compute()
                 metric._computed = None
-            self._metrics.add(metric)
+            self._metrics[id(metric)] = metric
 
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
     grouped = any(
-        metric in collection.values() for collection in pl_module.modules() if isinstance(collection, MetricCollection)
+        any(metric is other for other in collection.values())
+        for collection in pl_module.modules()
+        if isinstance(collection, MetricCollection)
     )
     return not (grouped or metric.full_state_update or metric.dist_sync_on_step)
 

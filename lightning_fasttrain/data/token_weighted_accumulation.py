@@ -71,7 +71,7 @@ class TokenWeightedAccumulation(Technique):
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None
         self._factor = 1
-        self._asked_for = -1  # the batch that the answer below is about
+        self._asked_for: int | None = -1  # the batch that the answer below is about
         self._goes_on = False
         self._begin_window()
 
@@ -97,6 +97,7 @@ class TokenWeightedAccumulation(Technique):
                 )
             )
         self._trainer = trainer
+        self._asked_for = -1
         self._begin_window()
         leave = BatchClosures.join(trainer, pl_module, window=self)
         epoch_loop = trainer.fit_loop.epoch_loop
@@ -131,7 +132,10 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
         batch = loop.batch_progress.total.ready
-        if batch != self._asked_for:
+        if self._asked_for is None:  # resumed: Lightning asks about the last batch of the interrupted run
+            self._asked_for = batch
+            self._goes_on = self._batches > 0
+        elif batch != self._asked_for:
             self._asked_for = batch
             if self._batches == 0:
                 self._factor = self._trainer.accumulate_grad_batches = self._factor_now()
@@ -186,21 +190,23 @@ class TokenWeightedAccumulation(Technique):
 
         checkpoint["TokenWeightedAccumulation.window"] = {
             "batches": self._batches,
+            "factor": self._factor,
             "targets": mean(self._targets),
             "grads": {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None},
         }
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: before the loops are restored."""
+        self._asked_for = None
         self._restored = checkpoint.get("TokenWeightedAccumulation.window")
-        self._goes_on = self._restored is not None
+        if self._restored is not None:
+            self._batches, self._factor = self._restored["batches"], self._restored["factor"]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: after Lightning's own ``zero_grad`` of a new run."""
+        """Hook: after Lightning's own ``zero_grad`` at the start of a run."""
         window, self._restored = self._restored, None
         if window is None:
             return
-        self._batches = window["batches"]
         self._targets = window["targets"].to(pl_module.device)
         parameters = dict(pl_module.named_parameters())
         for name, grad in window["grads"].items():

@@ -1,0 +1,223 @@
+"""MicroBatching in the Trainer: the step, the logs and the schedule of the unsplit batch."""
+
+import lightning as L
+import pytest
+import torch
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_fasttrain as ft
+from tests.nets import (
+    DIM,
+    VOCAB,
+    Gradients,
+    TinyLM,
+    as_loader,
+    fit,
+    largest_difference,
+    lm_batches,
+    sgd,
+    trainer,
+    weights,
+)
+
+
+def steps(callbacks=(), net=TinyLM, batches=None, **settings):
+    """The gradient of every optimizer step, the module and the trainer, of one run."""
+    seen, module, t = Gradients(), net(optimizer=sgd), None
+    torch.manual_seed(5)
+    t = trainer([*callbacks, seen], **settings)
+    t.fit(module, as_loader(batches or lm_batches(5)))
+    return seen.seen, module, t
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}],
+    ids=["plain", "accumulation", "clip by norm", "clip by value"],
+)  # fmt: skip
+def test_every_gradient_is_that_of_the_unsplit_run(n, settings):
+    expected, _, t = steps(**settings)
+    seen, _, split = steps([ft.MicroBatching(n)], **settings)
+    assert split.global_step == t.global_step == len(expected) == len(seen)
+    assert max(map(largest_difference, expected, seen)) < 2e-6
+
+
+def test_bf16_mixed_is_no_further_from_the_truth_than_the_plain_run():
+    truth, _, _ = steps()
+    plain, _, _ = steps(precision="bf16-mixed")
+    split, _, _ = steps([ft.MicroBatching(3)], precision="bf16-mixed")
+    error = max(map(largest_difference, truth[:1], plain[:1]))
+    assert max(map(largest_difference, truth[:1], split[:1])) < max(2 * error, 1.6e-2)
+
+
+def test_negative_control_the_same_run_with_a_wrong_count_differs():
+    expected, _, _ = steps()
+    seen, _, _ = steps([ft.MicroBatching(2, count=lambda part: 1)])
+    assert max(map(largest_difference, expected, seen)) > 1e-2
+
+
+class LoggingLM(TinyLM):
+    """Logs every kind of value that a step can log."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.loss(batch)
+        logits = self(batch["input_ids"])
+        self.accuracy(logits.flatten(0, 1), batch["labels"].flatten())
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch["labels"]))
+        self.log_dict({"tokens": (batch["labels"] >= 0).sum().float()}, reduce_fx="sum", on_step=True, on_epoch=True)
+        self.log("largest", batch["labels"].max().float(), reduce_fx="max", on_step=True, on_epoch=True)
+        self.log("acc", self.accuracy, on_step=True, on_epoch=True)
+        return {"loss": loss, "rows": batch["labels"][:, 0], "twice": 2 * loss.detach(), "name": "x"}
+
+
+class Watch(L.Callback):
+    def __init__(self):
+        self.steps, self.outputs, self.calls = [], [], []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.steps.append({key: float(value) for key, value in trainer.callback_metrics.items() if "epoch" not in key})
+        self.outputs.append(outputs)
+        self.calls.append((batch_idx, len(batch["labels"])))
+
+
+def test_logs_and_outputs_are_those_of_the_unsplit_step():
+    plain, split = Watch(), Watch()
+    _, _, t = steps([plain], net=LoggingLM)
+    _, _, s = steps([split, ft.MicroBatching(4)], net=LoggingLM)
+    assert split.calls == plain.calls
+    for a, b in zip(plain.steps, split.steps, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    assert {k: float(v) for k, v in s.callback_metrics.items()} == pytest.approx(
+        {k: float(v) for k, v in t.callback_metrics.items()}, rel=1e-5
+    )
+    for a, b in zip(plain.outputs, split.outputs, strict=True):
+        assert b["loss"].item() == pytest.approx(a["loss"].item(), rel=1e-5)
+        assert b["twice"].item() == pytest.approx(a["twice"].item(), rel=1e-5)
+        assert torch.equal(b["rows"], a["rows"])
+        assert b["name"] == "x"
+
+
+def test_the_graph_of_a_part_is_gone_before_the_next():
+    alive = []
+
+    class Net(TinyLM):
+        def training_step(self, batch, batch_idx):
+            alive.append(sum(ref() is not None for ref in self.refs))
+            hidden = self.embed(batch["input_ids"]) * 1.0
+            import weakref
+
+            self.refs.append(weakref.ref(hidden))
+            return F.cross_entropy(self.head(hidden).flatten(0, 1), batch["labels"].flatten())
+
+        refs: list = []
+
+    fit(Net(), lm_batches(1), [ft.MicroBatching(3)])
+    assert alive == [0, 0, 0]
+
+
+def test_a_schedule_by_step_moves_once_a_batch():
+    class Net(TinyLM):
+        def configure_optimizers(self):
+            optimizer = super().configure_optimizers()
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    _, module, t = steps([ft.MicroBatching(3)], net=Net)
+    assert t.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.01 / 6)
+    assert len(module.losses) == 15
+
+
+def test_a_part_that_returns_none_gives_its_weight_to_the_others():
+    class Skipping(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return None if (batch["input_ids"][:, 0] == 99).any() else self.loss(batch)
+
+    batch = lm_batches(1, size=6)[0]
+    marked = {key: value.clone() for key, value in batch.items()}
+    marked["input_ids"][4, 0] = 99  # in the third part of three
+    rest = {key: value[:4] for key, value in batch.items()}
+    expected, _, _ = steps(batches=[rest])
+    seen, _, _ = steps([ft.MicroBatching(3)], net=Skipping, batches=[marked])
+    assert largest_difference(expected[0], seen[0]) < 2e-6
+    with pytest.raises(RuntimeError, match="returned None .* inside an accumulation window.*TokenWeightedAccumulation"):
+        steps([ft.MicroBatching(3)], net=Skipping, batches=[marked, marked], accumulate_grad_batches=2)
+
+
+def test_all_parts_returning_none_skips_the_batch_as_lightning_does():
+    class Skipping(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    before = weights(TinyLM())
+    with pytest.warns(UserWarning, match="returned `None`"):
+        module = fit(Skipping(), lm_batches(1), [ft.MicroBatching(2)])
+    assert largest_difference(before, weights(module)) == 0
+
+
+@pytest.mark.parametrize(("n", "error"), [(0, ValueError), (2.5, TypeError), ("4", TypeError), (None, TypeError)])
+def test_the_number_is_checked_when_it_is_given(n, error):
+    with pytest.raises(error, match="n="):
+        ft.MicroBatching(n)
+
+
+def test_manual_optimization_is_told_what_to_call():
+    class Manual(TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+    with pytest.raises(ValueError, match=r"automatic_optimization=False: .*accumulate_gradients"):
+        fit(Manual(), lm_batches(1), [ft.MicroBatching(2)])
+
+
+def test_an_empty_batch_is_an_error_that_names_it():
+    empty = {key: value[:0] for key, value in lm_batches(1)[0].items()}
+    with pytest.raises(ValueError, match=r"batch\['input_ids'\] has 0 samples"):
+        fit(TinyLM(), [empty], [ft.MicroBatching(2)])
+
+
+def test_batchnorm_is_warned_about():
+    class WithNorm(TinyLM):
+        def build(self):
+            super().build()
+            self.unused_norm = torch.nn.BatchNorm1d(DIM)
+
+    with pytest.warns(ft.FastTrainWarning, match=r"MicroBatching\(2\) with BatchNorm"):
+        fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2)])
+
+
+def test_nothing_stays_patched():
+    module = TinyLM()
+    t = trainer([ft.MicroBatching(2), ft.TokenWeightedAccumulation(2)])
+    t.fit(module, as_loader(lm_batches(2)))
+    assert "_make_closure" not in vars(t.fit_loop.epoch_loop.automatic_optimization)
+    assert "_should_accumulate" not in vars(t.fit_loop.epoch_loop)
+    assert not {"log", "configure_model", "optimizer_zero_grad"} & set(vars(module))
+    assert t.accumulate_grad_batches == 1
+
+
+@pytest.mark.gpu
+def test_fp16_with_a_loss_scaler_on_cuda():
+    expected, _, _ = steps(accelerator="cuda", devices=1, precision="16-mixed", gradient_clip_val=0.1)
+    seen, _, _ = steps(
+        [ft.MicroBatching(3)], accelerator="cuda", devices=1, precision="16-mixed", gradient_clip_val=0.1
+    )
+    assert max(map(largest_difference, expected, seen)) < 1e-2
+
+
+def test_a_loss_scaler_sees_one_scaled_gradient(monkeypatch):
+    from lightning.pytorch.plugins.precision import MixedPrecision
+
+    def plugin():
+        return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0))
+
+    expected, _, _ = steps(plugins=plugin(), gradient_clip_val=0.1)
+    seen, _, t = steps([ft.MicroBatching(3)], plugins=plugin(), gradient_clip_val=0.1)
+    assert t.precision_plugin.scaler.get_scale() == 64.0
+    assert max(map(largest_difference, expected, seen)) < 1e-2
