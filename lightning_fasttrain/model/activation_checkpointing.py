@@ -71,7 +71,15 @@ class CheckpointedForward(WrappedForward):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__(module)
-        self.changing: set[str] = set()  # names of the buffers that this block's forward was seen to change
+        # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
+        # other change raises the buffer's version, and is noticed at the first forward.
+        self.changing = {
+            f"{prefix}.{key}"
+            for prefix, owner in module.named_modules()
+            if isinstance(owner, nn.modules.batchnorm._NormBase)
+            for key in owner._buffers
+        }
+        self.seen = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -87,9 +95,7 @@ class CheckpointedForward(WrappedForward):
             for key, buffer in owner._buffers.items()
             if buffer is not None and (name := f"{prefix}.{key}")
         }
-        # Before the first forward nobody knows which buffers it changes, so all are copied, once.
-        unseen = not hasattr(self, "_seen")
-        self._seen = True
+        unseen, self.seen = not self.seen, True  # at the first forward all buffers are copied, to be sure
         before: dict[str, Tensor] = {
             name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
         }

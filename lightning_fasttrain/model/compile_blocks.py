@@ -72,21 +72,39 @@ def compile_blocks_(
         if wrapper_on(block, CompiledForward):
             compiled[name] = next(_compiled_on(block))
             continue
-        signature = (type(block), tuple((key, p.shape, p.dtype) for key, p in block.named_parameters()))
+        signature = (type(block), _runs_class_forward(block), *((key, p.shape, p.dtype) for key, p in block.named_parameters()))
         if signature not in entries:
-            entries[signature] = torch.compile(_new_entry(), **options)
+            entries[signature] = torch.compile(_new_entry(block), **options)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
     return compiled
 
 
-def _new_entry() -> Any:
-    """A function of its own code object: the compiler keeps its results, and its limit of 8, by code object."""
+def _new_entry(block: nn.Module) -> Any:
+    """What is compiled for blocks like this one, as a function of its own code object.
 
-    def run_block(forward: Any, *args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
+    The compiler keeps its results, and its limit of 8, by code object, so the code is copied. A class's own forward
+    is compiled as it is; over an earlier wrapper, and for torch's own modules, whose files the compiler skips at the
+    top level, a function around it.
+    """
 
+    def run_block(self: "CompiledForward", *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    forward = type(block).forward
+    if _runs_class_forward(block):
+        copy = types.FunctionType(
+            forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
+        )
+        copy.__kwdefaults__ = forward.__kwdefaults__
+        return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
+
+
+def _runs_class_forward(block: nn.Module) -> bool:
+    forward = type(block).forward
+    own = isinstance(forward, types.FunctionType) and not forward.__module__.startswith("torch.")
+    return own and "forward" not in vars(block)
 
 
 def _compiled_on(block: nn.Module) -> Any:
@@ -103,6 +121,7 @@ class CompiledForward(WrappedForward):
     def __init__(self, module: nn.Module, name: str, entry: Any, fallback: bool) -> None:
         super().__init__(module)
         self.name = name
+        self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
         self.failure: str | None = None
@@ -116,7 +135,7 @@ class CompiledForward(WrappedForward):
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
         try:
-            return self.entry(self.inner, *args, **kwargs)
+            return self.entry(self.target, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if not self.fallback:
                 raise
@@ -132,8 +151,9 @@ class CompiledForward(WrappedForward):
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else 'no message'}".rstrip(".")
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error  # what the back end said
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
 
 
 @dataclass

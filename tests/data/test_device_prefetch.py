@@ -1,0 +1,127 @@
+"""Every batch once, in order, at the right resume position; overlap on CUDA."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import prefetch_to_device
+from tests.data.test_token_weighted_accumulation import StatefulLoader
+from tests.nets import TinyLM, fit, lm_batches, weights
+
+
+def numbered(count):
+    return [{"x": torch.full((2,), float(i)), "name": i} for i in range(count)]
+
+
+# The meta device takes the look-ahead path without a GPU; what is not a tensor tells the batches apart.
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("count", [0, 1, 2, 5])
+def test_every_batch_once_and_in_order(device, count):
+    seen = list(prefetch_to_device(numbered(count), device))
+    assert [batch["name"] for batch in seen] == list(range(count))
+    assert all(batch["x"].device.type == device for batch in seen)
+
+
+def test_cpu_passes_the_same_objects_through_and_fetches_nothing_ahead():
+    batches, fetched = numbered(3), []
+
+    def loader():
+        for batch in batches:
+            fetched.append(batch["name"])
+            yield batch
+
+    for i, batch in enumerate(prefetch_to_device(loader(), "cpu")):
+        assert batch is batches[i]
+        assert fetched == list(range(i + 1))
+
+
+def test_one_batch_is_fetched_ahead_elsewhere():
+    fetched = []
+
+    def loader():
+        for batch in numbered(4):
+            fetched.append(batch["name"])
+            yield batch
+
+    iterator = iter(prefetch_to_device(loader(), "meta"))
+    next(iterator)
+    assert fetched == [0, 1]
+    next(iterator)
+    assert fetched == [0, 1, 2]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_state_is_that_of_the_last_batch_handed_out(device):
+    prefetcher = prefetch_to_device(StatefulLoader(numbered(5)), device)
+    iterator = iter(prefetcher)
+    assert [next(iterator)["name"] for _ in range(2)] == [0, 1]
+    state = prefetcher.state_dict()
+    resumed = prefetch_to_device(StatefulLoader(numbered(5)), device)
+    resumed.load_state_dict(state)
+    assert [batch["name"] for batch in resumed] == [2, 3, 4]
+
+
+def test_a_loader_without_state_does_not_get_one():
+    prefetcher = prefetch_to_device(numbered(2), "meta")
+    assert not hasattr(prefetcher, "state_dict")
+
+
+def test_the_loaders_attributes_shine_through():
+    loader = DataLoader(range(6), batch_size=2)
+    prefetcher = prefetch_to_device(loader, "meta")
+    assert len(prefetcher) == 3
+    assert prefetcher.dataset is loader.dataset
+    assert prefetcher.batch_sampler is loader.batch_sampler
+
+
+def test_trainer_on_cpu_trains_the_same():
+    batches = lm_batches(4)
+    plain, ours = fit(TinyLM(dropout=0.1), batches), fit(TinyLM(dropout=0.1), batches, [ft.DevicePrefetch()])
+    assert all(torch.equal(a, b) for a, b in zip(weights(plain).values(), weights(ours).values(), strict=True))
+
+
+class HookedLM(TinyLM):
+    def on_before_batch_transfer(self, batch, dataloader_idx):
+        return batch
+
+
+def test_a_transfer_hook_of_ones_own_is_kept_and_said(monkeypatch):
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    monkeypatch.setattr(SingleDeviceStrategy, "root_device", torch.device("meta"))
+    t = pytest.importorskip("lightning").Trainer(accelerator="cpu", logger=False, enable_progress_bar=False)
+    with pytest.warns(ft.FastTrainWarning, match="HookedLM.on_before_batch_transfer: that hook must see"):
+        assert ft.DevicePrefetch().attach(t, HookedLM()) is None
+    undo = ft.DevicePrefetch().attach(t, TinyLM())
+    assert isinstance(t.strategy.process_dataloader(numbered(1)), ft.data.device_prefetch.DevicePrefetcher)
+    undo()
+    assert "process_dataloader" not in vars(t.strategy)
+
+
+@pytest.mark.gpu
+def test_cuda_copies_run_on_a_side_stream_and_arrive_whole():
+    loader = DataLoader(torch.arange(64.0).view(16, 4), batch_size=4, pin_memory=True)
+    seen = [batch.clone() for batch in prefetch_to_device(loader, "cuda")]
+    assert torch.equal(torch.cat(seen).cpu(), torch.arange(64.0).view(16, 4))
+
+
+@pytest.mark.gpu
+def test_cuda_copy_overlaps_with_compute():
+    """The copy of the next batch ends while the kernels of this one still run."""
+    big = [torch.randn(2**22).pin_memory() for _ in range(3)]
+    a = torch.randn(4096, 4096, device="cuda")
+    iterator = iter(prefetch_to_device(big, "cuda"))
+    next(iterator)
+    for _ in range(50):
+        a = a @ a / 64
+    busy = torch.cuda.Event()
+    busy.record()
+    next(iterator)  # queues the copy of the third batch
+    assert not busy.query()  # handing out the second did not wait for the kernels
+
+
+@pytest.mark.gpu
+def test_unpinned_batches_are_said():
+    with pytest.warns(ft.FastTrainWarning, match="not in pinned memory"):
+        list(prefetch_to_device([torch.zeros(4)], "cuda"))

@@ -1,0 +1,221 @@
+"""Recomputed activations give the same training, bit for bit."""
+
+import copy
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import checkpoint_activations_
+from tests.nets import Block, TinyLM, as_loader, fit, lm_batches, trainer, weights
+
+
+def same(a, b):
+    assert set(a) == set(b)
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def run(net, x):
+    """Loss, gradients of weights and input, buffers afterwards, and the next random number of each generator."""
+    torch.manual_seed(1)
+    random.seed(1)
+    np.random.seed(1)
+    x = x.clone().requires_grad_(x.is_floating_point())
+    loss = net(x).float().pow(2).mean()
+    loss.backward()
+    result = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    result |= {f"buffer {name}": b.clone() for name, b in net.named_buffers()}
+    result |= {"loss": loss.detach(), "input": x.grad if x.grad is not None else torch.zeros(())}
+    result["rng"] = torch.tensor([torch.rand(()).item(), random.random(), np.random.rand()])
+    return result
+
+
+class NumpyNoise(nn.Module):
+    """Draws its dropout with NumPy and its scale with Python's random: torch alone would recompute other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        mask = torch.from_numpy(np.random.rand(*x.shape) < 0.5).to(x.dtype)
+        return torch.tanh(self.linear(x)) * mask * random.random()
+
+
+class Counter(nn.Module):
+    """Its output depends on a buffer that its own forward changes, as the power iteration of a spectral norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return torch.tanh(self.linear(x) * self.calls)
+
+
+def stack(kind):
+    make = {
+        "dropout": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()),
+        "batchnorm": lambda: nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU()),
+        "numpy and random": NumpyNoise,
+        "own buffer": Counter,
+        "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+        "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True),
+    }[kind]
+    return nn.Sequential(*[make() for _ in range(3)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "kind", ["dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "transformer"]
+)
+def test_bitwise_equal(kind, dtype):
+    plain = stack(kind).to(dtype)
+    ours = copy.deepcopy(plain)
+    shape = (6, 3, 4) if kind == "transformer" else (6, 4)
+    assert len(checkpoint_activations_(ours)) == 3
+    for seed in range(3):  # from the second forward on, only buffers known to change are copied
+        torch.manual_seed(seed)
+        x = torch.randn(shape, dtype=dtype)
+        plain.zero_grad()
+        ours.zero_grad()
+        assert same(run(plain, x), run(ours, x))
+
+
+@pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm"])
+def test_negative_control_torchs_own_checkpoint_gets_these_wrong(kind):
+    plain = stack(kind)
+    theirs = copy.deepcopy(plain)
+    for block in theirs:
+        forward = block.forward
+        block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
+    x = torch.randn(6, 4)
+    assert not same(run(plain, x), run(theirs, x))
+
+
+def test_batchnorm_counts_each_batch_once():
+    net = stack("batchnorm")
+    checkpoint_activations_(net)
+    run(net, torch.randn(6, 4))
+    assert [block[1].num_batches_tracked.item() for block in net] == [1, 1, 1]
+
+
+def test_less_is_saved_for_the_backward():
+    def saved_bytes(net):
+        total = 0
+
+        def pack(tensor):
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            net(torch.randn(64, 16, 4))
+        return total
+
+    plain = stack("transformer")
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours)
+    half = copy.deepcopy(plain)
+    checkpoint_activations_(half, every=2)
+    assert saved_bytes(ours) < saved_bytes(half) < saved_bytes(plain)
+    assert saved_bytes(ours) < saved_bytes(plain) / 8
+
+
+def test_kwargs_tuple_outputs_tied_weights_and_frozen_parts():
+    plain = TinyLM(dropout=0.3)
+    ours = TinyLM(dropout=0.3)
+    for net in (plain, ours):
+        net.embed.weight.requires_grad_(False)  # so the first block's input needs no gradient
+        net.blocks[1].requires_grad_(False)
+    checkpoint_activations_(ours)
+    batch = lm_batches(1)[0]
+    for net in (plain, ours):
+        torch.manual_seed(2)
+        net.loss(batch).backward()
+    grads = [{n: p.grad for n, p in net.named_parameters() if p.grad is not None} for net in (plain, ours)]
+    assert same(*grads)
+    assert any(name.startswith("blocks.0") for name in grads[1])
+
+
+def test_applied_twice_is_once():
+    net = TinyLM()
+    first, second = checkpoint_activations_(net), checkpoint_activations_(net)
+    assert list(first) == list(second) == ["blocks.0", "blocks.1", "blocks.2"]
+    assert all(block.forward.previous is None for block in net.blocks)
+
+
+def test_nothing_is_recomputed_without_gradients():
+    calls = []
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+    net[0].register_forward_hook(lambda *args: calls.append(1))
+    checkpoint_activations_(net)
+    with torch.no_grad():
+        net(torch.ones(1, 4))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["block compiled over it", "model compiled around it"])
+def test_with_the_compiler(inside):
+    plain = stack("dropout")
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours)
+    if inside:
+        compiled = ours
+        ft.compile_blocks_(ours, backend="aot_eager", fullgraph=True)
+    else:
+        compiled = torch.compile(ours, backend="aot_eager")
+    x = torch.randn(6, 4)
+    for net in (plain, compiled):
+        torch.manual_seed(3)
+        net(x).pow(2).mean().backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_hugging_face_model_with_its_cache_on():
+    import transformers as tf
+
+    config = tf.LlamaConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=16, vocab_size=20,
+        attention_dropout=0.3, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    plain = tf.LlamaForCausalLM(config).train()
+    ours = copy.deepcopy(plain)
+    assert ours.config.use_cache
+    with ft.apply(ours, [ft.ActivationCheckpointing()]):
+        assert not ours.config.use_cache
+        ids = torch.randint(20, (2, 6))
+        for net in (plain, ours):
+            torch.manual_seed(4)
+            net(ids, labels=ids).loss.backward()
+        grads = [{n: p.grad for n, p in net.named_parameters()} for net in (plain, ours)]
+        assert same(*grads)
+    assert ours.config.use_cache
+
+
+def test_trainer_trains_the_same_bit_for_bit_and_evaluates():
+    batches = lm_batches(4)
+    plain, ours = fit(TinyLM(dropout=0.3), batches), TinyLM(dropout=0.3)
+    torch.manual_seed(11)
+    t = trainer([ft.ActivationCheckpointing()])
+    t.fit(ours, as_loader(batches), as_loader(batches))
+    assert same(weights(plain), weights(ours))
+    assert all("forward" not in vars(block) for block in ours.blocks)
+
+
+@pytest.mark.parametrize(("every", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_every_is_checked(every, error):
+    with pytest.raises(error, match="every="):
+        ft.ActivationCheckpointing(every=every)
+
+
+def test_every_kth_block():
+    assert list(checkpoint_activations_(TinyLM(depth=5), every=2)) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert list(checkpoint_activations_(TinyLM(), blocks=Block)) == ["blocks.0", "blocks.1", "blocks.2"]

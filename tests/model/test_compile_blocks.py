@@ -1,0 +1,190 @@
+"""Blocks really compile, once for each kind, with plain keys, and fall back in the open."""
+
+import copy
+import logging
+import os
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import CompileWatch, compile_blocks_
+from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Counting:
+    """A compiler back end that counts the graphs it is given and runs them as they are."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()),
+        lambda: nn.TransformerEncoderLayer(4, 2, 8, batch_first=True, dropout=0.0),
+        lambda: nn.Linear(4, 4),
+    ],
+    ids=["Sequential", "TransformerEncoderLayer", "Linear"],
+)
+def test_torchs_own_modules_really_compile_and_equal_blocks_compile_once(block):
+    net, backend = nn.Sequential(*[block() for _ in range(4)]), Counting()
+    x = torch.randn(2, 3, 4, requires_grad=True)  # as every block's input but the first's does
+    expected = net(x)
+    compiled = compile_blocks_(net, backend=backend)
+    assert torch.allclose(net(x), expected, atol=1e-6)
+    assert len(compiled) == 4
+    assert backend.graphs == 1
+    assert all(forward.failure is None for forward in compiled.values())
+
+
+def test_blocks_of_other_shapes_do_not_use_up_each_others_limit():
+    sizes = [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13]  # eleven shapes, limit is eight
+    net = nn.ModuleList([nn.Sequential(nn.Linear(n, n), nn.Tanh()) for n in sizes])
+    backend, watch = Counting(), CompileWatch()
+    compile_blocks_(net, backend=backend)
+    for n, block in zip(sizes, net, strict=True):
+        block(torch.randn(2, n))
+    assert backend.graphs == 11
+    assert watch.report().recompiles == 0
+
+
+def test_keys_types_and_weights_are_kept_and_a_plain_model_loads_them():
+    plain = TinyLM()
+    net = copy.deepcopy(plain)
+    compile_blocks_(net, backend="eager")
+    net(lm_batches(1)[0]["input_ids"])
+    assert list(net.state_dict()) == list(plain.state_dict())
+    assert [type(m) for m in net.modules()] == [type(m) for m in plain.modules()]
+    TinyLM().load_state_dict(net.state_dict())
+
+
+def test_applied_twice_is_once_and_undone():
+    net = TinyLM()
+    with ft.apply(net, [ft.CompileBlocks(backend="eager")]), ft.apply(net, [ft.CompileBlocks(backend="eager")]):
+        assert all(block.forward.previous is None for block in net.blocks)
+    assert all("forward" not in vars(block) for block in net.blocks)
+
+
+def broken_backend(graph, inputs):
+    raise RuntimeError("no such instruction")
+
+
+def test_a_failing_block_runs_as_it_is_after_one_warning():
+    batches, plain = lm_batches(3), TinyLM()
+    net = TinyLM()
+    fit(plain, batches)
+    technique = ft.CompileBlocks(backend=broken_backend)
+    with pytest.warns(ft.FastTrainWarning, match="could not be compiled and runs as it is") as caught:
+        fit(net, batches, [technique])
+    assert len([w for w in caught if w.category is ft.FastTrainWarning]) == 3  # one for each block
+    assert set(technique.report.fallbacks) == {"blocks.0", "blocks.1", "blocks.2"}
+    assert "no such instruction" in technique.report.fallbacks["blocks.0"]
+    assert largest_difference(weights(plain), weights(net)) == 0
+
+
+def test_without_fallback_the_compilers_error_is_raised():
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no such instruction"):
+        fit(TinyLM(), lm_batches(1), [ft.CompileBlocks(backend=broken_backend, fallback=False)])
+
+
+class Breaking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = self.linear(x)
+        torch._dynamo.graph_break()
+        return torch.tanh(x)
+
+
+def test_graph_breaks_and_recompilations_are_counted():
+    net, watch = nn.Sequential(Breaking(), Breaking()), CompileWatch()
+    compile_blocks_(net, backend="eager", dynamic=False)
+    net(torch.randn(2, 4, requires_grad=True))
+    report = watch.report()
+    assert sum(report.graph_breaks.values()) == 1
+    assert report.recompiles == 0
+    net(torch.randn(3, 4, requires_grad=True))
+    report = watch.report()
+    assert report.recompiles > 0
+    assert "graph breaks" in str(report)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        broken = nn.Sequential(Breaking(), Breaking())
+        compile_blocks_(broken, backend="eager", fullgraph=True, fallback=False)
+        broken(torch.randn(2, 4))
+
+
+def test_no_recompilation_on_fixed_shapes_and_a_report_at_the_end_of_fit(caplog):
+    technique = ft.CompileBlocks(backend="aot_eager")
+    plain, net = fit(TinyLM(), lm_batches(4)), TinyLM()
+    with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
+        fit(net, lm_batches(4), [technique])
+    assert technique.report.recompiles == 0
+    assert technique.report.graphs > 0
+    assert technique.report.seconds > 0
+    assert any("CompileBlocks: compiled" in record.message for record in caplog.records)
+    assert largest_difference(weights(plain), weights(net)) < 1e-5
+
+
+def test_compiled_save_eager_load_and_the_reverse(tmp_path):
+    batches = lm_batches(3)
+    t = trainer([ft.CompileBlocks(backend="eager")])
+    net = TinyLM()
+    t.fit(net, as_loader(batches))
+    t.save_checkpoint(tmp_path / "compiled.ckpt")
+    loaded = TinyLM()
+    trainer(max_epochs=2).fit(loaded, as_loader(batches), ckpt_path=tmp_path / "compiled.ckpt", weights_only=True)
+    again = TinyLM()
+    trainer([ft.CompileBlocks(backend="eager")], max_epochs=2).fit(
+        again, as_loader(batches), ckpt_path=tmp_path / "compiled.ckpt", weights_only=True
+    )
+    assert largest_difference(weights(loaded), weights(again)) < 1e-6
+
+
+@pytest.mark.slow
+def test_inductor_compiles_close_to_eager_and_its_cache_is_saved_and_loaded(tmp_path):
+    cache = tmp_path / "cache" / "compiled.bin"
+    plain, batches = fit(TinyLM(), lm_batches(2)), lm_batches(2)
+    for _ in range(2):
+        torch._dynamo.reset()
+        technique, net = ft.CompileBlocks(cache=cache), TinyLM()
+        fit(net, batches, [technique])
+        assert not technique.report.fallbacks
+        assert largest_difference(weights(plain), weights(net)) < 1e-5
+        assert cache.stat().st_size > 0
+
+
+def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
+    cache = tmp_path / "compiled.bin"
+    cache.write_bytes(b"anything")
+    os.chmod(cache, 0o666)
+    with pytest.raises(PermissionError, match="executed.*chmod go-w"):
+        ft.load_compile_cache(cache)
+
+
+def test_mode_is_checked_when_it_is_given():
+    with pytest.raises(ValueError, match="mode='fastest'.*'max-autotune'"):
+        ft.CompileBlocks(mode="fastest")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
+def test_cuda_graph_modes_train_the_same(mode):
+    plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)
+    net = fit(TinyLM(), lm_batches(6), [ft.CompileBlocks(mode=mode)], accelerator="cuda", devices=1)
+    assert largest_difference(weights(plain), weights(net)) < 1e-4

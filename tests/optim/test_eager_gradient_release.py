@@ -1,0 +1,37 @@
+"""No gradient is alive during a forward."""
+
+import torch
+
+import lightning_fasttrain as ft
+from tests.nets import Gradients, TinyLM, fit, gradients, largest_difference, lm_batches, weights
+
+
+class Watching(TinyLM):
+    """Counts the gradients that are alive while it computes."""
+
+    def training_step(self, batch, batch_idx):
+        self.alive = [*getattr(self, "alive", []), len(gradients(self))]
+        return super().training_step(batch, batch_idx)
+
+
+def test_gradients_are_none_during_the_forward():
+    plain, ours = fit(Watching(), lm_batches(3)), fit(Watching(), lm_batches(3), [ft.EagerGradientRelease()])
+    assert plain.alive[1] > 0  # what Lightning does by itself
+    assert ours.alive == [0, 0, 0]
+    assert largest_difference(weights(plain), weights(ours)) == 0
+
+
+def test_gradients_that_are_being_accumulated_stay():
+    settings = {"accumulate_grad_batches": 2}
+    seen, released = Gradients(), Gradients()
+    fit(Watching(), lm_batches(5), [seen], **settings)
+    ours = fit(Watching(), lm_batches(5), [ft.EagerGradientRelease(), released], **settings)
+    assert [alive > 0 for alive in ours.alive] == [False, True, False, True, False]
+    assert max(map(largest_difference, seen.seen, released.seen)) == 0
+
+
+def test_the_function_returns_the_bytes():
+    net = torch.nn.Linear(3, 5)
+    net(torch.ones(1, 3)).sum().backward()
+    assert ft.release_gradients_(net.parameters()) == (15 + 5) * 4
+    assert ft.release_gradients_(net.parameters()) == 0
