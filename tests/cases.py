@@ -1,0 +1,117 @@
+"""One row for each technique. The promises of ``test_contracts.py`` are held over all rows."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import Technique
+from tests.nets import TinyLM, concatenate
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a technique is made for the tests, and what it is compared with.
+
+    Attributes:
+        make: a fresh technique.
+        tolerance: for the weights after training, relative; 0.0 means bitwise.
+        settings: Trainer settings that it needs to show itself.
+        optimizer: settings of the optimizer, likewise.
+        regroup: batches of the plain run that it must equal, where it changes which batches make a step.
+    """
+
+    make: Callable[[], Technique]
+    tolerance: float = 0.0
+    settings: dict[str, Any] = field(default_factory=dict)
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    regroup: Callable[[Sequence[Any]], list[Any]] = list
+
+    @property
+    def name(self) -> str:
+        return type(self.make()).__name__
+
+
+def pairs_of(batches: Sequence[Any]) -> list[Any]:
+    return [concatenate(batches[i : i + 2]) for i in range(0, len(batches), 2)]
+
+
+CASES = [
+    # data
+    Case(lambda: ft.MicroBatching(3), tolerance=1e-5),
+    Case(lambda: ft.TokenWeightedAccumulation(2), tolerance=1e-5, regroup=pairs_of),
+    Case(lambda: ft.DevicePrefetch()),
+    # model
+    Case(lambda: ft.ActivationCheckpointing()),
+    Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
+    # optim
+    Case(lambda: ft.EagerGradientRelease()),
+    Case(
+        lambda: ft.FusedClipping(),
+        tolerance=1e-5,
+        settings={"gradient_clip_val": 0.5, "precision": "bf16-mixed"},
+        optimizer={"fused": True},
+    ),
+    # run
+    Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
+    Case(lambda: ft.StepMeter()),
+    Case(lambda: ft.MemoryMeter()),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+def in_a_loop(
+    model: TinyLM, batches: Sequence[Any], techniques: Sequence[Technique], *, epochs: int = 1, fabric: Any = None
+) -> TinyLM:
+    """The same training by hand: what a user of Fabric, or of nothing at all, writes with our functions."""
+    has = {type(technique).__name__: technique for technique in techniques}
+    n = has["MicroBatching"].n if "MicroBatching" in has else 1
+    window = has["TokenWeightedAccumulation"].factor_at(0) if "TokenWeightedAccumulation" in has else 1
+    with ExitStack() as stack:
+        on_model = [t for name, t in has.items() if t.surgery is not None or name == "MatmulPrecision"]
+        stack.enter_context(ft.apply(model, on_model))
+        step, optimizer = model.loss, model.configure_optimizers()
+        backward, no_sync, clip = torch.Tensor.backward, ExitStack, None
+        if fabric is not None:
+            wrapped = fabric.setup_module(model)
+            wrapped.mark_forward_method("loss")
+            optimizer = fabric.setup_optimizers(optimizer)
+            step, backward = wrapped.loss, fabric.backward
+            no_sync = lambda: fabric.no_backward_sync(wrapped)  # noqa: E731
+        if "FusedClipping" in has:
+            clip = lambda: (  # noqa: E731
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                if fabric is None
+                else fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
+            )
+            if fabric is None:
+                stack.enter_context(torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+        timer = ft.StepTimer("cpu") if "StepMeter" in has else None
+        for _ in range(epochs):
+            loader = ft.prefetch_to_device(batches, "cpu") if "DevicePrefetch" in has else batches
+            held: list[Any] = []
+            for i, batch in enumerate(loader):
+                held.append(batch)
+                if len(held) < window and i < len(batches) - 1:
+                    continue
+                meter = ft.PeakMemory("cpu", model, optimizer) if "MemoryMeter" in has else ExitStack()
+                optimizer.zero_grad()
+                with meter:
+                    if window > 1:
+                        ft.accumulate_window(step, held, n, backward=backward, no_sync=no_sync)
+                    elif n > 1:
+                        ft.accumulate_gradients(step, batch, n, backward=backward, no_sync=no_sync)
+                    else:
+                        backward(step(batch))
+                if clip is not None:
+                    clip()
+                optimizer.step()
+                if "EagerGradientRelease" in has:
+                    ft.release_gradients_(model.parameters())
+                if timer is not None:
+                    timer.end_step(samples=len(batch["labels"]))
+                held = []
+    return model

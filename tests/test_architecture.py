@@ -1,0 +1,114 @@
+"""The rules of the house, read from the sources: imports go down only, packages do nothing, names keep their root."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lightning_fasttrain
+
+PACKAGE = Path(lightning_fasttrain.__file__).parent
+ROOMS = 1
+HEIGHT = {
+    "_messages": 0.0, "_checks": 0.0, "_files": 0.0, "_surgery": 0.1, "_technique": 0.2,  # the floor has its own order
+    "data": ROOMS, "model": ROOMS, "loss": ROOMS, "optim": ROOMS, "run": ROOMS, "strategy": ROOMS,
+    "plan": 2, "bench": 2, "mixin": 3, "cli": 3, "__init__": 4,
+}  # fmt: skip
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def place(parts):
+    """The room or file that a module belongs to, and how high it stands."""
+    first = parts[0] if parts else "__init__"
+    return first, HEIGHT[first]
+
+
+def imported(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            yield from ((node.lineno, f"{node.module}.{alias.name}", node.module) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports_go_down_only(file):
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    room, height = place(parts)
+    for line, _, module in imported(file):
+        if not module.startswith("lightning_fasttrain"):
+            continue
+        other, other_height = place(module.split(".")[1:])
+        assert other == room or other_height < height, f"{file}:{line} imports {module}, which is not below it"
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if f.name == "__init__.py"], ids=lambda f: f.parent.name)
+def test_packages_only_re_export(file):
+    for node in ast.parse(file.read_text()).body:
+        docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        refusal = isinstance(node, ast.Expr) and ast.unparse(node) == "refuse_compromised_hosts()"
+        assert docstring or refusal or isinstance(node, ast.ImportFrom), f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_optional_packages_are_imported_where_they_are_used(file):
+    optional = {
+        "bitsandbytes",
+        "deepspeed",
+        "peft",
+        "torchao",
+        "matplotlib",
+        "transformers",
+        "tokenizers",
+        "safetensors",
+    }
+    for node in ast.parse(file.read_text()).body:
+        names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+        names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        assert not {name.partition(".")[0] for name in names} & optional, f"{file}:{node.lineno}"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_no_drawers_and_nothing_is_unpickled(file):
+    assert file.stem not in {"utils", "helpers", "common", "misc"}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            assert name not in {"pickle.load", "pickle.loads", "eval", "exec"}, f"{file}:{node.lineno}"
+            if name == "torch.load":
+                assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
+
+
+AUDIT = """
+import json, os, sys
+seen = []
+def hook(event, args):
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if writes and str(args[0]).endswith((".pyc", os.devnull)) or writes and "__pycache__" in str(args[0]):
+        return
+    if writes or event.startswith(("socket.connect", "socket.bind", "subprocess.", "os.system", "os.exec", "os.fork",
+                                   "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.rmdir")):
+        seen.append([event, str(args)[:200]])
+import torch, lightning  # what these do when imported is theirs
+before = set(sys.modules)
+sys.addaudithook(hook)
+import lightning_fasttrain
+print(json.dumps({"seen": seen, "new": sorted(set(sys.modules) - before)}))
+"""
+
+
+def test_importing_starts_nothing_opens_nothing_writes_nothing():
+    run = subprocess.run([sys.executable, "-c", AUDIT], capture_output=True, text=True, check=True, timeout=120)
+    result = json.loads(run.stdout.splitlines()[-1])
+    assert result["seen"] == []
+    heavy = {"transformers", "deepspeed", "bitsandbytes", "peft", "torchao", "matplotlib", "torch._inductor"}
+    assert not heavy & set(result["new"])
+
+
+def test_the_audit_would_notice():
+    code = AUDIT.replace("import lightning_fasttrain\n", "import subprocess; subprocess.run(['true'])\n")
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    assert json.loads(run.stdout.splitlines()[-1])["seen"]

@@ -1,0 +1,208 @@
+"""Every technique keeps every promise: the rows are in ``cases.py``."""
+
+import copy
+import inspect
+import itertools
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import Exactness, Technique
+from tests.cases import BY_NAME, CASES, Case, in_a_loop
+from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+
+each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+BATCHES = lm_batches(5)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler():
+    torch._dynamo.reset()
+
+
+def train(case: Case, techniques=None, *, net=TinyLM, batches=BATCHES, dropout=0.0, epochs=1, **settings):
+    torch.manual_seed(11)
+    module = net(dropout=dropout, **case.optimizer)
+    t = trainer([case.make()] if techniques is None else techniques, max_epochs=epochs, **{**case.settings, **settings})
+    t.fit(module, as_loader(batches))
+    return module, t
+
+
+def plain(case: Case, batches=BATCHES, epochs=1):
+    """The run without the technique; a fused optimizer needs it to clip, so the plain run is unfused."""
+    settings = Case(make=case.make, settings=case.settings)
+    return train(settings, [], batches=case.regroup(batches), epochs=epochs)[0]
+
+
+def test_every_technique_has_a_row():
+    public = {name for name, thing in vars(ft).items() if inspect.isclass(thing) and issubclass(thing, Technique)}
+    assert public - {"Technique"} == set(BY_NAME)
+
+
+@each
+def test_keeps_to_its_exactness_class(case):
+    assert case.make().exactness in Exactness
+    module, _ = train(case)
+    assert largest_difference(weights(plain(case)), weights(module)) <= case.tolerance
+    assert case.make().exactness is Exactness.TOLERANCE or case.tolerance <= 1e-5
+
+
+def test_negative_control_another_seed_of_weights_differs():
+    other = TinyLM()
+    with torch.no_grad():
+        other.head.weight.add_(1e-3)
+    trainer().fit(other, as_loader(BATCHES))
+    assert largest_difference(weights(plain(CASES[2])), weights(other)) > 1e-4
+
+
+@each
+def test_keys_dtype_device_and_types_are_kept(case):
+    class Watch(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, *args):
+            self.keys, self.types = list(pl_module.state_dict()), [type(m) for m in pl_module.modules()]
+
+    before, watch = TinyLM(), Watch()
+    module, _ = train(case, [case.make(), watch])
+    assert watch.keys == list(module.state_dict()) == list(before.state_dict())
+    assert watch.types == [type(m) for m in before.modules()]
+    for a, b in zip(before.parameters(), module.parameters(), strict=True):
+        assert (a.dtype, a.device, a.shape, a.requires_grad) == (b.dtype, b.device, b.shape, b.requires_grad)
+
+
+@each
+def test_same_weights_in_trainer_mixin_fabric_and_bare_loop(case):
+    class WithMixin(ft.FastTrainMixin, TinyLM):
+        def configure_techniques(self):
+            return [case.make()]
+
+    expected = weights(train(case)[0])
+    assert largest_difference(expected, weights(train(case, [], net=WithMixin)[0])) == 0
+    assert largest_difference(expected, weights(train(case, net=LazyLM)[0])) == 0
+    torch.manual_seed(11)
+    bare = in_a_loop(TinyLM(**case.optimizer), BATCHES, [case.make()])
+    assert largest_difference(expected, weights(bare)) <= 1e-5
+    torch.manual_seed(11)
+    fabric = L.Fabric(accelerator="cpu", devices=1, precision=case.settings.get("precision", "32-true"))
+    looped = in_a_loop(TinyLM(**case.optimizer), BATCHES, [case.make()], fabric=fabric)
+    assert largest_difference(expected, weights(looped)) <= 1e-5
+
+
+@each
+def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
+    class Save(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole, _ = train(case, [case.make(), Save()], epochs=2)
+    resumed = TinyLM(**case.optimizer)
+    t = trainer([case.make()], max_epochs=2, **case.settings)
+    t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+
+
+@each
+def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
+    if case.optimizer or "TokenWeighted" in case.name:
+        pytest.skip("the optimizer itself, or what makes a step, is another one without it")
+    _, t = train(case)
+    t.save_checkpoint(tmp_path / "with.ckpt")
+    ends = []
+    for techniques in ([], [case.make()]):
+        module = TinyLM()
+        u = trainer(techniques, max_epochs=2, **case.settings)
+        u.fit(module, as_loader(BATCHES), ckpt_path=tmp_path / "with.ckpt", weights_only=True)
+        ends.append(weights(module))
+    assert largest_difference(*ends) <= max(case.tolerance, 0.0)
+
+
+@each
+def test_applied_twice_is_once_and_a_second_fit_is_as_the_first(case):
+    technique = case.make()
+    first, t = train(case, [technique])
+    again, _ = train(case, [technique])
+    assert largest_difference(weights(first), weights(again)) == 0
+    if technique.surgery is not None:
+        net = TinyLM()
+        with ft.apply(net, [case.make()]):
+            forwards = [vars(block)["forward"] for block in net.blocks]
+            with ft.apply(net, [case.make()]):
+                assert all(vars(block)["forward"] is f for block, f in zip(net.blocks, forwards, strict=True))
+            assert all(vars(block)["forward"] is f for block, f in zip(net.blocks, forwards, strict=True))
+
+
+@each
+def test_everything_is_put_back_after_the_run(case):
+    def patched(t, module):
+        places = [module, *module.modules(), t.strategy, t.precision_plugin, t.fit_loop, t.fit_loop.epoch_loop]
+        places.append(t.fit_loop.epoch_loop.automatic_optimization)
+        names = [{k for k, v in vars(place).items() if callable(v) and hasattr(type(place), k)} for place in places]
+        return names, type(t.profiler), t.accumulate_grad_batches
+
+    switches = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    module, t = train(case)
+    bare, u = train(case if case.optimizer == {} else Case(case.make, settings=case.settings), [])
+    assert patched(t, module) == patched(u, bare)
+    assert switches == (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
+
+
+@each
+def test_listed_twice_is_refused(case):
+    with pytest.raises(ValueError, match=f"{case.name} is listed twice"):
+        train(case, [case.make(), case.make()])
+
+
+@each
+def test_survives_copying_and_validates(case):
+    technique = copy.deepcopy(case.make())
+    module, t = train(case, [technique])
+    t.validate(module, as_loader(BATCHES), verbose=False)
+    assert float(t.callback_metrics["val_loss"]) > 0
+
+
+@each
+def test_documented_with_example_and_source_and_one_line_for_the_table(case):
+    doc = inspect.getdoc(type(case.make()))
+    assert ">>>" in doc
+    assert "Source:" in doc
+    assert case.make().effect
+    assert case.make().in_a_loop
+
+
+def reference_for(cases):
+    """The plain run that a combination must equal: regrouped if one regroups, in bf16 if one needs it."""
+    batches, settings = BATCHES, {}
+    for case in cases:
+        batches, settings = case.regroup(batches), {**settings, **case.settings}
+    return train(Case(make=CASES[0].make, settings=settings), [], batches=batches)[0]
+
+
+@pytest.mark.parametrize("pair", itertools.combinations(CASES, 2), ids=lambda pair: "+".join(c.name for c in pair))
+def test_every_pair_together(pair):
+    both = Case(
+        make=pair[0].make,
+        settings={**pair[0].settings, **pair[1].settings},
+        optimizer={**pair[0].optimizer, **pair[1].optimizer},
+    )
+    module, _ = train(both, [case.make() for case in pair])
+    # Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs.
+    tolerance = 2e-2 if both.settings.get("precision") else 1e-5
+    assert largest_difference(weights(reference_for(pair)), weights(module)) <= tolerance
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_all_at_once_in_any_order(turned):
+    everything = Case(make=CASES[0].make, optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
+    techniques = [case.make() for case in CASES]
+    module, t = train(everything, techniques[::-1] if turned else techniques)
+    assert t.global_step == 3
+    assert largest_difference(weights(reference_for(CASES)), weights(module)) <= 2e-2
+    in_float32 = Case(make=CASES[0].make, settings={"gradient_clip_val": 0.5}, optimizer={"fused": True})
+    module, _ = train(in_float32, techniques[::-1] if turned else techniques)
+    expected, _ = train(Case(make=CASES[0].make, settings=in_float32.settings), [], batches=CASES[1].regroup(BATCHES))
+    assert largest_difference(weights(expected), weights(module)) <= 1e-5
+    bare = in_a_loop(TinyLM(), BATCHES, [c.make() for c in CASES if c.name != "FusedClipping"])
+    unclipped, _ = train(CASES[1])
+    assert largest_difference(weights(unclipped), weights(bare)) <= 1e-5
