@@ -35,3 +35,11 @@ from lightning_fasttrain.optim import (  # noqa: E402
     allow_fused_clipping_,
     release_gradients_,
 )
+from lightning_fasttrain.run import (  # noqa: E402
+    AtomicCheckpointIO,
+    AtomicCheckpoints,
+    MatmulPrecision,
+    StepMeter,
+    StepTimer,
+    matmul_precision_,
+)

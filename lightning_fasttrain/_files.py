@@ -2,10 +2,12 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO
 
 
-def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
+def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
     """Write ``data`` so that a reader, or a crash, sees the old file or the new one and nothing between.
 
     The bytes go to a temporary file in the *target's* folder (a rename across file systems is a copy, and a copy
@@ -13,7 +15,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
 
     Args:
         path: the target; its folder is made if it is missing.
-        data: text is encoded as UTF-8.
+        data: bytes; text, which is encoded as UTF-8; or a function that writes to the file it is given.
 
     Returns:
         The path written.
@@ -31,7 +33,10 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> Path:
     descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".tmp-{target.name}-")
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            if callable(data):
+                data(file)
+            else:
+                file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
         if target.exists():

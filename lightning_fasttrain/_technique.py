@@ -108,7 +108,7 @@ class Technique(L.Callback):
 
 
 def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
-    """Operate on ``model`` with all ``techniques``, in place and in the suite's order: the way in for Fabric and bare loops.
+    """Operate on ``model`` in place with all ``techniques``, in the suite's order; for Fabric and bare loops.
 
     Call it before the optimizer is made and before ``fabric.setup``. Applying twice is the same as once.
 

@@ -60,12 +60,12 @@ def _add_ladder(commands: Any) -> None:
 def _ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_fasttrain.bench import ladder, report
+    from lightning_fasttrain.bench import ladder, preparation, report
     from lightning_fasttrain.bench.live import Live
 
     console = report.wide_enough(Console())
     try:
-        prepared = ladder.prepare(
+        prepared = preparation.prepare(
             options.size,
             text=options.text,
             out=options.out,

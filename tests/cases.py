@@ -9,7 +9,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
-from tests.nets import TinyLM, concatenate
+from tests.nets import TinyLM, concatenate, lm_loss
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ CASES = [
     # run
     Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter()),
-    Case(lambda: ft.MemoryMeter()),
+    *([Case(lambda: ft.MemoryMeter())] if hasattr(ft, "MemoryMeter") else []),
+    Case(lambda: ft.AtomicCheckpoints()),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
@@ -77,9 +78,8 @@ def in_a_loop(
         backward, no_sync, clip = torch.Tensor.backward, ExitStack, None
         if fabric is not None:
             wrapped = fabric.setup_module(model)
-            wrapped.mark_forward_method("loss")
             optimizer = fabric.setup_optimizers(optimizer)
-            step, backward = wrapped.loss, fabric.backward
+            step, backward = (lambda batch: lm_loss(wrapped(batch["input_ids"]), batch)), fabric.backward
             no_sync = lambda: fabric.no_backward_sync(wrapped)  # noqa: E731
         if "FusedClipping" in has:
             clip = lambda: (  # noqa: E731
@@ -88,7 +88,7 @@ def in_a_loop(
                 else fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
             )
             if fabric is None:
-                stack.enter_context(torch.autocast("cpu", torch.bfloat16, cache_enabled=False))
+                step = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(step)
         timer = ft.StepTimer("cpu") if "StepMeter" in has else None
         for _ in range(epochs):
             loader = ft.prefetch_to_device(batches, "cpu") if "DevicePrefetch" in has else batches

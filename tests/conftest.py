@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+torch.set_num_threads(1)  # small tensors: threads only get in each other's way
+
 
 @pytest.fixture(autouse=True)
 def _same_seed():

@@ -63,7 +63,7 @@ class TinyLM(L.LightningModule):
         return self.head(x)
 
     def loss(self, batch: dict[str, Tensor]) -> Tensor:
-        return F.cross_entropy(self(batch["input_ids"]).flatten(0, 1).float(), batch["labels"].flatten())
+        return lm_loss(self(batch["input_ids"]), batch)
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = self.loss(batch)
@@ -76,6 +76,10 @@ class TinyLM(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return self.make_optimizer(self.parameters(), **self.settings)
+
+
+def lm_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
 class LazyLM(TinyLM):

@@ -179,7 +179,9 @@ def reference_for(cases):
     return train(Case(make=CASES[0].make, settings=settings), [], batches=batches)[0]
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(CASES, 2), ids=lambda pair: "+".join(c.name for c in pair))
+@pytest.mark.parametrize(
+    "pair", list(itertools.combinations(CASES, 2)), ids=lambda pair: "+".join(c.name for c in pair)
+)
 def test_every_pair_together(pair):
     both = Case(
         make=pair[0].make,

@@ -23,7 +23,7 @@ class PartLogs:
 
     def __init__(self) -> None:
         self.part = 0
-        # Those that are logged by step, learnt from the first batch; by id, since a Metric's hash changes with its state.
+        # Those that are logged by step, learnt from the first batch; by id, as a Metric's hash follows its state.
         self._metrics: dict[int, Metric] = {}
 
     @contextmanager

@@ -71,7 +71,7 @@ class TokenWeightedAccumulation(Technique):
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None
         self._factor = 1
-        self._asked_for: int | None = -1  # the batch that the answer below is about
+        self._asked_for = -1  # the batch that the answer below is about
         self._goes_on = False
         self._begin_window()
 
@@ -132,10 +132,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
         batch = loop.batch_progress.total.ready
-        if self._asked_for is None:  # resumed: Lightning asks about the last batch of the interrupted run
-            self._asked_for = batch
-            self._goes_on = self._batches > 0
-        elif batch != self._asked_for:
+        if batch != self._asked_for:
             self._asked_for = batch
             if self._batches == 0:
                 self._factor = self._trainer.accumulate_grad_batches = self._factor_now()
@@ -171,16 +168,8 @@ class TokenWeightedAccumulation(Technique):
         scale_gradients_(optimizer, self.reference, self._targets)
         self._begin_window()
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"reference": self.reference}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.reference = state_dict["reference"]
-
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: inside a window, the gradient so far belongs to the checkpoint (means over ranks, as DDP will take)."""
-        if self._batches == 0:
-            return
 
         def mean(value: Any) -> Tensor:
             value = torch.as_tensor(value, device=trainer.strategy.root_device).clone()
@@ -188,26 +177,25 @@ class TokenWeightedAccumulation(Technique):
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")
             return value.cpu()
 
-        checkpoint["TokenWeightedAccumulation.window"] = {
-            "batches": self._batches,
-            "factor": self._factor,
-            "targets": mean(self._targets),
-            "grads": {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None},
-        }
+        state = {"reference": self.reference, "batches": self._batches, "factor": self._factor}
+        if self._batches > 0:
+            state["targets"] = mean(self._targets)
+            state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
+        checkpoint["TokenWeightedAccumulation"] = state
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: before the loops are restored."""
-        self._asked_for = None
-        self._restored = checkpoint.get("TokenWeightedAccumulation.window")
-        if self._restored is not None:
-            self._batches, self._factor = self._restored["batches"], self._restored["factor"]
+        """Hook: the gradients follow in ``on_train_start``, when the model is on its device."""
+        self._restored = checkpoint.get("TokenWeightedAccumulation")
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: after Lightning's own ``zero_grad`` at the start of a run."""
-        window, self._restored = self._restored, None
-        if window is None:
-            return
-        self._targets = window["targets"].to(pl_module.device)
-        parameters = dict(pl_module.named_parameters())
-        for name, grad in window["grads"].items():
-            parameters[name].grad = grad.to(parameters[name])
+        state, self._restored = self._restored, None
+        if state is not None:
+            self.reference, self._batches, self._factor = state["reference"], state["batches"], state["factor"]
+            self._targets = state["targets"].to(pl_module.device) if self._batches else 0
+            parameters = dict(pl_module.named_parameters())
+            for name, grad in state.get("grads", {}).items():
+                parameters[name].grad = grad.to(parameters[name])
+        # Lightning asks about the last batch of an interrupted run before it takes the next.
+        self._asked_for = trainer.fit_loop.epoch_loop.batch_progress.total.ready
+        self._goes_on = self._batches > 0

@@ -72,7 +72,8 @@ def compile_blocks_(
         if wrapper_on(block, CompiledForward):
             compiled[name] = next(_compiled_on(block))
             continue
-        signature = (type(block), _runs_class_forward(block), *((key, p.shape, p.dtype) for key, p in block.named_parameters()))
+        shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
+        signature = (type(block), _runs_class_forward(block), shapes)
         if signature not in entries:
             entries[signature] = torch.compile(_new_entry(block), **options)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)

@@ -1,0 +1,162 @@
+"""Run by two processes under torchrun (see test_distributed.py): each scenario writes what it found."""
+
+import json
+import os
+import sys
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+
+import lightning_fasttrain as ft
+from tests.cases import CASES
+from tests.nets import (
+    Gradients,
+    TinyLM,
+    as_loader,
+    concatenate,
+    gradients,
+    largest_difference,
+    lm_batches,
+    sgd,
+    trainer,
+)
+
+RANK0 = lm_batches(5, size=6, seed=3)
+RANK1 = lm_batches(5, size=4, seed=4)  # other rows, and other numbers of targets, than rank 0
+
+
+def run(callbacks, batches, **settings):
+    seen = Gradients()
+    module = TinyLM(optimizer=settings.pop("optimizer", sgd), **settings.pop("net", {}))
+    t = trainer(
+        [*callbacks, seen],
+        devices=2,
+        strategy=DDPStrategy(process_group_backend="gloo"),
+        **settings,
+    )
+    reductions = []
+
+    class Count(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            def hook(state, bucket):
+                reductions.append(bucket.index())
+                return torch.distributed.algorithms.ddp_comm_hooks.default_hooks.allreduce_hook(None, bucket)
+
+            trainer.strategy.model.register_comm_hook(None, hook)
+
+    t.callbacks.append(Count())
+    t.fit(module, as_loader(batches))
+    return module, seen.seen, t, reductions
+
+
+def agree(module):
+    """Largest difference of this module's weights between the ranks."""
+    flat = torch.cat([p.detach().flatten() for p in module.parameters()])
+    other = flat.clone()
+    dist.broadcast(other, src=0)
+    gap = (flat - other).abs().max()
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    return gap.item()
+
+
+def worst(expected, seen):
+    assert len(expected) == len(seen), (len(expected), len(seen))
+    return max(map(largest_difference, expected, seen))
+
+
+def reference(windows):
+    """One process, plain PyTorch: the concatenation of all ranks' batches of a window is one step."""
+    module, expected = TinyLM(optimizer=sgd), []
+    optimizer = module.configure_optimizers()
+    for window in windows:
+        optimizer.zero_grad()
+        module.loss(concatenate(window)).backward()
+        expected.append(gradients(module))
+        optimizer.step()
+    return expected
+
+
+def main(path):
+    found = {}
+    rank = int(os.environ["RANK"])
+    mine = (RANK0, RANK1)[rank]
+
+    plain, expected, t, plain_reductions = run([], mine)
+    split, seen, u, reductions = run([ft.MicroBatching(3)], mine)
+    found["micro"] = worst(expected, seen)
+    found["micro agree"] = agree(split)
+    found["reductions a step"] = [len(plain_reductions), len(reductions)]
+
+    plain, expected, t, plain_reductions = run([], mine, accumulate_grad_batches=2)
+    split, seen, u, reductions = run([ft.MicroBatching(3)], mine, accumulate_grad_batches=2)
+    found["micro+accumulation"] = worst(expected, seen)
+    found["reductions a step, accumulating"] = [len(plain_reductions), len(reductions)]
+
+    windows = [RANK0[i : i + 2] + RANK1[i : i + 2] for i in (0, 2, 4)]
+    module, seen, t, reductions = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], mine)
+    found["window"] = worst(reference(windows), seen)
+    found["window agree"] = agree(module)
+    found["window reductions"] = len(reductions)
+
+    dropout = {"net": {"dropout": 0.2}}
+    plain, expected, *_ = seeded([], mine, **dropout)
+    ours, seen, *_ = seeded([ft.ActivationCheckpointing()], mine, **dropout)
+    found["checkpointing"] = worst(expected, seen)
+    ours, seen, *_ = seeded([ft.CompileBlocks(backend="aot_eager"), ft.ActivationCheckpointing()], mine)
+    plain, expected, *_ = seeded([], mine)
+    found["compile+checkpointing"] = worst(expected, seen)
+
+    everything = [case.make() for case in CASES if case.name not in ("TokenWeightedAccumulation",)]
+    ours, seen, *_ = seeded(everything, mine)
+    found["everything"] = worst(expected, seen)
+    found["everything agree"] = agree(ours)
+
+    fabric = L.Fabric(
+        accelerator="cpu", devices=2, strategy=L.fabric.strategies.DDPStrategy(process_group_backend="gloo")
+    )
+    fabric.launch()
+    model = TinyLM(optimizer=sgd)
+    wrapped = fabric.setup_module(model)
+    wrapped.mark_forward_method("loss")
+    got = []
+    for i in (0, 2, 4):
+        model.zero_grad()
+        ft.accumulate_window(
+            wrapped.loss, mine[i : i + 2], 2, backward=fabric.backward, no_sync=lambda: fabric.no_backward_sync(wrapped)
+        )
+        got.append(gradients(model))
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.01 * p.grad
+    found["fabric window"] = worst(reference(windows), got)
+
+    class Silent(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return None
+
+    try:
+        trainer([ft.MicroBatching(2)], devices=2, strategy=DDPStrategy(process_group_backend="gloo")).fit(
+            Silent(), as_loader(mine)
+        )
+    except RuntimeError as error:
+        found["none"] = str(error)
+
+    gathered = [None, None]
+    dist.all_gather_object(gathered, found)
+    if rank == 0:
+        with open(path, "w") as file:
+            json.dump(gathered, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def seeded(callbacks, batches, **settings):
+    torch.manual_seed(21)
+    torch._dynamo.reset()
+    return run(callbacks, batches, **settings)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

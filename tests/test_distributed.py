@@ -1,0 +1,66 @@
+"""Two real processes with gloo: what claims DDP keeps its promises there. One launch serves all tests."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ddp") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*command, "-m", "tests.ddp_scenarios", str(path)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
+def largest(found, key):
+    return max(rank[key] for rank in found)
+
+
+def test_micro_batches_have_the_gradient_of_the_unsplit_step(found):
+    assert largest(found, "micro") < 2e-6
+    assert largest(found, "micro+accumulation") < 2e-6
+    assert largest(found, "micro agree") == 0
+
+
+def test_gradients_are_synchronised_once_a_step(found):
+    for rank in found:
+        for key in ("reductions a step", "reductions a step, accumulating"):
+            plain, split = rank[key]
+            assert plain == split > 0
+
+
+def test_a_window_over_ranks_with_unequal_targets_is_one_concatenated_batch(found):
+    assert largest(found, "window") < 2e-6
+    assert largest(found, "window agree") == 0
+    assert largest(found, "fabric window") < 2e-6
+    assert {rank["window reductions"] for rank in found} == {3}  # one bucket, three steps
+
+
+def test_checkpointing_is_bitwise_and_compiling_close(found):
+    assert largest(found, "checkpointing") == 0
+    assert largest(found, "compile+checkpointing") < 1e-5
+
+
+def test_all_techniques_together(found):
+    assert largest(found, "everything") < 1e-5
+    assert largest(found, "everything agree") == 0
+
+
+def test_a_step_that_returns_none_is_an_error_on_every_rank(found):
+    for rank in found:
+        assert "training_step returned None: the other ranks would wait" in rank["none"]
