@@ -4,6 +4,7 @@ import sys
 import pytest
 
 from lightning_fasttrain.bench import preparation
+from lightning_fasttrain.bench.sizes import SIZES
 from lightning_fasttrain.cli import main
 
 
@@ -87,6 +88,14 @@ def test_batch_smaller_than_micro_batches(tmp_path, capsys):
 def test_other_bad_arguments(tmp_path, capsys, arguments, says):
     code, line = refusal(capsys, "--out", str(tmp_path), *arguments)
     assert (code, says in line) == (2, True)
+
+
+def test_the_help_names_every_size(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["ladder", "--help"])
+    assert exit.value.code == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in SIZES)
 
 
 def test_doctor_prints_a_table(capsys):

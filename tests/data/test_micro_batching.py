@@ -21,6 +21,8 @@ from tests.nets import (
     weights,
 )
 
+CLIP = {"gradient_clip_val": 0.01}
+
 
 def steps(callbacks=(), net=TinyLM, batches=None, **settings):
     """The gradient of every optimizer step, the module and the trainer, of one run."""
@@ -34,7 +36,7 @@ def steps(callbacks=(), net=TinyLM, batches=None, **settings):
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.01}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}],
+    [{}, {"accumulate_grad_batches": 2}, CLIP, {**CLIP, "gradient_clip_algorithm": "value"}],
     ids=["plain", "accumulation", "clip by norm", "clip by value"],
 )  # fmt: skip
 def test_every_gradient_is_that_of_the_unsplit_run(n, settings):
