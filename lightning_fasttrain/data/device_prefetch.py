@@ -165,4 +165,9 @@ class DevicePrefetch(Technique):
                     )
                     return None
         process = trainer.strategy.process_dataloader
-        return patch(trainer.strategy, "process_dataloader", lambda loader: prefetch_to_device(process(loader), device))
+
+        def prefetching(loader: Any) -> DevicePrefetcher:
+            inner: Any = process(loader)
+            return prefetch_to_device(inner, device)
+
+        return patch(trainer.strategy, "process_dataloader", prefetching)

@@ -209,8 +209,9 @@ class CompileWatch:
 
     def report(self) -> CompileReport:
         durations = self._durations()[self._compiled :]
-        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in self._known and m.compile_id]
-        again = [m for m in new if m.is_forward and "/" in m.compile_id and not m.compile_id.endswith("/0")]
+        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in self._known and m.is_forward]
+        ids = [m.compile_id or "" for m in new]  # "frame/attempt"
+        again = [compile_id for compile_id in ids if "/" in compile_id and not compile_id.endswith("/0")]
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
         return CompileReport(len(durations), len(again), dict(breaks), sum(durations))
 
