@@ -102,11 +102,18 @@ def test_the_json_has_the_documented_keys_and_names_no_machine(climbed):
 def test_the_table_and_the_picture_show_it(climbed):
     pytest.importorskip("matplotlib")
     out, result = climbed
-    console = Console(width=170, record=True, file=io.StringIO())
+    console = Console(width=report.FULL_WIDTH, record=True, file=io.StringIO())
     console.print(report.as_table(result))
     text = console.export_text()
-    for words in ("micro-batches ×4", "failed: ValueError", "skipped: needs tpu", "max |Δloss|", "the Trainer takes"):
+    for words in (
+        "micro-batches ×4",
+        "failed: ValueError",
+        "skipped: needs tpu",
+        "max |Δloss|",
+        "the Trainer's step takes",
+    ):
         assert words in text
+    assert "tokens/s" not in {column.header for column in report.as_table(result, width=100).columns}
     picture = report.save_picture(result, out / "ladder.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "times less memory" in report.summary(result)

@@ -1,0 +1,71 @@
+"""The table of techniques, from the code: what each does, how exact it is, where it acts, what to call in a loop."""
+
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import lightning_fasttrain.data
+import lightning_fasttrain.model
+import lightning_fasttrain.optim
+import lightning_fasttrain.run
+from lightning_fasttrain._technique import Technique
+
+ROOMS = ("data", "model", "optim", "run")
+
+
+def techniques() -> Iterator[type[Technique]]:
+    """Every technique of the package, room by room, in alphabetical order.
+
+    Example:
+        >>> [technique.__name__ for technique in techniques()][:2]
+        ['DevicePrefetch', 'MicroBatching']
+    """
+    for room in ROOMS:
+        found = inspect.getmembers(sys.modules[f"lightning_fasttrain.{room}"], inspect.isclass)
+        yield from (thing for _, thing in found if issubclass(thing, Technique))
+
+
+def markdown_table(ladder: Mapping[str, Any] | None = None) -> str:
+    """The techniques as a Markdown table.
+
+    Args:
+        ladder: the contents of a ``ladder.json``: adds what the rungs of it measured, against the rung below.
+
+    Returns:
+        The table, without a trailing newline.
+    """
+    measured = _measured(ladder) if ladder is not None else {}
+    head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
+    rows = [
+        [
+            f"`{technique.__name__}`",
+            technique.effect,
+            technique.exactness.value.replace("_", " "),
+            _as_code(technique.in_a_loop),
+        ]
+        for technique in techniques()
+    ]
+    if measured:
+        head.append("measured: time, peak memory")
+        for row, technique in zip(rows, techniques(), strict=True):
+            row.append(measured.get(technique.__name__, ""))
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def _as_code(text: str) -> str:
+    return text if text.startswith("nothing") else f"`{text}`"
+
+
+def _measured(ladder: Mapping[str, Any]) -> dict[str, str]:
+    """For each technique that a rung added alone: that rung's time and memory as factors of the state below it."""
+    result: dict[str, str] = {}
+    below: Mapping[str, Any] = ladder["rungs"][0]
+    for rung in ladder["rungs"][1:]:
+        added = set(rung["state"]["callbacks"]) - set(below["state"]["callbacks"])
+        if rung["error"] is None and len(added) == 1:
+            time, memory = (rung[key] / below[key] for key in ("step_ms", "peak_mib"))
+            result[added.pop()] = f"×{time:.2f}, ×{memory:.2f}"
+        below = rung if rung["carried"] else below
+    return result

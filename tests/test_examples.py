@@ -1,0 +1,48 @@
+"""The examples run as a new user runs them, and show what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+def last_line(script, *arguments):
+    run = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout.strip().splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_the_same_run_prints_the_same_numbers_in_every_host():
+    lines = {host: last_line(f"same_run_{host}.py") for host in ("plain", "trainer", "mixin", "fabric")}
+    assert lines["plain"].startswith("loss ")
+    assert len(set(lines.values())) == 1, lines
+
+
+@pytest.mark.slow
+def test_the_overhead_benchmark_prints_a_ratio():
+    assert "ratio" in last_line("overhead.py", "60", "1")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
+def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    content = nbformat.read(notebook, as_version=4)
+    client = NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
