@@ -17,6 +17,7 @@ from lightning_fasttrain.data import (  # noqa: E402
     count_targets,
     prefetch_to_device,
     split_batch,
+    split_until_it_fits,
 )
 from lightning_fasttrain.mixin import FastTrainMixin  # noqa: E402
 from lightning_fasttrain.model import (  # noqa: E402

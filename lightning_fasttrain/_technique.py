@@ -10,7 +10,7 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain._checks import refuse_mixed_lightning
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
 
 
@@ -92,6 +92,8 @@ class Technique(L.Callback):
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last one of a run that ended well."""
+        if stage == "fit" and self._undo is not None and trainer.num_training_batches == 0:
+            warn("fit trained nothing: the training loader is empty. Check the dataset and its filters.")
         self._close()
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:

@@ -5,4 +5,5 @@ from lightning_fasttrain.data.count_targets import count_next_tokens, count_targ
 from lightning_fasttrain.data.device_prefetch import DevicePrefetch, prefetch_to_device
 from lightning_fasttrain.data.micro_batching import MicroBatching
 from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation

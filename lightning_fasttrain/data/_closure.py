@@ -24,6 +24,8 @@ from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
 from lightning_fasttrain.data.accumulate_gradients import loss_of, weigh
 from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
 
 if TYPE_CHECKING:
     from lightning_fasttrain.data.micro_batching import MicroBatching
@@ -68,6 +70,14 @@ class BatchClosures:
                     "Use accumulate_grad_batches with a smaller batch",
                 )
             )
+        if micro is not None and micro.adaptive and trainer.world_size > 1:
+            raise ValueError(
+                explain(
+                    f"MicroBatching('auto') on {trainer.world_size} processes",
+                    "a rank that runs out of memory inside a step would leave the others waiting for its gradients",
+                    "Find the number on one process, and give it: MicroBatching(8)",
+                )
+            )
         joined = vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
         closures = joined if isinstance(joined, cls) else cls(trainer)
         closures.micro = micro or closures.micro
@@ -97,7 +107,18 @@ class BatchClosures:
                 )
             )
         batch, *rest = kwargs.values()
-        parts = self.micro.split(batch, self.micro.n) if self.micro is not None else [batch]
+        if self.micro is None:
+            return self._run_parts([batch], rest, optimizer)
+        if not self.micro.adaptive:
+            return self._run_parts(self.micro.split(batch, self.micro.n), rest, optimizer)
+        module = self.trainer.lightning_module
+        most = len(self.micro.split(batch, batch_size(batch)))
+        result, self.micro.n = split_until_it_fits(
+            lambda n: self._run_parts(self.micro.split(batch, n), rest, optimizer), module, self.micro.n, most
+        )
+        return result
+
+    def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         counts = [self.count(part) for part in parts]
         total: Any = sum(counts)
         outputs = self._forward_backward(parts, rest, counts, total, optimizer)

@@ -1,7 +1,7 @@
 """One batch from the loader, trained in parts: the same step in a fraction of the activation memory."""
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import lightning as L
 from torch import nn
@@ -27,14 +27,17 @@ class MicroBatching(Technique):
     Acts in the closure of the optimizer step, since Lightning zeroes gradients after ``training_step``.
 
     Args:
-        n: number of micro-batches. A batch with fewer samples is run one sample at a time.
+        n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
+            one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
+            :func:`~lightning_fasttrain.split_until_it_fits`. The number found is kept, also in checkpoints.
         count: batch → how many terms its mean loss averages over; the default is
             :func:`~lightning_fasttrain.count_targets`.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.split_batch` refuses.
 
     Raises:
         TypeError: n is not a whole number.
-        ValueError: n is less than 1; in ``fit``: manual optimisation, or a strategy that accumulates by itself.
+        ValueError: n is less than 1; in ``fit``: manual optimisation, a strategy that accumulates by itself, or
+            ``"auto"`` on several processes.
 
     Example:
         >>> import lightning as L
@@ -49,9 +52,13 @@ class MicroBatching(Technique):
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
 
     def __init__(
-        self, n: int, count: Count = count_targets, split: Callable[[Any, int], list[Any]] = split_batch
+        self,
+        n: int | Literal["auto"],
+        count: Count = count_targets,
+        split: Callable[[Any, int], list[Any]] = split_batch,
     ) -> None:
-        self.n = positive_int("n", n)
+        self.adaptive = n == "auto"
+        self.n = 1 if self.adaptive else positive_int("n", n)
         for name, function in (("count", count), ("split", split)):
             if not callable(function):
                 raise TypeError(explain(f"{name}={function!r}", "it is called with a batch", "Give a function"))
@@ -70,3 +77,13 @@ class MicroBatching(Technique):
                 f"MicroBatching({self.n}) with BatchNorm: statistics are taken over micro-batches, so this is not the "
                 "same training. Use GroupNorm or LayerNorm, freeze the BatchNorm layers (.eval()), or fewer parts."
             )
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: the number that was found is worth keeping."""
+        if self.adaptive:
+            checkpoint["MicroBatching"] = {"n": self.n}
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: begin with the number found before."""
+        if self.adaptive and "MicroBatching" in checkpoint:
+            self.n = positive_int("n", checkpoint["MicroBatching"]["n"])

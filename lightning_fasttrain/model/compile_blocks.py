@@ -18,6 +18,7 @@ from lightning_fasttrain._messages import explain, log, note_once, warn
 from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 
+_MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -356,6 +357,14 @@ class CompileBlocks(Technique):
             return
         self.report = self._watch.report()
         self.report.fallbacks = {name: f.failure for name, f in self._compiled.items() if f.failure is not None}
+        if self.report.recompiles >= _MANY_RECOMPILES:
+            warn(
+                explain(
+                    f"CompileBlocks: {self.report.recompiles} recompilations",
+                    "batches of ever new shapes are compiled anew until the compiler gives up on them",
+                    "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)",
+                )
+            )
         if trainer.is_global_zero:
             log.info("CompileBlocks: %s", self.report)
             if self.cache is not None and not save_compile_cache(self.cache):

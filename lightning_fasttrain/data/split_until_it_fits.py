@@ -1,0 +1,96 @@
+"""When a step runs out of memory, the same batch again in smaller parts, as if the first try had never been."""
+
+import gc
+import random
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_fasttrain._messages import log
+
+Result = TypeVar("Result")
+
+
+def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: int, most: int) -> tuple[Result, int]:
+    """Run ``attempt(n)``; each time it runs out of memory, put everything back and run it with twice as many parts.
+
+    Put back are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics and its
+    gradients, so the result is that of a run which had the larger ``n`` from the start. Gradients that are there
+    beforehand, within an accumulation window, are copied for it. What the attempt does elsewhere is not undone.
+
+    Args:
+        attempt: runs forward and backward of one batch in the given number of parts.
+        model: whose buffers, metrics and gradients the attempt changes.
+        n: parts of the first attempt.
+        most: the largest useful number: the samples in the batch.
+
+    Returns:
+        What the attempt returned, and the number of parts that fitted.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit one sample at a time either.
+
+    Example:
+        >>> def attempt(n):
+        ...     if n < 4:
+        ...         raise torch.OutOfMemoryError("too large")
+        ...     return "done"
+        >>> split_until_it_fits(attempt, nn.Linear(1, 1), n=1, most=8)
+        ('done', 4)
+
+    Source:
+        Composer's ``device_train_microbatch_size='auto'`` halves likewise; it puts back nothing but gradients.
+    """
+    put_back = _remember(model)
+    while True:
+        try:
+            return attempt(n), n
+        except torch.OutOfMemoryError as error:
+            if n >= most:
+                error.add_note(
+                    f"Out of memory with {n} micro-batches of one sample each. Next: ActivationCheckpointing, a lower "
+                    "precision, or a smaller model."
+                )
+                raise
+        # Outside the handler: the error's traceback holds the activations of the failed attempt.
+        put_back()
+        gc.collect()
+        torch.cuda.empty_cache()
+        log.warning("Out of memory with %d micro-batches: the same batch again with %d", n, min(2 * n, most))
+        n = min(2 * n, most)
+
+
+def _remember(model: nn.Module) -> Callable[[], None]:
+    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    on_cuda = torch.cuda.get_rng_state() if cuda else None
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    grads = [(p, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    metrics = [(m, m._copy_state_dict(), m._update_count) for m in model.modules() if isinstance(m, Metric)]
+
+    def put_back() -> None:
+        torch.set_rng_state(generators[0])
+        random.setstate(generators[1])
+        np.random.set_state(generators[2])
+        if on_cuda is not None:
+            torch.cuda.set_rng_state(on_cuda)
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+            for parameter, before in grads:
+                parameter.grad = None if before is None else before.clone()
+        for metric, state, updates in metrics:
+            for name, value in state.items():
+                setattr(metric, name, _copied(value))
+            metric._update_count = updates
+            metric._computed = None
+
+    return put_back
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list) else value.clone()
