@@ -43,17 +43,16 @@ def _add_ladder(commands: Any) -> None:
         help="measure on this machine what each optimisation buys",
         description="Train a reference GPT on real text, with one optimisation after the other; "
         "print a table, write ladder.json and ladder.png.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--size", default="nano", help="nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
-    parser.add_argument("--text", metavar="PATH", help="file or folder (None: source of Python's standard library)")
-    parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results")
-    parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung (None: the size's own)")
+    parser.add_argument("--size", default="nano", help="nano (default), tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--text", metavar="PATH", help="file or folder; default: source of Python's standard library")
+    parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
+    parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
     parser.add_argument("--each", action="store_true", help="also run each rung alone")
-    parser.add_argument("--attention", default="sdpa", help="sdpa or naive, in every rung")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step (None: the size's own)")
-    parser.add_argument("--micro-batches", type=int, metavar="N", default=4, help="parts of a batch")
-    parser.add_argument("--rungs", metavar="A,B,C", help="only these rungs (None: all)")
+    parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences per step; default: the size's own")
+    parser.add_argument("--micro-batches", type=int, metavar="N", default=4, help="parts of a batch; default: 4")
+    parser.add_argument("--rungs", metavar="A,B,C", help="only these, a wrong name lists them; default: all")
     parser.set_defaults(run=_ladder)
 
 
@@ -81,7 +80,7 @@ def _ladder(options: argparse.Namespace) -> int:
         return BAD_INPUT
     with Live(console, ladder.number_of_runs(prepared)) as live:
         result = ladder.climb(prepared, live.row, live.progress)
-    console.print(report.as_table(result))
+    console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)
     if each is not None:
         console.print(each)

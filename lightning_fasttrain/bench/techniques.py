@@ -1,17 +1,13 @@
 """The table of techniques, from the code: what each does, how exact it is, where it acts, what to call in a loop."""
 
 import inspect
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import lightning_fasttrain.data
-import lightning_fasttrain.model
-import lightning_fasttrain.optim
-import lightning_fasttrain.run
+from lightning_fasttrain import data, model, optim, run
 from lightning_fasttrain._technique import Technique
 
-ROOMS = ("data", "model", "optim", "run")
+ROOMS = (data, model, optim, run)
 
 
 def techniques() -> Iterator[type[Technique]]:
@@ -22,7 +18,7 @@ def techniques() -> Iterator[type[Technique]]:
         ['DevicePrefetch', 'MicroBatching']
     """
     for room in ROOMS:
-        found = inspect.getmembers(sys.modules[f"lightning_fasttrain.{room}"], inspect.isclass)
+        found = inspect.getmembers(room, inspect.isclass)
         yield from (thing for _, thing in found if issubclass(thing, Technique))
 
 
