@@ -1,0 +1,39 @@
+"""The README says what the code does: its table is generated, its code is code, its commands exist."""
+
+import ast
+import json
+import re
+import tomllib
+from pathlib import Path
+
+from lightning_fasttrain.bench.techniques import markdown_table
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", README, flags=re.DOTALL)
+
+
+def test_the_table_of_techniques_is_the_codes():
+    """To mend it: ``fasttrain techniques --ladder examples/results/ladder_cpu.json``, between the two marks."""
+    ladder = json.loads((ROOT / "examples" / "results" / "ladder_cpu.json").read_text())
+    written = README.split("<!-- techniques -->\n")[1].split("\n<!-- /techniques -->")[0]
+    assert written == markdown_table(ladder)
+
+
+def test_its_python_is_python():
+    assert len(blocks("python")) == 3
+    for block in blocks("python"):
+        ast.parse(block)
+
+
+def test_its_commands_use_extras_and_scripts_that_exist():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    run, test = blocks("bash")
+    assert "fasttrain ladder" in run
+    assert "fasttrain" in project["scripts"]
+    assert test.rstrip().endswith("pytest")
+    for extra in re.findall(r"\[(\w+)\]", run + test):
+        assert extra in project["optional-dependencies"]
