@@ -24,12 +24,15 @@ from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
 from lightning_fasttrain.data.accumulate_gradients import loss_of, weigh
 from lightning_fasttrain.data.count_targets import Count, count_targets
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
 
 if TYPE_CHECKING:
     from lightning_fasttrain.data.micro_batching import MicroBatching
     from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
+
+
+_MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
 
 
 class BatchClosures:
@@ -111,10 +114,10 @@ class BatchClosures:
             return self._run_parts([batch], rest, optimizer)
         if not self.micro.adaptive:
             return self._run_parts(self.micro.split(batch, self.micro.n), rest, optimizer)
-        module = self.trainer.lightning_module
-        most = len(self.micro.split(batch, batch_size(batch)))
+        split, module = self.micro.split, self.trainer.lightning_module
+        most = batch_size(batch) if split is split_batch else _MANY
         result, self.micro.n = split_until_it_fits(
-            lambda n: self._run_parts(self.micro.split(batch, n), rest, optimizer), module, self.micro.n, most
+            lambda n: self._run_parts(split(batch, n), rest, optimizer), module, self.micro.n, most
         )
         return result
 

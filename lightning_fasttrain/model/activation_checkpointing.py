@@ -30,7 +30,8 @@ def checkpoint_activations_(model: nn.Module, every: int = 1, blocks: Blocks | N
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
 
     Returns:
-        Qualified name of each block that is now checkpointed → how to undo it. Blocks that already were do nothing.
+        Qualified name of each block that is now checkpointed → how to undo it; for one that was before, nothing. Where
+        a model's cache was switched off, that setting's name too.
 
     Raises:
         TypeError, ValueError: ``every`` is no whole number of at least 1; no blocks found.
