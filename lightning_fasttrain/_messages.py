@@ -24,6 +24,22 @@ def explain(what: str, why: str, way_out: str) -> str:
 
 
 @rank_zero_only
+def say(message: str, *values: object) -> None:
+    """Log one line at INFO, on rank zero only, where it can be seen.
+
+    Python shows no INFO by default. So unless this package's logger was given a level it is set to INFO, and unless
+    the program has handlers one that writes to stderr is added to it, at the first line rather than at import.
+    """
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        log.addHandler(handler)
+    log.info(message, *values)
+
+
+@rank_zero_only
 def warn(message: str) -> None:
     """Warn once per place, on rank zero only."""
     warnings.warn(message, FastTrainWarning, stacklevel=3)
@@ -32,4 +48,4 @@ def warn(message: str) -> None:
 @functools.cache
 def note_once(message: str) -> None:
     """Say something that is worth knowing but no reason to worry, once per process."""
-    rank_zero_only(log.info)(message)
+    say(message)

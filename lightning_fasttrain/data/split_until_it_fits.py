@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_fasttrain._messages import log
+from lightning_fasttrain._messages import say
 
 Result = TypeVar("Result")
 
@@ -60,7 +60,7 @@ def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: i
         put_back()
         gc.collect()
         torch.cuda.empty_cache()
-        log.warning("Out of memory with %d micro-batches: the same batch again with %d", n, min(2 * n, most))
+        say("Out of memory with %d micro-batches: the same batch again with %d", n, min(2 * n, most))
         n = min(2 * n, most)
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain, log, note_once, warn
+from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 
@@ -366,6 +366,6 @@ class CompileBlocks(Technique):
                 )
             )
         if trainer.is_global_zero:
-            log.info("CompileBlocks: %s", self.report)
+            say("CompileBlocks: %s", self.report)
             if self.cache is not None and not save_compile_cache(self.cache):
                 note_once("CompileBlocks: the compiler left nothing to save in the cache")
