@@ -108,6 +108,10 @@ class DevicePrefetcher:
             raise AttributeError(name)
         return getattr(self.inner, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name in ("inner", "device") or name.startswith("_")
+        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets the loader's worker_init_fn
+
 
 class StatefulDevicePrefetcher(DevicePrefetcher):
     """A prefetcher over a loader that can resume: its state is that of the last batch handed out."""

@@ -4,7 +4,7 @@ import pytest
 
 from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.hosts import callbacks_of
-from lightning_fasttrain.bench.judge import judge, loss_parity, ratios, refuse_non_finite
+from lightning_fasttrain.bench.judge import judge, loss_parity, ratios, refuse_non_finite, time_noise
 from lightning_fasttrain.bench.process import without_paths
 from lightning_fasttrain.bench.rungs import NAIVE, chosen, least_exact, on_top_of, rungs, strong_baseline
 
@@ -73,6 +73,15 @@ def test_a_rung_is_carried_if_time_and_memory_together_win(now, carried, says):
     verdict = judge(now, row(100, 800))
     assert verdict[0] is carried
     assert says in verdict[1]
+
+
+def test_a_noisy_machine_calls_more_times_equal():
+    noise = time_noise(row(100, 800), row(115, 800))
+    assert noise == pytest.approx(0.15)
+    assert judge(row(90, 800), row(100, 800), noise) == (False, "no gain here: not carried")
+    assert time_noise(row(100, 800), row(100.1, 800)) == 0.03
+    assert time_noise(row(100, 800), row(1000, 800)) == 0.25
+    assert time_noise(row(100, 800), row(None, None, "boom")) == 0.03
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():

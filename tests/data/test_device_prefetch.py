@@ -73,6 +73,8 @@ def test_the_loaders_attributes_shine_through():
     assert len(prefetcher) == 3
     assert prefetcher.dataset is loader.dataset
     assert prefetcher.batch_sampler is loader.batch_sampler
+    prefetcher.worker_init_fn = print  # as Lightning does, to seed the workers
+    assert loader.worker_init_fn is print
 
 
 def test_trainer_on_cpu_trains_the_same():
