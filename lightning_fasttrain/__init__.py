@@ -40,6 +40,8 @@ from lightning_fasttrain.run import (  # noqa: E402
     AtomicCheckpointIO,
     AtomicCheckpoints,
     MatmulPrecision,
+    MemoryMeter,
+    PeakMemory,
     StepMeter,
     StepTimer,
     matmul_precision_,

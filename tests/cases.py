@@ -58,7 +58,7 @@ CASES = [
     # run
     Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter()),
-    *([Case(lambda: ft.MemoryMeter())] if hasattr(ft, "MemoryMeter") else []),
+    Case(lambda: ft.MemoryMeter()),
     Case(lambda: ft.AtomicCheckpoints()),
 ]
 BY_NAME = {case.name: case for case in CASES}

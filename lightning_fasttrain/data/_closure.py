@@ -148,12 +148,12 @@ class BatchClosures:
                         continue
                     loss = loss_of(output)
                     outputs.append(_detach(output))
-                    del output  # its graph must be gone before the next part is run
                     if self.window is not None:
                         weighed = weigh(loss, count, self.window.reference)
                     else:
                         weighed = weigh(loss, count, total) / trainer.accumulate_grad_batches
                     call._call_strategy_hook(trainer, "backward", weighed, optimizer)
+                    del output, loss, weighed  # their graph must be gone before the next part is run
         self._forget_missing(outputs, counts, total, optimizer)
         return outputs
 
@@ -179,7 +179,7 @@ class BatchClosures:
         if self.window is not None or all(output is not None for output in outputs):
             return
         held = sum(c for c, output in zip(counts, outputs, strict=True) if output is not None)
-        if isinstance(held, int) and held in (0, total):
+        if int(held) in (0, int(total)):  # waits for the device, in a case that is rare
             return
         if self.trainer.accumulate_grad_batches > 1:
             raise RuntimeError(

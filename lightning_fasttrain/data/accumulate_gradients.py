@@ -118,6 +118,7 @@ def _accumulate(
             loss = weigh(loss_of(step(part)), c, total)
             backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
         loss_sum = loss_sum + loss.detach()
+        del loss  # and with it the part's graph, before the next one is built
     return loss_sum
 
 

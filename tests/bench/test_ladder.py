@@ -60,6 +60,7 @@ def test_exact_rungs_have_naives_losses(climbed):
         assert rows[name]["exactness"] == "exact"
         assert rows[name]["max_loss_delta"] < 1e-5
         assert rows[name]["losses"] == pytest.approx(rows["naive"]["losses"], abs=1e-5)
+    assert climbed[1]["bare_loop"]["error"] is None
     assert climbed[1]["bare_loop"]["max_loss_delta"] < 1e-5
 
 

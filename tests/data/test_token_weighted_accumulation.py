@@ -54,6 +54,14 @@ def test_windows_equal_concatenated_batches_in_the_tail_too(micro, precision):
         assert max(map(largest_difference, expected, seen)) < 2e-6
 
 
+def test_parameters_in_bfloat16():
+    b = lm_batches(4)
+    expected, _ = reference([b[0:2], b[2:4]])
+    seen, _, _ = run(2, b, [ft.MicroBatching(2)], precision="bf16-true")
+    assert seen[0]["embed.weight"].dtype is torch.bfloat16
+    assert largest_difference(expected[0], seen[0]) < 3e-2
+
+
 def test_negative_control_lightnings_own_accumulation_differs():
     b = lm_batches(5)
     expected, _ = reference([b[0:2], b[2:4], b[4:5]])
