@@ -19,6 +19,7 @@ from lightning_fasttrain.data import (  # noqa: E402
     split_batch,
     split_until_it_fits,
 )
+from lightning_fasttrain.loss import linear_cross_entropy  # noqa: E402
 from lightning_fasttrain.mixin import FastTrainMixin  # noqa: E402
 from lightning_fasttrain.model import (  # noqa: E402
     ActivationCheckpointing,

@@ -1,0 +1,264 @@
+"""Cross-entropy straight from hidden states: the logits of a few tokens at a time, never all of them."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+
+BACKENDS = ("auto", "chunked", "torch")
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+    chunk: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    r"""``cross_entropy(hidden @ weight.T + bias, targets)`` without the logits.
+
+    With logits :math:`z = c \tanh((W h + b) / c)` (:math:`c` = ``softcap``; none by default) and
+    :math:`\ell = \log \sum_j e^{z_j}`, the loss of a token is
+    :math:`(1 - ε)(\ell - z_y) + ε (\ell - \bar z) + ζ \ell^2` with ε = ``label_smoothing`` and ζ = ``z_loss``.
+
+    Logits are made for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients are
+    computed with them in the forward, so nothing is computed twice; for ``"none"`` they are made again in the
+    backward. Peak memory is the gradients plus one chunk, whatever the number of tokens.
+
+    Args:
+        hidden: (..., D), in any floating dtype.
+        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere too.
+        targets: (...), whole numbers below V or ``ignore_index``.
+        bias: (V,).
+        ignore_index: targets that count neither in the loss nor in its mean.
+        label_smoothing: ε, from 0 to 1.
+        reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for one loss a token, (...).
+        z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
+        softcap: largest absolute logit, as in Gemma 2.
+        chunk: tokens whose logits live at once. By default so many that they take about the room of ``hidden``.
+        backend: ``"chunked"`` is ours; ``"torch"`` is ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which
+            rounds the loss of bfloat16 inputs more coarsely than the plain path; ``"auto"`` is ours.
+
+    Returns:
+        The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
+
+    Raises:
+        ValueError: shapes or arguments that do not go together.
+
+    Example:
+        >>> hidden, weight = torch.randn(2, 5, 4), torch.randn(9, 4)
+        >>> targets = torch.randint(9, (2, 5))
+        >>> loss = linear_cross_entropy(hidden, weight, targets)
+        >>> plain = F.cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten())
+        >>> torch.allclose(loss, plain)
+        True
+
+    Source:
+        Gradients in the forward: Liger Kernel, https://arxiv.org/abs/2410.10989. z-loss: PaLM,
+        https://arxiv.org/abs/2204.02311. Checked against ``F.cross_entropy`` of the logits in float64.
+    """
+    _check(hidden, weight, targets, bias, label_smoothing, softcap)
+    one_of("reduction", reduction, ("mean", "sum", "none"))
+    one_of("backend", backend, BACKENDS)
+    shape, device = targets.shape, hidden.device.type
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    if torch.is_autocast_enabled(device):  # as F.linear would; a custom function has no autocast in its backward
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    plain_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
+    if backend == "torch":
+        loss = _torchs(hidden, weight, targets, bias, z_loss, softcap, plain_options)
+    else:
+        size = positive_int("chunk", chunk) if chunk is not None else _chunk_size(hidden, weight)
+        loss = _Chunked.apply(
+            hidden, weight, bias, targets, ignore_index, label_smoothing, reduction, z_loss, softcap, size
+        )
+    return loss.reshape(shape) if reduction == "none" else loss
+
+
+def _check(
+    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, smoothing: float, softcap: float | None
+) -> None:
+    if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            explain(
+                f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}",
+                "they must be (..., D), (V, D) and (...)",
+                "Check which of them is transposed or shifted",
+            )
+        )
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise ValueError(
+            explain(f"bias {tuple(bias.shape)}", "there is one a class", f"Give {tuple(weight.shape[:1])}")
+        )
+    if targets.is_floating_point():
+        raise ValueError(explain(f"targets of {targets.dtype}", "they are class numbers", "Convert them with .long()"))
+    if not 0 <= smoothing <= 1:
+        raise ValueError(explain(f"label_smoothing={smoothing}", "it is a share of the target", "Use 0 to 1"))
+    if softcap is not None and softcap <= 0:
+        raise ValueError(
+            explain(f"softcap={softcap}", "it bounds the size of logits", "Use a positive number, or None")
+        )
+
+
+def _chunk_size(hidden: Tensor, weight: Tensor) -> int:
+    """So many tokens that their logits take about the room of all hidden states; at least 128, to keep kernels busy."""
+    tokens, classes = max(1, hidden.shape[0]), weight.shape[0]
+    return min(tokens, max(128, tokens * hidden.shape[1] // classes))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ignore_index: int,
+        smoothing: float,
+        reduction: str,
+        z_loss: float,
+        softcap: float | None,
+        size: int,
+    ) -> Tensor:
+        counted = targets != ignore_index
+        options = (smoothing, z_loss, softcap)
+        needs = ctx.needs_input_grad[:3]
+        ctx.options, ctx.size, ctx.reduction = options, size, reduction
+        sums = _Sums(hidden, weight, bias, needs) if reduction != "none" and any(needs) else None
+        loss = torch.empty(len(targets), dtype=_at_least_float32(hidden), device=hidden.device)
+        for start in range(0, len(targets), size):
+            part = slice(start, start + size)
+            chunk = hidden[part]
+            loss[part], d_logits = _loss_of(
+                chunk, weight, bias, targets[part], counted[part], options, sums is not None
+            )
+            if sums is not None:
+                sums.add(part, d_logits, chunk, weight)
+        if reduction == "none":
+            ctx.save_for_backward(hidden, weight, bias, targets, counted)
+            return loss
+        # The gradients saved are those of the sum; the mean's factor meets them in the backward, together with a
+        # loss scaler's, so that it cannot push them below what float16 holds. The mean of nothing is NaN, as always.
+        factor = counted.sum().to(loss.dtype).reciprocal() if reduction == "mean" else loss.new_ones(())
+        if sums is not None:
+            ctx.save_for_backward(factor, *sums.finished())
+        return loss.sum() * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.reduction != "none":
+            factor, *grads = ctx.saved_tensors
+            share = grad * factor
+            return *(None if g is None else (g * share).to(g.dtype) for g in grads), *[None] * 7
+        hidden, weight, bias, targets, counted = ctx.saved_tensors
+        sums = _Sums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for start in range(0, len(targets), ctx.size):
+            part = slice(start, start + ctx.size)
+            chunk = hidden[part]
+            _, d_logits = _loss_of(chunk, weight, bias, targets[part], counted[part], ctx.options, True)
+            sums.add(part, d_logits.mul_(grad[part, None]), chunk, weight)
+        return *sums.finished(), *[None] * 7
+
+
+class _Sums:
+    """Gradients, added up chunk by chunk; in float32, which is what one large matrix product does inside."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:
+        dtype = _at_least_float32(hidden)
+        self.inputs = (hidden, weight, bias)
+        self.hidden = torch.empty_like(hidden) if needs[0] else None
+        self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
+        self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
+
+    def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        if self.bias is not None:
+            self.bias += d_logits.sum(dim=0)
+        d_logits = d_logits.to(hidden.dtype)
+        if self.hidden is not None:
+            self.hidden[part] = d_logits @ weight
+        if self.weight is None:
+            return
+        if (
+            d_logits.is_cuda and d_logits.dtype != self.weight.dtype
+        ):  # sums of rounded products drift; CUDA can do without
+            self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
+        else:
+            self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
+
+    def finished(self) -> list[Tensor | None]:
+        sums = (self.hidden, self.weight, self.bias)
+        return [None if s is None or x is None else s.to(x.dtype) for s, x in zip(sums, self.inputs, strict=True)]
+
+
+def _at_least_float32(tensor: Tensor) -> torch.dtype:
+    return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def _loss_of(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    counted: Tensor,
+    options: tuple[float, float, float | None],
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token of a chunk, and its gradient with respect to the product ``hidden @ weight.T + bias``."""
+    smoothing, z_loss, softcap = options
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(_at_least_float32(logits))
+    if softcap is not None:
+        logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
+    classes = logits.shape[1]
+    index = torch.where(counted, targets, 0)[:, None]
+    lse = torch.logsumexp(logits, dim=1)
+    losses = lse - (1 - smoothing) * logits.gather(1, index)[:, 0] + z_loss * lse.square()
+    if smoothing:
+        losses = losses - smoothing * logits.mean(dim=1)
+    losses = torch.where(counted, losses, 0.0)
+    if not with_gradient:
+        return losses, losses
+    slope = 1 - (logits / softcap).square() if softcap is not None else None
+    gradient = logits.sub_(lse[:, None]).exp_().mul_((1 + 2 * z_loss * lse)[:, None])
+    if smoothing:
+        gradient.sub_(smoothing / classes)
+    gradient.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=gradient.dtype))
+    gradient.mul_(counted[:, None])
+    return losses, gradient if slope is None else gradient.mul_(slope)
+
+
+def _torchs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    z_loss: float,
+    softcap: float | None,
+    options: Any,
+) -> Tensor:
+    smoothing = options.pop("label_smoothing")
+    if not hasattr(F, "linear_cross_entropy") or z_loss or smoothing or softcap is not None:
+        raise ValueError(
+            explain(
+                f"backend='torch' with torch {torch.__version__}, {z_loss=}, label_smoothing={smoothing}, {softcap=}",
+                "torch has this function from 2.13 on, and chunks it without z-loss, smoothing and softcap only",
+                "Use backend='chunked'",
+            )
+        )
+    chunked = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True)
+    return F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, options=chunked, **options)

@@ -1,0 +1,188 @@
+"""The chunked loss is cross-entropy of the logits, in value and in every gradient."""
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from lightning_fasttrain.loss import linear_cross_entropy
+
+TOKENS, DIM, CLASSES = 37, 12, 53
+
+
+def plain(
+    hidden, weight, targets, *, bias=None, softcap=None, z_loss=0.0, reduction="mean", ignore_index=-100, **options
+):
+    """Straight from the definition, with all logits."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits, targets, reduction="none", ignore_index=ignore_index, **options)
+    counted = targets != ignore_index
+    loss = loss + z_loss * torch.where(counted, torch.logsumexp(logits, 1) ** 2, 0.0)
+    return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / counted.sum()}[reduction]
+
+
+def inputs(dtype=torch.float32, bias=True):
+    g = torch.Generator().manual_seed(3)
+    hidden = torch.randn(TOKENS, DIM, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(CLASSES, DIM, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+    offset = torch.randn(CLASSES, generator=g, dtype=torch.float64).to(dtype).requires_grad_() if bias else None
+    targets = torch.randint(CLASSES, (TOKENS,), generator=g)
+    targets[::5] = -100
+    return hidden, weight, offset, targets
+
+
+def value_and_gradients(function, hidden, weight, bias, targets, **options):
+    loss = function(hidden, weight, targets, bias=bias, **options)
+    upstream = torch.linspace(0.5, 2, loss.numel(), dtype=loss.dtype, device=loss.device).reshape(loss.shape)
+    wanted = [x for x in (hidden, weight, bias) if x is not None and x.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss, wanted, upstream)]
+
+
+@pytest.mark.parametrize(
+    ("reduction", "smoothing", "z_loss", "softcap", "bias"),
+    list(itertools.product(["mean", "sum", "none"], [0.0, 0.1], [0.0, 1e-2], [None, 3.0], [True, False])),
+)
+@pytest.mark.parametrize("chunk", [1, 8, TOKENS, None])
+def test_value_and_gradients_in_float64(reduction, smoothing, z_loss, softcap, bias, chunk):
+    tensors = inputs(torch.float64, bias)
+    options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+    expected = value_and_gradients(plain, *tensors, **options)
+    seen = value_and_gradients(linear_cross_entropy, *tensors, **options, chunk=chunk, backend="chunked")
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("backend", ["chunked", "torch"])
+def test_every_backend_agrees_in_float32(reduction, backend):
+    if backend == "torch" and not hasattr(F, "linear_cross_entropy"):
+        pytest.skip("torch 2.13 or newer")
+    tensors, options = inputs(), {"reduction": reduction}
+    expected = value_and_gradients(plain, *tensors, **options)
+    seen = value_and_gradients(linear_cross_entropy, *tensors, **options, backend=backend)
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_bfloat16_is_no_further_from_the_truth_than_the_plain_path(reduction):
+    low, high = inputs(torch.bfloat16), inputs(torch.bfloat16)
+    high = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in high)
+    truth = value_and_gradients(plain, *high, reduction=reduction)
+    theirs = value_and_gradients(plain, *low, reduction=reduction)
+    ours = value_and_gradients(linear_cross_entropy, *low, reduction=reduction, chunk=8, backend="chunked")
+    for t, a, b in zip(truth, theirs, ours, strict=True):
+        assert (b.double() - t).norm() <= 1.1 * (a.double() - t).norm() + 1e-6
+
+
+def test_under_autocast_as_the_linear_layer_would_be():
+    hidden, weight, bias, targets = inputs()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = value_and_gradients(plain, hidden, weight, bias, targets)
+        seen = value_and_gradients(linear_cross_entropy, hidden, weight, bias, targets, chunk=8, backend="chunked")
+    assert [x.dtype for x in seen] == [torch.float32] * 4
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
+
+
+def test_tied_weight_frozen_weight_and_two_uses():
+    targets = torch.randint(CLASSES, (3, 6))
+    ids = torch.randint(CLASSES, (3, 6))
+    table = nn.Embedding(CLASSES, DIM)
+
+    def twice(function):
+        hidden = torch.tanh(table(ids))
+        return function(hidden, table.weight, targets) + 2 * function(hidden * 0.5, table.weight, targets)
+
+    def flat(hidden, weight, targets):
+        return plain(hidden.flatten(0, 1), weight, targets.flatten())
+
+    expected, seen = (torch.autograd.grad(twice(f), table.weight)[0] for f in (flat, linear_cross_entropy))
+    torch.testing.assert_close(seen, expected)
+    frozen = table.weight.detach()
+    hidden = torch.randn(3, 6, DIM, requires_grad=True)
+    a, b = (torch.autograd.grad(f(hidden, frozen, targets), hidden)[0] for f in (flat, linear_cross_entropy))
+    torch.testing.assert_close(b, a)
+
+
+def test_a_second_backward_over_a_kept_graph():
+    hidden, weight, bias, targets = inputs()
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
+    first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first)
+
+
+def test_nothing_counted_is_as_the_plain_path_has_it():
+    hidden, weight, bias, targets = inputs()
+    targets = torch.full_like(targets, -100)
+    loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
+    assert torch.isnan(loss)
+    assert torch.isnan(plain(hidden, weight, targets, bias=bias))
+    total = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum", backend="chunked")
+    assert total == 0
+    assert torch.autograd.grad(total, weight)[0].abs().sum() == 0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_under_the_compiler(reduction):
+    torch._dynamo.reset()
+    tensors = inputs()
+    expected = value_and_gradients(plain, *tensors, reduction=reduction)
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    seen = value_and_gradients(compiled, *tensors, reduction=reduction, chunk=16, backend="chunked")
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
+    from lightning_fasttrain.run import PeakMemory
+
+    def added(function, tokens, classes):
+        hidden, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(classes, 32, requires_grad=True)
+        targets = torch.randint(classes, (tokens,))
+        with PeakMemory("cpu", hidden, weight) as peak:
+            function(hidden, weight, targets, reduction=reduction).sum().backward()
+        return peak.added_bytes - weight.nbytes - hidden.nbytes  # the gradients
+
+    logits = 4096 * 4096 * 4
+    assert added(plain, 4096, 4096) > 2 * logits
+    # What is left is a few chunks of 128 tokens, and sums that are as large as the weight and the hidden states.
+    assert added(linear_cross_entropy, 4096, 4096) < 0.15 * logits
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"weight": torch.zeros(DIM, CLASSES)}, "Check which of them is transposed"),
+        ({"targets": torch.zeros(TOKENS)}, "they are class numbers"),
+        ({"bias": torch.zeros(3)}, "there is one a class"),
+        ({"label_smoothing": 2.0}, "label_smoothing=2.0"),
+        ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"reduction": "max"}, "reduction='max'"),
+        ({"backend": "magic"}, "backend='magic'"),
+        ({"backend": "torch", "softcap": 2.0}, "chunks it without z-loss"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(change, message):
+    hidden, weight, _, targets = inputs()
+    arguments = {"hidden": hidden, "weight": weight, "targets": targets, **change}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_on_cuda(dtype):
+    tensors = [None if x is None else x.detach().cuda() for x in inputs(dtype)]
+    tensors = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
+    expected = value_and_gradients(plain, *tensors)
+    seen = value_and_gradients(linear_cross_entropy, *tensors, chunk=8, backend="chunked")
+    tolerance = 1e-4 if dtype is torch.float32 else 2e-2
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)
