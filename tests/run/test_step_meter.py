@@ -295,7 +295,7 @@ def test_one_line_at_the_end(tmp_path, caplog):
         fit(BoringModel(), StepMeter(), tmp_path=tmp_path, max_epochs=1)
     lines = [record.message for record in caplog.records if record.message.startswith("StepMeter")]
     assert len(lines) == 1
-    assert "step_ms=" in lines[0]
+    assert "step_ms " in lines[0]
 
 
 def test_for_a_loop_it_names_the_function_to_call():

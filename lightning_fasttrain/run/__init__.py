@@ -1,0 +1,6 @@
+"""Room: how the machine runs the training, and what it costs in time and memory."""
+
+from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
+from lightning_fasttrain.run.matmul_precision import MatmulPrecision, matmul_precision_
+from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
+from lightning_fasttrain.run.step_meter import StepMeter, StepTimer

@@ -1,0 +1,276 @@
+"""The largest amount of tensor memory that is in use at once."""
+
+import math
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Technique
+
+_Change = tuple[int, int, int]  # time in ns, address, bytes: negative when freed
+_HELD = 0
+
+
+class PeakMemory:
+    """Measures the largest number of bytes that tensors take at any moment inside a ``with`` block.
+
+        peak_bytes = bytes at entry + added_bytes,    added_bytes = max over time of (allocated - freed since entry)
+
+    On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed. On the
+    CPU nobody keeps count, so torch's profiler notes every allocation of the block, which is exact but slows it down.
+    What was there before is what ``held`` names; memory of theirs that is freed inside the block, such as gradients
+    by ``zero_grad``, counts as freed. Not seen on the CPU: tensors that were there before and are not ``held``,
+    storages that are resized in place, and memory that is not torch's (NumPy, shared memory of loader workers).
+
+    Args:
+        device: ``"cpu"`` or a CUDA device.
+        held: what is in memory at entry: modules (parameters, buffers, gradients), optimizers (their state), tensors,
+            and lists, tuples and mappings of these. Shared storages count once.
+
+    Attributes:
+        peak_bytes: the peak, with what was there at entry; set when the block ends.
+        added_bytes: how far the peak is above the entry, at least 0.
+
+    Raises:
+        ValueError: another kind of device.
+        RuntimeError: on the CPU, at entry, if another torch profiler is active.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.zeros(1000)
+        >>> with PeakMemory("cpu", weight) as peak:
+        ...     doubled = weight + weight
+        ...     for _ in range(5):
+        ...         temporary = doubled + weight
+        ...         del temporary
+        >>> peak.added_bytes, peak.peak_bytes
+        (8000, 12000)
+
+    Source:
+        Ours. Checked on the CPU against sums by hand; on CUDA it is the caching allocator's own count.
+    """
+
+    def __init__(self, device: torch.device | str, *held: Any) -> None:
+        self.device = torch.device(device)
+        if self.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                explain(f"device={str(device)!r}", "memory is counted on the CPU and on CUDA", "Use one of these")
+            )
+        self.peak_bytes = self.added_bytes = 0
+        self._held = held
+        self._profile: profile | None = None
+
+    def __enter__(self) -> "PeakMemory":
+        held, self._held = self._held, ()  # what the block frees must not be kept by us
+        if self.device.type == "cuda":
+            torch.cuda.init()
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self._at_entry = _allocator_bytes(self.device, "current")
+            return self
+        if torch.autograd._profiler_enabled():
+            raise RuntimeError(
+                explain(
+                    "PeakMemory('cpu')",
+                    "another torch profiler is active, and torch runs one at a time",
+                    "Measure outside of it, or give it profile_memory=True",
+                )
+            )
+        self._freed: list[_Change] = []
+        self._watches: list[weakref.finalize] = []
+        self._at_entry = 0
+        for storage in {storage.data_ptr(): storage for storage in _storages(held)}.values():
+            if storage.device.type == "cpu":
+                self._at_entry += storage.nbytes()
+                self._watches.append(weakref.finalize(storage, self._note_free, storage.nbytes()))
+        started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+        started.start()
+        self._profile = started
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._profile is None:
+            self.peak_bytes = _allocator_bytes(self.device, "peak")
+            self.added_bytes = self.peak_bytes - self._at_entry
+            return
+        self._profile.stop()
+        for watch in self._watches:
+            watch.detach()
+        self.added_bytes = _highest([*self._freed, *_allocations(self._profile)])
+        self.peak_bytes = self._at_entry + self.added_bytes
+        self._profile = None
+
+    def _note_free(self, nbytes: int) -> None:
+        self._freed.append((time.time_ns(), _HELD, -nbytes))  # the clock of the profiler's events
+
+
+def _allocator_bytes(device: torch.device, which: str) -> int:
+    """As ``max_memory_allocated``, without making a flat dictionary of all the allocator's hundred figures."""
+    return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][which]
+
+
+def _allocations(finished: profile) -> Iterator[_Change]:
+    assert finished.profiler is not None
+    assert finished.profiler.kineto_results is not None
+    events = list(finished.profiler.kineto_results.experimental_event_tree())
+    while events:
+        event = events.pop()
+        events.extend(event.children)
+        if event.name == "[memory]" and event.typed[1].device.type == "cpu":
+            yield event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size
+
+
+def _highest(changes: list[_Change]) -> int:
+    """The most that the changes ever sum up to.
+
+    The profiler reports a free only of what it has seen allocated, be it in an earlier block. So its word is taken
+    for what this block allocated alone: what is held tells of its own end, and the rest was never counted.
+    """
+    now = highest = 0
+    allocated: set[int] = set()
+    for _, address, nbytes in sorted(changes):
+        if nbytes > 0:
+            allocated.add(address)
+        elif address != _HELD:
+            if address not in allocated:
+                continue
+            allocated.remove(address)
+        now += nbytes
+        highest = max(highest, now)
+    return highest
+
+
+def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
+    if isinstance(held, Tensor):
+        if is_traceable_wrapper_subclass(held):  # a sharded or quantised tensor is made of others
+            yield from _storages([getattr(held, name) for name in held.__tensor_flatten__()[0]])
+        elif held.layout is torch.sparse_coo:
+            yield from _storages((held._indices(), held._values()))
+        elif held.layout is torch.strided and not is_lazy(held):
+            yield held.untyped_storage()
+    elif isinstance(held, nn.Module):
+        for parameter in held.parameters():
+            yield from _storages((parameter, parameter.grad))
+        yield from _storages(list(held.buffers()))
+    elif isinstance(held, Optimizer):
+        yield from _storages(held.state)
+    elif isinstance(held, Mapping):
+        yield from _storages(list(held.values()))
+    elif isinstance(held, list | tuple):
+        for part in held:
+            yield from _storages(part)
+
+
+class MemoryMeter(Technique):
+    """Measures the peak memory of training steps; see :class:`PeakMemory`.
+
+    Acts between ``on_train_batch_start`` of a step's first batch and ``on_train_batch_end`` of its last, so that the
+    forward, the gradients that are alive during it, and the optimizer are all in. On CUDA every step is measured. On
+    the CPU a measured step is slow, so by default it is one, early; what is there at its start are the model, its
+    gradients, the optimizer's state and the batch. The result is in ``peak_bytes``, and is logged as
+    ``memory_meter/peak_mib``: the largest so far, of this process.
+
+    Args:
+        every_n_steps: on the CPU, measure again after so many steps; 0 for once.
+        warmup: steps at the start that are left out, because optimizer state and compiled code do not exist yet.
+
+    Attributes:
+        peak_bytes: None until a step has been measured.
+
+    Raises:
+        TypeError, ValueError: not a whole number of at least 0.
+
+    Example:
+        >>> meter = MemoryMeter()
+        >>> meter.peak_bytes  # bytes, after `Trainer(callbacks=[meter]).fit(model)`
+
+    Source:
+        Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU the whole machine's.
+    """
+
+    effect: ClassVar[str] = "peak memory of a step"
+    in_a_loop: ClassVar[str] = "PeakMemory(device, model, optimizer)"
+
+    def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:
+        self.every_n_steps = positive_int("every_n_steps", every_n_steps) if every_n_steps != 0 else 0
+        self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.peak_bytes: int | None = None
+        self._open: PeakMemory | None = None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self.peak_bytes, self._step, self._in_step = None, -1, False
+        self._due: float = self.warmup
+        device = trainer.strategy.root_device.type
+        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may stand before it
+        if device not in ("cpu", "cuda"):
+            self._give_up(f"on {device} nobody counts memory", "Train on the CPU or on CUDA")
+        elif device == "cpu" and isinstance(profiler, PyTorchProfiler):
+            self._give_up("torch runs one profiler at a time", "Leave out Trainer(profiler=PyTorchProfiler())")
+        return self._abandon
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is in place, and the forward comes next."""
+        if self._in_step:
+            return
+        self._in_step, self._step = True, self._step + 1
+        device = trainer.strategy.root_device
+        if self._step < self._due:
+            return
+        if device.type == "cpu" and torch.autograd._profiler_enabled():
+            self._give_up("another torch profiler is active, and torch runs one at a time", "Stop that one first")
+        else:
+            self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the optimizer has stepped, or the step goes on with another batch."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._in_step = False
+        if self._open is None:
+            return
+        peak, self._open = self._open, None
+        peak.__exit__()
+        self.peak_bytes = max(self.peak_bytes or 0, peak.peak_bytes)
+        on_cpu = peak.device.type == "cpu"
+        if on_cpu:
+            self._due = self._step + self.every_n_steps if self.every_n_steps else math.inf
+        if on_cpu or trainer._logger_connector.should_update_logs:
+            for logger in trainer.loggers:
+                step = trainer.fit_loop.epoch_loop._batches_that_stepped
+                logger.log_metrics({"memory_meter/peak_mib": self.peak_bytes / 2**20}, step=step)
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: validation amid an accumulating step is no part of it; the next whole step is measured."""
+        self._abandon()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: say so if the fit was too short."""
+        if self.peak_bytes is None and self._due < math.inf:
+            say("MemoryMeter: nothing measured, the fit ended within the first %d steps", self.warmup)
+
+    def _abandon(self) -> None:
+        peak, self._open = self._open, None
+        if peak is not None:
+            peak.__exit__()
+
+    def _give_up(self, why: str, way_out: str) -> None:
+        self._due = math.inf
+        warn(explain("MemoryMeter measures nothing", why, way_out))
