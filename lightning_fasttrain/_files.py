@@ -1,7 +1,7 @@
 """Floor: files that are either whole or not there."""
 
 import os
-import tempfile
+import secrets
 from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
@@ -30,7 +30,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=target.parent, prefix=f".tmp-{target.name}-")
+    name = target.parent / f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
     try:
         with os.fdopen(descriptor, "wb") as file:
             if callable(data):
@@ -43,7 +44,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
             os.chmod(name, target.stat().st_mode & 0o777)
         os.replace(name, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise
     folder = os.open(target.parent, os.O_RDONLY)
     try:

@@ -32,11 +32,12 @@ def test_a_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == ["a.json"]
 
 
-def test_the_mode_of_the_old_file_is_kept_and_a_new_one_is_private(tmp_path):
+def test_the_mode_of_the_old_file_is_kept_and_a_new_one_has_the_users(tmp_path):
+    (tmp_path / "plain").write_text("")
     target = write_atomic(tmp_path / "a.json", "old")
-    assert target.stat().st_mode & 0o777 == 0o600
-    target.chmod(0o644)
-    assert write_atomic(target, "new").stat().st_mode & 0o777 == 0o644
+    assert target.stat().st_mode == (tmp_path / "plain").stat().st_mode
+    target.chmod(0o600)
+    assert write_atomic(target, "new").stat().st_mode & 0o777 == 0o600
 
 
 KILLED = """
