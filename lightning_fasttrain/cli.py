@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
     _add_doctor(commands)
+    _add_techniques(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
@@ -105,6 +106,28 @@ def _doctor(options: argparse.Namespace) -> int:
     from lightning_fasttrain.bench import doctor, report
 
     report.wide_enough(Console()).print(doctor.as_table(doctor.examine()))
+    return 0
+
+
+def _add_techniques(commands: Any) -> None:
+    parser = commands.add_parser("techniques", help="the table of techniques, as Markdown")
+    parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements go into the table")
+    parser.set_defaults(run=_techniques)
+
+
+def _techniques(options: argparse.Namespace) -> int:
+    import json
+    from pathlib import Path
+
+    from lightning_fasttrain.bench.techniques import markdown_table
+
+    try:
+        measured = json.loads(Path(options.ladder).read_text()) if options.ladder else None
+        print(markdown_table(measured))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
+        print(f"fasttrain techniques: {options.ladder}: {reason}", file=sys.stderr)
+        return BAD_INPUT
     return 0
 
 

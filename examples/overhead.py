@@ -1,0 +1,106 @@
+"""What our techniques cost when there is nothing to gain: plain Trainer against Trainer with all that need no surgery.
+
+    python examples/overhead.py [STEPS] [REPETITIONS]
+
+The step is almost empty (one 32 × 32 layer), so it is all Trainer, and ours can only lose. The kinds of run alternate
+within one process; the ratio is that of the medians, of milliseconds per step without setup and warm-up. The µs are
+what counts for you: they do not grow with the model.
+"""
+
+import logging
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_fasttrain as ft
+
+WARMUP_STEPS = 50
+
+
+class AlmostNothing(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(32, 32)
+
+    def training_step(self, batch, batch_idx):
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.layer(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), fused=True)
+
+
+class Stopwatch(L.Callback):
+    """Seconds from the end of the warm-up to the end of the last step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if batch_idx == WARMUP_STEPS:
+            self.started = time.perf_counter()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.ended = time.perf_counter()
+
+
+def techniques():
+    return [
+        ft.MicroBatching(1),
+        ft.TokenWeightedAccumulation(1),
+        ft.DevicePrefetch(),
+        ft.EagerGradientRelease(),
+        ft.FusedClipping(),
+        ft.MatmulPrecision("tf32"),
+        ft.StepMeter(),
+        ft.MemoryMeter(),
+    ]
+
+
+def ms_per_step(callbacks, steps, folder):
+    torch.manual_seed(0)
+    data = TensorDataset(torch.randn(8 * (steps + WARMUP_STEPS), 32), torch.randn(8 * (steps + WARMUP_STEPS), 32))
+    watch = Stopwatch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        gradient_clip_val=1.0,
+        callbacks=[*callbacks, watch],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+    )
+    trainer.fit(AlmostNothing(), DataLoader(data, batch_size=8))
+    return (watch.ended - watch.started) / steps * 1000
+
+
+def compare(kinds, steps, repetitions):
+    """Name → median ms per step of each kind of run; a kind makes a fresh list of callbacks."""
+    times = {name: [] for name in kinds}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(repetitions):
+            for name, make in kinds.items():  # interleaved: what slows the machine down slows all of them
+                times[name].append(ms_per_step(make(), steps, folder))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def main(steps=500, repetitions=7):
+    for name in ("lightning.pytorch", "lightning_fasttrain"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", module="lightning")
+    alone = {type(t).__name__: lambda i=i: [techniques()[i]] for i, t in enumerate(techniques())}
+    found = compare({"plain Trainer": list, "all techniques": techniques, **alone}, steps, repetitions)
+    plain = found["plain Trainer"]
+    for name, ms in found.items():
+        print(f"{name:<26} {ms:.3f} ms/step   ×{ms / plain:.3f}   {1000 * (ms - plain):+.0f} µs")
+    return found["all techniques"] / plain
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

@@ -1,0 +1,226 @@
+"""The reference model of the ladder: a decoder-only GPT, and the LightningModule that trains it."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+
+ATTENTIONS = ("sdpa", "naive")
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a :class:`GPT`.
+
+    Args:
+        vocabulary: number of different tokens, V.
+        context: longest sequence, in tokens.
+        layers: number of blocks.
+        heads: attention heads per block; must divide ``width``.
+        width: size of the hidden state, D.
+        dropout: probability, at the embeddings and at both residual branches and on the attention weights.
+        attention: ``"sdpa"`` for torch's fused attention, ``"naive"`` for one that keeps every [T, T] table.
+
+    Raises:
+        ValueError: a count below one, ``heads`` that do not divide ``width``, or an unknown ``attention``.
+    """
+
+    vocabulary: int = 256
+    context: int = 256
+    layers: int = 4
+    heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+    attention: str = "sdpa"
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "context", "layers", "heads", "width"):
+            positive_int(name, getattr(self, name))
+        one_of("attention", self.attention, ATTENTIONS)
+        if self.width % self.heads:
+            raise ValueError(
+                explain(
+                    f"heads={self.heads} with width={self.width}",
+                    "each head takes an equal share of the width",
+                    f"Use a width of {math.ceil(self.width / self.heads) * self.heads}",
+                )
+            )
+
+
+def naive_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Causal attention written out: softmax(q·kᵀ/√d + mask)·v, with the whole [T, T] table in memory.
+
+    Args:
+        q: queries [B, H, T, d].
+        k: keys [B, H, T, d].
+        v: values [B, H, T, d].
+        dropout: probability on the attention weights.
+
+    Returns:
+        [B, H, T, d].
+
+    Source:
+        Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
+    """
+    length = q.size(-2)
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
+    return F.dropout(weights, dropout) @ v
+
+
+class Attention(nn.Module):
+    """Causal self-attention with one projection for queries, keys and values. [B, T, D] → [B, T, D]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.heads = config.heads
+        self.kind = config.attention
+        self.dropout = config.dropout
+        self.qkv = nn.Linear(config.width, 3 * config.width)
+        self.out = nn.Linear(config.width, config.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        heads = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
+        q, k, v = heads.permute(2, 0, 3, 1, 4)  # each [B, H, T, d]
+        dropout = self.dropout if self.training else 0.0
+        if self.kind == "sdpa":
+            mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        else:
+            mixed = naive_attention(q, k, v, dropout)
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block. [B, T, D] → [B, T, D]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_1 = nn.LayerNorm(config.width)
+        self.attention = Attention(config)
+        self.norm_2 = nn.LayerNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width)
+        self.down = nn.Linear(4 * config.width, config.width)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.drop(self.attention(self.norm_1(x)))
+        return x + self.drop(self.down(F.gelu(self.up(self.norm_2(x)), approximate="tanh")))
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer with learned positions and a head tied to the token embedding.
+
+    Args:
+        config: its shape.
+
+    Raises:
+        ValueError: at the first call with a sequence longer than ``config.context``.
+
+    Example:
+        >>> net = GPT(GPTConfig(vocabulary=16, context=8, layers=2, heads=2, width=8))
+        >>> net(torch.zeros(3, 5, dtype=torch.long)).shape
+        torch.Size([3, 5, 16])
+
+    Source:
+        Radford et al. 2019 (GPT-2): pre-norm, tied head, residual projections drawn 1/√(2·layers) smaller.
+    """
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.positions = nn.Embedding(config.context, config.width)
+        self.drop = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.LayerNorm(config.width)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        self._draw_weights()
+
+    def _draw_weights(self) -> None:
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                branch_end = name.endswith(("attention.out.weight", "down.weight"))
+                std = 0.02 / math.sqrt(2 * self.config.layers) if branch_end else 0.02
+                nn.init.normal_(parameter, std=std)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def hidden(self, idx: Tensor) -> Tensor:
+        """What the head reads: token numbers [B, T] → hidden states [B, T, D]."""
+        length = idx.size(1)
+        if length > self.config.context:
+            raise ValueError(
+                explain(
+                    f"a sequence of {length} tokens",
+                    f"the model has {self.config.context} learned positions",
+                    f"Cut it to {self.config.context} tokens, or build the GPT with context={length}",
+                )
+            )
+        x = self.tokens(idx) + self.positions(torch.arange(length, device=idx.device))
+        x = self.drop(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+    def forward(self, idx: Tensor) -> Tensor:
+        """Token numbers [B, T] → logits [B, T, V]."""
+        return self.head(self.hidden(idx))
+
+
+def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split the trainable parameters: matrices decay, biases and norm gains do not; a tied one is listed once.
+
+    Example:
+        >>> [len(group["params"]) for group in decay_groups(nn.Linear(2, 2), 0.1)]
+        [1, 1]
+    """
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
+    ]
+
+
+class GPTModule(L.LightningModule):
+    """Trains a :class:`GPT` on batches of (inputs, targets), each [B, T] of token numbers.
+
+    Args:
+        config: the shape of the model.
+        lr: learning rate of AdamW.
+        weight_decay: of the matrices only.
+        fused: AdamW in one kernel; False is the plain loop over parameters, None is torch's own choice.
+    """
+
+    def __init__(
+        self, config: GPTConfig, lr: float = 1e-3, weight_decay: float = 0.1, fused: bool | None = None
+    ) -> None:
+        super().__init__()
+        self.gpt = GPT(config)
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.fused = fused
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy over the targets of ``batch``, in nats."""
+        inputs, targets = batch
+        return F.cross_entropy(self.gpt(inputs).flatten(0, 1), targets.flatten())
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # foreach would be chosen on a GPU when nothing is said; the naive rung must really be the loop.
+        foreach = False if self.fused is False else None
+        return torch.optim.AdamW(
+            decay_groups(self, self.weight_decay), lr=self.lr, betas=(0.9, 0.95), fused=self.fused, foreach=foreach
+        )

@@ -1,0 +1,123 @@
+"""What a measurement was taken on: hardware and versions, without paths, host names or user names."""
+
+import importlib.metadata
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 2**30
+PACKAGES = ("torch", "lightning", "lightning-fasttrain")
+
+
+def hardware() -> dict[str, Any]:
+    """Processor, cores this process may use, memory in GiB, and the GPU or None.
+
+    Example:
+        >>> sorted(hardware())
+        ['cores', 'cpu', 'gpu', 'gpu_memory_gib', 'ram_gib']
+    """
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "cpu": processor_name(),
+        "cores": usable_cores(),
+        "ram_gib": _ram_gib(),
+        "gpu": gpu.name if gpu else None,
+        "gpu_memory_gib": round(gpu.total_memory / GIB, 1) if gpu else None,
+    }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python and of what does the work.
+
+    Example:
+        >>> "torch" in versions()
+        True
+    """
+    found = {package: package_version(package) for package in PACKAGES}
+    return {"python": platform.python_version(), **{name: v for name, v in found.items() if v}}
+
+
+def package_version(package: str) -> str | None:
+    """The installed version of a package, read from its metadata without importing it, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def usable_cores() -> int:
+    """Cores this process may run on; a container often has fewer than the machine."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def processor_name() -> str:
+    """The processor's own name for itself, as far as the system tells."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass  # no such file outside Linux
+    return platform.processor() or platform.machine()
+
+
+def cpu_has_bf16() -> bool:
+    """Whether the processor multiplies bfloat16 itself; without it, bf16 is emulated and slow."""
+    get = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has it under another name, or not at all
+    if get is not None:
+        found = get()
+        return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+    try:
+        flags = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return False
+    return any(name in flags for name in ("avx512_bf16", "amx_bf16", " bf16"))
+
+
+class Neighbours:
+    """How many cores other processes kept busy while a child process of ours ran: they spoil its timings.
+
+    Two threads that wait for each other by spinning, as OpenMP's do, slow down tenfold when a third wants a core.
+
+    Example:
+        >>> isinstance(Neighbours().cores(), float | None)
+        True
+    """
+
+    def __init__(self) -> None:
+        self._busy_s, self._ours_s, self._since = _busy_seconds(), _seconds_of_children(), time.perf_counter()
+
+    def cores(self) -> float | None:
+        """The mean since this object was made, once the child has ended; None where the system does not tell."""
+        busy_s, elapsed_s = _busy_seconds(), time.perf_counter() - self._since
+        if busy_s is None or self._busy_s is None or elapsed_s <= 0:
+            return None
+        ours_s = _seconds_of_children() - self._ours_s
+        return max(0.0, busy_s - self._busy_s - ours_s) / elapsed_s
+
+
+def _busy_seconds() -> float | None:
+    """Processor time that the whole machine has spent on work since it was started."""
+    try:
+        user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
+        return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
+        return None
+
+
+def _seconds_of_children() -> float:
+    times = os.times()
+    return times.user + times.system + times.children_user + times.children_system
+
+
+def _ram_gib() -> float | None:
+    try:
+        return round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB, 1)
+    except (AttributeError, ValueError, OSError):
+        return None  # Windows

@@ -1,0 +1,104 @@
+"""What one rung's run leaves behind: ms per step, peak memory, every loss; without waiting for the device."""
+
+import json
+import statistics
+import sys
+import time
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MIB = 2**20
+
+
+class Recorder:
+    """Watches a training loop that calls :meth:`begin` before each step and :meth:`end` after it.
+
+    Steps come in three phases: warm-up; timed, from the beginning of one step to the beginning of the next, so that
+    the loader's and the loop's own time count; and memory, after the timed ones, because watching every allocation
+    takes time.
+
+    Args:
+        device: where the steps run.
+        warmup: steps before the clock counts.
+        timed: steps on the clock.
+        memory: steps whose peak memory is taken; at least one.
+        print_loss: fetch and print the loss of every step, as a naive loop does; the host then waits for the device.
+
+    Example:
+        >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, memory=1)
+        >>> recorder.phase(0), recorder.phase(2), recorder.phase(3), recorder.steps
+        ('warm-up', 'timed', 'memory', 4)
+    """
+
+    def __init__(
+        self, device: torch.device, warmup: int, timed: int, memory: int = 1, print_loss: bool = False
+    ) -> None:
+        self.device = device
+        self.warmup = warmup
+        self.timed = timed
+        self.steps = warmup + timed + memory
+        self.print_loss = print_loss
+        self.losses: list[Tensor] = []
+        self.peak_bytes = 0
+        self._stamps: list[Any] = []
+        self._watching: ExitStack | None = None
+        self._meter: Any = None
+
+    def phase(self, step: int) -> str:
+        if step < self.warmup:
+            return "warm-up"
+        return "timed" if step < self.warmup + self.timed else "memory"
+
+    def begin(self, step: int, *held: Any) -> None:
+        """A step begins; ``held`` is what is alive already: module, optimizer, batch."""
+        if self.warmup <= step <= self.warmup + self.timed:
+            self._stamps.append(self._stamp())
+        if self.phase(step) == "memory":
+            from lightning_fasttrain.run import PeakMemory
+
+            self._meter = PeakMemory(self.device, *held)
+            self._watching = ExitStack()
+            self._watching.enter_context(self._meter)
+
+    def end(self, step: int, loss: Tensor) -> None:
+        """A step has ended, its optimizer step included."""
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
+            self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
+        self.losses.append(loss.detach())
+        line: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
+        if self.print_loss:
+            line["loss"] = loss.item()
+        print(json.dumps(line), file=sys.stdout, flush=True)
+
+    def result(self, tokens_per_step: int) -> dict[str, Any]:
+        """The measurements, as plain JSON; waits for the device."""
+        times_ms = self._times_ms()
+        step_ms = statistics.median(times_ms)
+        losses = [float(loss) for loss in self.losses]
+        return {
+            "step_ms": step_ms,
+            "step_ms_all": times_ms,
+            "tokens_per_s": tokens_per_step / step_ms * 1000,
+            "peak_mib": self.peak_bytes / MIB,
+            "loss": losses[-1],
+            "losses": losses,
+        }
+
+    def _stamp(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # the device takes the time, the host does not wait
+        event.record()
+        return event
+
+    def _times_ms(self) -> list[float]:
+        pairs = list(zip(self._stamps, self._stamps[1:], strict=False))
+        if self.device.type != "cuda":
+            return [(after - before) * 1000 for before, after in pairs]
+        torch.cuda.synchronize(self.device)
+        return [before.elapsed_time(after) for before, after in pairs]

@@ -1,0 +1,188 @@
+"""Real text without a download: bytes from this machine, token numbers, and windows of them."""
+
+import itertools
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fasttrain._checks import one_of, require
+from lightning_fasttrain._messages import explain
+
+MIB = 2**20
+# Enough for a BPE of fifty thousand tokens and for windows that rarely overlap; read in well under a second.
+MAX_TEXT_MIB = 12
+# Not the library's own prose: other packages, and test files that hold odd encodings and binary tables.
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+
+
+def read_text(path: str | Path | None = None, max_mib: float = MAX_TEXT_MIB) -> bytes:
+    """Read the text to train on, the same bytes in the same order on every call.
+
+    Args:
+        path: a file, or a folder of which every text file is read in the order of their names. By default the
+            Python source of the standard library of the interpreter that runs this.
+        max_mib: stop after this many MiB.
+
+    Returns:
+        UTF-8 bytes.
+
+    Raises:
+        ValueError: the path is missing or cannot be read, or there is no text in it.
+
+    Example:
+        >>> b"def " in read_text(max_mib=0.1)
+        True
+    """
+    limit = int(max_mib * MIB)
+    if path is None:
+        files = _sorted_files(Path(sysconfig.get_path("stdlib")), "*.py")
+    elif Path(path).is_dir():
+        files = _sorted_files(Path(path), "*")
+    elif Path(path).exists():
+        files = iter([Path(path)])
+    else:
+        raise ValueError(explain(f"text {path}", "no such file or folder", "Check the path, or leave --text out"))
+    try:
+        data = b"\n".join(_first_bytes(files, limit))[:limit]
+    except OSError as error:
+        raise ValueError(explain(f"text {path}", error.strerror or str(error), "Check its permissions")) from error
+    if not data.strip():
+        raise ValueError(
+            explain(f"text {path or 'of the standard library'}", "it holds no text", "Give another with --text PATH")
+        )
+    return data
+
+
+def _sorted_files(folder: Path, pattern: str) -> Iterator[Path]:
+    for file in sorted(folder.rglob(pattern)):
+        inside = file.relative_to(folder)
+        hidden = any(part.startswith(".") for part in inside.parts)
+        if not hidden and not _SKIPPED_FOLDERS & set(inside.parts[:-1]) and file.is_file():
+            yield file
+
+
+def _first_bytes(files: Iterator[Path], limit: int) -> Iterator[bytes]:
+    taken = 0
+    for file in files:
+        if taken >= limit:
+            return
+        with file.open("rb") as stream:
+            data = stream.read(limit - taken)
+        if b"\0" in data:  # a binary file
+            continue
+        taken += len(data)
+        yield data
+
+
+def encode_text(data: bytes, tokens: str, vocabulary: int) -> np.ndarray:
+    """Turn text into token numbers.
+
+    Args:
+        data: UTF-8 bytes.
+        tokens: ``"bytes"``: each byte is its own number; ``"bpe"``: a byte-pair encoding trained on ``data`` itself.
+        vocabulary: the model's number of tokens; the encoding uses at most so many.
+
+    Returns:
+        Token numbers, one-dimensional, uint8 or int32.
+
+    Raises:
+        ValueError: unknown ``tokens``, or a vocabulary smaller than the 256 bytes.
+        ModuleNotFoundError: ``"bpe"`` without the library `tokenizers`.
+
+    Example:
+        >>> encode_text(b"abc", "bytes", 256).tolist()
+        [97, 98, 99]
+
+    Source:
+        BPE: Sennrich et al. 2016, https://arxiv.org/abs/1508.07909, on bytes as in GPT-2; trained by `tokenizers`.
+    """
+    one_of("tokens", tokens, ("bytes", "bpe"))
+    if vocabulary < 256:
+        raise ValueError(explain(f"vocabulary={vocabulary}", "a byte has 256 values", "Use vocabulary=256 or more"))
+    if tokens == "bytes":
+        return np.frombuffer(data, dtype=np.uint8)
+    lines = data.decode("utf-8", errors="replace").splitlines(keepends=True)
+    bpe = require("tokenizers", extra="finetune").ByteLevelBPETokenizer()
+    bpe.train_from_iterator(lines, vocab_size=vocabulary, min_frequency=2, show_progress=False)
+    encoded = bpe.encode_batch(lines)
+    return np.fromiter(itertools.chain.from_iterable(line.ids for line in encoded), dtype=np.int32)
+
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Pairs of (inputs, targets): ``context`` tokens from a place drawn by ``seed``, and the same one token later.
+
+    Args:
+        tokens: token numbers, one-dimensional.
+        context: length of each window, T.
+        count: how many windows.
+        seed: draws the places; equal seeds give equal windows.
+
+    Raises:
+        ValueError: fewer than ``context + 1`` tokens.
+
+    Example:
+        >>> inputs, targets = Windows(np.arange(100), context=4, count=2)[0]
+        >>> bool((targets == inputs + 1).all()), inputs.shape, inputs.dtype
+        (True, torch.Size([4]), torch.int64)
+    """
+
+    def __init__(self, tokens: np.ndarray, context: int, count: int, seed: int = 0) -> None:
+        if len(tokens) <= context:
+            raise ValueError(
+                explain(
+                    f"a text of {len(tokens)} tokens",
+                    f"one window is {context} tokens and their successors",
+                    f"Give a text of at least {context + 1} tokens",
+                )
+            )
+        self.tokens = tokens
+        self.context = context
+        drawn = torch.Generator().manual_seed(seed)
+        self.starts = torch.randint(len(tokens) - context, (count,), generator=drawn).tolist()
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = self.starts[index]
+        window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def check_enough(tokens: np.ndarray, batch: int, context: int) -> None:
+    """Refuse a text that is shorter than one batch of windows.
+
+    Raises:
+        ValueError: fewer than ``batch · context + 1`` tokens.
+    """
+    needed = batch * context + 1
+    if len(tokens) < needed:
+        raise ValueError(
+            explain(
+                f"a text of {len(tokens):,} tokens",
+                f"it is shorter than one batch of {batch} windows of {context} tokens, {needed:,} in all",
+                "Give a longer text, or a smaller --batch",
+            )
+        )
+
+
+def batches(
+    tokens: np.ndarray, context: int, batch: int, steps: int, seed: int = 0, pin_memory: bool = False
+) -> DataLoader[tuple[Tensor, Tensor]]:
+    """``steps`` batches of (inputs, targets), each [batch, context], the same ones for the same ``seed``.
+
+    Raises:
+        ValueError: the text is shorter than one batch.
+
+    Example:
+        >>> loader = batches(np.arange(1000), context=8, batch=4, steps=3)
+        >>> [inputs.shape for inputs, targets in loader]
+        [torch.Size([4, 8]), torch.Size([4, 8]), torch.Size([4, 8])]
+    """
+    check_enough(tokens, batch, context)
+    return DataLoader(Windows(tokens, context, batch * steps, seed), batch_size=batch, pin_memory=pin_memory)
