@@ -81,6 +81,7 @@ class Technique(L.Callback):
         self._undo = undo
         for technique in techniques:
             _push(undo, technique.attach(trainer, pl_module))
+            _leave_out_empty_hooks(technique, undo)
         surgeons = [technique for technique in techniques if technique.surgery is not None]
 
         def operate() -> None:
@@ -141,6 +142,23 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
         for technique in sorted(techniques, key=lambda t: t.surgery or 0):
             _push(undo, technique.apply(model))
         return undo.pop_all()
+
+
+_HOOKS_OF_A_STEP = (
+    "on_train_batch_start",
+    "on_before_zero_grad",
+    "on_before_backward",
+    "on_after_backward",
+    "on_before_optimizer_step",
+    "on_train_batch_end",
+)
+
+
+def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
+    """Lightning calls every hook of every callback that is callable, which costs more than most of them do."""
+    for hook in _HOOKS_OF_A_STEP:
+        if getattr(type(technique), hook) is getattr(L.Callback, hook) and hook not in vars(technique):
+            undo.callback(patch(technique, hook, None))
 
 
 def _push(undo: ExitStack, action: Undo | None) -> None:

@@ -198,3 +198,18 @@ def test_all_parameters_frozen_says_what_to_do():
 def test_order_of_surgery_is_total():
     assert list(Surgery) == sorted(Surgery)
     assert len(set(Surgery)) == 6
+
+
+def test_empty_hooks_cost_nothing_while_a_run_lasts_and_subclasses_keep_theirs():
+    class Counting(ft.DevicePrefetch):
+        calls = 0
+
+        def on_train_batch_end(self, *args):
+            super().on_train_batch_end(*args)
+            assert self.on_train_batch_start is None
+            type(self).calls += 1
+
+    technique = Counting()
+    fit(TinyLM(), lm_batches(3), [technique])
+    assert Counting.calls == 3
+    assert callable(technique.on_train_batch_start)

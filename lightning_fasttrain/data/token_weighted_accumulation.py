@@ -70,7 +70,7 @@ class TokenWeightedAccumulation(Technique):
         self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None
-        self._factor = 1
+        self._factor = self._world_size = 1
         self._asked_for = -1  # the batch that the answer below is about
         self._goes_on = False
         self._begin_window()
@@ -97,6 +97,7 @@ class TokenWeightedAccumulation(Technique):
                 )
             )
         self._trainer = trainer
+        self._world_size = trainer.world_size
         self._asked_for = -1
         self._begin_window()
         leave = BatchClosures.join(trainer, pl_module, window=self)
@@ -139,10 +140,17 @@ class TokenWeightedAccumulation(Technique):
             self._goes_on = self._batches + 1 < self._factor and not loop._num_ready_batches_reached()
         return self._goes_on
 
+    @property
+    def holds_one_batch(self) -> bool:
+        """Whether windows are one batch on one rank: then its weight cancels."""
+        return not self._should_accumulate() and self._factor == self._world_size == 1
+
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: before the batch is run; a window begins without gradients."""
+        if self.holds_one_batch:
+            return
         if self._batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)

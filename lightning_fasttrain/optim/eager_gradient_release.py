@@ -65,4 +65,4 @@ class EagerGradientRelease(Technique):
         """Hook: the first after the optimizer has stepped."""
         if not (trainer.strategy.handles_gradient_accumulation or trainer.fit_loop._should_accumulate()):
             for optimizer in trainer.optimizers:
-                optimizer.zero_grad(set_to_none=True)
+                release_gradients_(p for group in optimizer.param_groups for p in group["params"])
