@@ -49,6 +49,9 @@ def _add_ladder(commands: Any) -> None:
     parser.add_argument("--text", metavar="PATH", help="file or folder; default: source of Python's standard library")
     parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
+    parser.add_argument(
+        "--repeats", type=int, metavar="N", help="processes per rung, fastest counts; default: 2 on a CPU"
+    )
     parser.add_argument("--each", action="store_true", help="also run each rung alone")
     parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences per step; default: the size's own")
@@ -70,6 +73,7 @@ def _ladder(options: argparse.Namespace) -> int:
             text=options.text,
             out=options.out,
             steps=options.steps,
+            repeats=options.repeats,
             each=options.each,
             attention=options.attention,
             batch=options.batch,

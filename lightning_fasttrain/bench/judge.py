@@ -5,8 +5,9 @@ from typing import Any
 
 Row = dict[str, Any]
 
-# Runs of one and the same program differ by this share. On a CPU clock rates and neighbours come and go: on a shared
-# machine with two cores the same step took 600 ms in one process and 740 ms in the next, steadily.
+# Runs of one and the same program differ by this share, also the fastest of a few. On a CPU clock rates, page placement
+# and neighbours come and go: on a shared machine with two cores the same step took 600 ms in one process and 720 ms in
+# the next four.
 LEAST_TIME_NOISE = {"cuda": 0.03, "cpu": 0.25}
 # More than this is another program that came between, and says nothing about the next two runs.
 MOST_TIME_NOISE = 0.30
@@ -50,23 +51,20 @@ def judge(row: Row, below: Row, time_noise: float = 0.03) -> tuple[bool, str]:
     return False, f"{', '.join(words) or 'no clear gain here'}: not carried"
 
 
-def time_noise(once: Row, again: Row, device: str) -> float:
-    """By which share times differ without a cause on this machine: two runs of the same thing tell.
+def time_noise(row: Row, device: str) -> float:
+    """By which share times differ without a cause on this machine: the runs of one row tell.
 
     Args:
-        once: a row.
-        again: another of the same thing.
+        row: with ``step_ms_of_runs``.
         device: ``"cuda"`` or ``"cpu"``.
 
     Example:
-        >>> round(time_noise({"step_ms": 100.0, "error": None}, {"step_ms": 92.0, "error": None}, "cuda"), 2)
+        >>> round(time_noise({"step_ms_of_runs": [100.0, 92.0]}, "cuda"), 2)
         0.09
     """
-    least = LEAST_TIME_NOISE[device]
-    if once["error"] is not None or again["error"] is not None:
-        return least
-    shorter, longer = sorted((once["step_ms"], again["step_ms"]))
-    return min(max(least, longer / shorter - 1), MOST_TIME_NOISE)
+    runs = row["step_ms_of_runs"]
+    spread = max(runs) / min(runs) - 1 if runs else 0.0
+    return min(max(LEAST_TIME_NOISE[device], spread), MOST_TIME_NOISE)
 
 
 def _beyond(noise: float, ratio: float) -> float:

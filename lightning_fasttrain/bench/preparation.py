@@ -31,6 +31,7 @@ class Ladder:
     each: bool
     device: str
     warmup: int
+    repeats: int
     command: str
 
 
@@ -47,6 +48,7 @@ def prepare(
     names: list[str] | None = None,
     ladder: Callable[[int], tuple[Rung, ...]] = rungs,
     warmup: int = 2,
+    repeats: int = 1,
 ) -> Ladder:
     """Check every argument and read the text, so that what can go wrong goes wrong before the first rung.
 
@@ -62,6 +64,7 @@ def prepare(
         names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
         ladder: number of micro-batches → the rungs to choose from.
         warmup: steps before the clock counts; compilation falls into them.
+        repeats: fresh processes per rung, of which the fastest counts.
 
     Returns:
         What :func:`climb` takes.
@@ -87,16 +90,19 @@ def prepare(
             )
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    positive_int("repeats", repeats)
     picked = chosen(ladder(micro_batches), names, extra=(STRONG, BARE))
     baselines = tuple(b for b in (STRONG, BARE) if names is None or b in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), chosen_size.tokens, model.vocabulary)
     check_enough(tokens, chosen_size.batch, model.context)
     command = f"fasttrain ladder --size {name} --batch {chosen_size.batch} --steps {chosen_size.steps}"
-    command += f" --attention {attention} --micro-batches {micro_batches}" + (" --each" if each else "")
+    command += f" --attention {attention} --micro-batches {micro_batches} --repeats {repeats}" + (
+        " --each" if each else ""
+    )
     command += f" --rungs {','.join(names)}" if names else ""
     command += f" --text {Path(text).name}" if text is not None else ""
-    return Ladder(name, chosen_size, tokens, picked, baselines, folder, each, device, warmup, command)
+    return Ladder(name, chosen_size, tokens, picked, baselines, folder, each, device, warmup, repeats, command)
 
 
 def writable_folder(path: str | Path) -> Path:

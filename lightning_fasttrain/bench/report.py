@@ -34,7 +34,7 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
         title=f"fasttrain ladder · {model['size']} · {model['tokens_per_step']:,} tokens/step · "
         f"{model['attention']} attention · {where}",
         caption="(rung): not carried into the next one. ×: times as fast, ÷: times less memory, than that baseline. "
-        f"Times within {ladder['noise']['time'] or 0:.0%} are called equal."
+        f"Best of {ladder['repeats']} runs; times within {ladder['noise']['time'] or 0:.0%} are called equal."
         + ("" if whole else " A wider terminal shows more columns."),
     )
     kept = [name for name in _COLUMNS if whole or name not in _ONLY_IF_WIDE]

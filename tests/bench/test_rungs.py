@@ -76,12 +76,14 @@ def test_a_rung_is_carried_if_time_and_memory_together_win(now, carried, says):
 
 
 def test_a_noisy_machine_calls_more_times_equal():
-    noise = time_noise(row(100, 800), row(128, 800), "cpu")
-    assert noise == pytest.approx(0.28)
-    assert judge(row(80, 800), row(100, 800), noise) == (False, "no clear gain here: not carried")
-    assert time_noise(row(100, 800), row(100.1, 800), "cuda") == 0.03
-    assert time_noise(row(100, 800), row(1000, 800), "cuda") == 0.30
-    assert time_noise(row(100, 800), row(None, None, "boom"), "cpu") == 0.25
+    def noise_of(*runs, device="cpu"):
+        return time_noise({"step_ms_of_runs": list(runs)}, device)
+
+    assert noise_of(100, 128) == pytest.approx(0.28)
+    assert judge(row(80, 800), row(100, 800), 0.28) == (False, "no clear gain here: not carried")
+    assert noise_of(100, 100.1, device="cuda") == 0.03
+    assert noise_of(100, 1000) == 0.30
+    assert noise_of() == noise_of(100) == 0.10
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():
