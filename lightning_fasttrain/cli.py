@@ -50,7 +50,7 @@ def _add_ladder(commands: Any) -> None:
     parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
     parser.add_argument(
-        "--repeats", type=int, metavar="N", help="processes per rung, fastest counts; default: 2 on a CPU"
+        "--repeats", type=int, metavar="N", default=1, help="runs per rung, the fastest counts; default: 1"
     )
     parser.add_argument("--each", action="store_true", help="also run each rung alone")
     parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")

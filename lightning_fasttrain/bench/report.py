@@ -34,7 +34,7 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
         title=f"fasttrain ladder · {model['size']} · {model['tokens_per_step']:,} tokens/step · "
         f"{model['attention']} attention · {where}",
         caption="(rung): not carried into the next one. ×: times as fast, ÷: times less memory, than that baseline. "
-        f"Best of {ladder['repeats']} runs; times within {ladder['noise']['time'] or 0:.0%} are called equal."
+        f"{_runs(ladder['repeats'])} times within {ladder['noise']['time'] or 0:.0%} are called equal."
         + ("" if whole else " A wider terminal shows more columns."),
     )
     kept = [name for name in _COLUMNS if whole or name not in _ONLY_IF_WIDE]
@@ -57,6 +57,10 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
         if row is not None:
             add(row, row["title"])
     return table
+
+
+def _runs(repeats: int) -> str:
+    return f"Fastest of {repeats} runs each;" if repeats > 1 else "One run each;"
 
 
 def _cells(row: Row, naive: Row, strong: Row | None) -> dict[str, str]:

@@ -83,7 +83,7 @@ def test_a_noisy_machine_calls_more_times_equal():
     assert judge(row(80, 800), row(100, 800), 0.28) == (False, "no clear gain here: not carried")
     assert noise_of(100, 100.1, device="cuda") == 0.03
     assert noise_of(100, 1000) == 0.30
-    assert noise_of() == noise_of(100) == 0.10
+    assert noise_of() == noise_of(100) == 0.25
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():
