@@ -1,14 +1,6 @@
 """Changes the nn.Module before the optimizer exists."""
 
-from lightning_fasttrain.model.activation_checkpointing import (
-    ActivationCheckpointing,
-    checkpoint_activations_,
-)
-from lightning_fasttrain.model.compile_blocks import (
-    CompileBlocks,
-    CompileReport,
-    CompileWatch,
-    compile_blocks_,
-    load_compile_cache,
-    save_compile_cache,
-)
+from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpointing, checkpoint_activations_
+from lightning_fasttrain.model.compile_blocks import CompileBlocks, compile_blocks_
+from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
+from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch

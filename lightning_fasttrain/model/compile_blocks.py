@@ -1,11 +1,7 @@
 """The model's blocks run as compiled code, each kind of block compiled once."""
 
 import os
-import stat
 import types
-from collections import Counter
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L  # before torch.compile is used: Lightning records its arguments
@@ -13,10 +9,11 @@ import torch
 from torch import nn
 
 from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
+from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
 
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -156,107 +153,6 @@ def _first_line(error: BaseException) -> str:
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error  # what the back end said
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
-
-
-@dataclass
-class CompileReport:
-    """What the compiler did.
-
-    Attributes:
-        graphs: graphs compiled, first compilations and recompilations.
-        recompiles: how many of them were for code already compiled once (new shapes, other guards).
-        graph_breaks: reason → how often a graph had to be cut there.
-        seconds: time spent compiling.
-        fallbacks: names of blocks that run uncompiled → why.
-    """
-
-    graphs: int = 0
-    recompiles: int = 0
-    graph_breaks: dict[str, int] = field(default_factory=dict)
-    seconds: float = 0.0
-    fallbacks: dict[str, str] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        text = (
-            f"compiled {self.graphs} graphs in {self.seconds:.1f} s, {self.recompiles} of them recompilations; "
-            f"{sum(self.graph_breaks.values())} graph breaks"
-        )
-        for reason, times in sorted(self.graph_breaks.items(), key=lambda item: -item[1])[:3]:
-            text += f"\n  {times}× {reason.strip().splitlines()[0]}"
-        for name, why in self.fallbacks.items():
-            text += f"\n  block '{name}' runs uncompiled: {why}"
-        return text
-
-
-class CompileWatch:
-    """Counts what the compiler does from now on.
-
-    Example:
-        >>> watch = CompileWatch()
-        >>> watch.report().graphs
-        0
-    """
-
-    def __init__(self) -> None:
-        from torch._dynamo import utils
-
-        self._utils = utils
-        self._breaks = Counter(utils.counters["graph_break"])
-        self._compiled = len(self._durations())
-        self._known = {id(metrics) for metrics in utils.get_compilation_metrics()}
-
-    def _durations(self) -> list[float]:
-        return self._utils.compilation_time_metrics.get("_compile.compile_inner", [])
-
-    def report(self) -> CompileReport:
-        durations = self._durations()[self._compiled :]
-        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in self._known and m.is_forward]
-        ids = [m.compile_id or "" for m in new]  # "frame/attempt"
-        again = [compile_id for compile_id in ids if "/" in compile_id and not compile_id.endswith("/0")]
-        breaks = Counter(self._utils.counters["graph_break"]) - self._breaks
-        return CompileReport(len(durations), len(again), dict(breaks), sum(durations))
-
-
-def save_compile_cache(path: str | os.PathLike[str]) -> int:
-    """Write what this process has compiled to one file, whole or not at all; returns its bytes (0: nothing to save).
-
-    Example:
-        >>> save_compile_cache(getfixture("tmp_path") / "cache.bin") >= 0
-        True
-    """
-    artifacts = torch.compiler.save_cache_artifacts()
-    if artifacts is None:
-        return 0
-    write_atomic(path, artifacts[0])
-    return len(artifacts[0])
-
-
-def load_compile_cache(path: str | os.PathLike[str]) -> bool:
-    """Load a file of :func:`save_compile_cache`, so that this process compiles less; False if there is none.
-
-    The file holds compiled code, which will be executed. So it is taken only if it belongs to the user who runs
-    this process and nobody else may write to it.
-
-    Raises:
-        PermissionError: it belongs to, or can be written by, somebody else.
-
-    Example:
-        >>> load_compile_cache(getfixture("tmp_path") / "none.bin")
-        False
-    """
-    file = Path(path)
-    if not file.exists():
-        return False
-    status = file.stat()
-    if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise PermissionError(
-            explain(
-                f"compile cache {file} belongs to or can be written by other users",
-                "it holds code that would be executed",
-                f"If you made it: chown it to yourself and chmod go-w {file}",
-            )
-        )
-    return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
 
 
 class CompileBlocks(Technique):
