@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import time
 
 import lightning as L
 import torch
@@ -148,8 +149,10 @@ def main(path):
     if rank == 0:
         with open(path, "w") as file:
             json.dump(gathered, file)
-    dist.barrier()
-    dist.destroy_process_group()
+    # Leave without destructors. Where DDP's reducer is the last to hold the process group, its destructor joins a gloo
+    # thread while it holds the interpreter lock, which that thread may be waiting for: seen to hang after all was done.
+    time.sleep(1)  # the other rank may still be reading what was gathered
+    os._exit(0)
 
 
 def seeded(callbacks, batches, **settings):

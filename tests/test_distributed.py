@@ -21,7 +21,7 @@ def found(tmp_path_factory):
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
-        timeout=400,
+        timeout=240,
     )
     assert run.returncode == 0, run.stderr[-4000:]
     return json.loads(path.read_text())
