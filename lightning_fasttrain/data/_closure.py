@@ -186,7 +186,7 @@ class BatchClosures:
         if self.window is not None or all(output is not None for output in outputs):
             return
         held = sum(c for c, output in zip(counts, outputs, strict=True) if output is not None)
-        if int(held) in (0, int(total)):  # waits for the device, in a case that is rare
+        if float(held) in (0.0, float(total)):  # waits for the device, in a case that is rare
             return
         if self.trainer.accumulate_grad_batches > 1:
             raise RuntimeError(

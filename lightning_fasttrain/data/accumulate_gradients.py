@@ -37,7 +37,7 @@ def accumulate_gradients(
         step: a part of the batch → its mean loss, or a mapping with a ``"loss"``. Runs n times.
         batch: anything :func:`~lightning_fasttrain.split_batch` takes.
         n: number of parts.
-        count: batch → the number of terms its mean loss averages over.
+        count: batch → the number of terms its mean loss averages over, or the sum of their weights.
         backward: ``fabric.backward`` under Fabric.
         no_sync: a context in which gradients are not synchronised, entered for all parts but the last, forward
             and backward; ``lambda: fabric.no_backward_sync(model)`` under Fabric, ``ddp.no_sync`` for plain DDP.
@@ -122,7 +122,7 @@ def _accumulate(
     return loss_sum
 
 
-def weigh(loss: Tensor, count: Tensor | int, total: Tensor | int) -> Tensor:
+def weigh(loss: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
     """``loss · count / total``, and a true zero where nothing was counted, though the mean of nothing is NaN."""
     # At least float32: a weight such as 1/3 keeps only three digits in bfloat16.
     dtype = torch.promote_types(loss.dtype, torch.float32)
@@ -132,7 +132,8 @@ def weigh(loss: Tensor, count: Tensor | int, total: Tensor | int) -> Tensor:
         else torch.full((), x, dtype=dtype, device=loss.device)
         for x in (count, total)
     )
-    return torch.where(c > 0, loss * (c / t.clamp(min=1)), torch.zeros((), dtype=dtype, device=loss.device))
+    t = torch.where(t > 0, t, torch.ones_like(t))  # nothing is divided by 0, nor is a total below 1 mistaken for 1
+    return torch.where(c > 0, loss * (c / t), torch.zeros_like(c))
 
 
 def loss_of(output: Any) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain.data.split_batch import batch_size, is_integer
 
-Count = Callable[[Any], Tensor | int]
+Count = Callable[[Any], Tensor | float]
 _NAMES = ("labels", "targets")
 
 

@@ -72,9 +72,11 @@ class MicroBatching(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the model is complete."""
-        if self.n > 1 and any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in pl_module.modules()):
+        norms = (m for m in pl_module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
+        if (self.adaptive or self.n > 1) and any(norm.training for norm in norms):
+            parts = "auto" if self.adaptive else self.n
             warn(
-                f"MicroBatching({self.n}) with BatchNorm: statistics are taken over micro-batches, so this is not the "
+                f"MicroBatching({parts}) with BatchNorm: statistics are taken over micro-batches, so this is not the "
                 "same training. Use GroupNorm or LayerNorm, freeze the BatchNorm layers (.eval()), or fewer parts."
             )
 

@@ -72,6 +72,21 @@ def test_mean_over_samples_and_a_count_of_ones_own():
         assert largest_difference(expected, gradients(net)) < 2e-6
 
 
+@pytest.mark.parametrize("as_tensor", [True, False])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 1e3])
+def test_counts_may_be_weights_of_any_size(as_tensor, size):
+    x, weight, net = torch.randn(6, 3), size * torch.rand(6), nn.Linear(3, 1)
+
+    def step(part):
+        return (part[1] * net(part[0]).squeeze(1).pow(2)).sum() / part[1].sum()
+
+    whole = torch.autograd.grad(step((x, weight)), list(net.parameters()))
+    expected = dict(zip(["weight", "bias"], whole, strict=True))
+    total = (lambda part: part[1].sum()) if as_tensor else (lambda part: float(part[1].sum()))
+    accumulate_gradients(step, (x, weight), 3, count=total)
+    assert largest_difference(expected, gradients(net)) < 2e-6
+
+
 def test_a_part_without_targets_adds_nothing_and_no_nan():
     batch = lm_batches(1, size=4)[0]
     batch["labels"][2:] = -100

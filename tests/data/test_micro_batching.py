@@ -190,8 +190,12 @@ def test_batchnorm_is_warned_about():
             super().build()
             self.unused_norm = torch.nn.BatchNorm1d(DIM)
 
-    with pytest.warns(ft.FastTrainWarning, match=r"MicroBatching\(2\) with BatchNorm"):
-        fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2)])
+    for n in (2, "auto"):
+        with pytest.warns(ft.FastTrainWarning, match=rf"MicroBatching\({n}\) with BatchNorm"):
+            fit(WithNorm(), lm_batches(1), [ft.MicroBatching(n)])
+    frozen = WithNorm()
+    frozen.unused_norm.eval()
+    fit(frozen, lm_batches(1), [ft.MicroBatching(2)])  # warnings are errors here
 
 
 def test_nothing_stays_patched():
