@@ -19,31 +19,44 @@ from lightning_fasttrain.data import (  # noqa: E402
     split_batch,
     split_until_it_fits,
 )
-from lightning_fasttrain.loss import linear_cross_entropy  # noqa: E402
+from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_, linear_cross_entropy  # noqa: E402
 from lightning_fasttrain.mixin import FastTrainMixin  # noqa: E402
 from lightning_fasttrain.model import (  # noqa: E402
     ActivationCheckpointing,
+    ActivationOffload,
+    CheckpointPolicy,
     CompileBlocks,
     CompileReport,
     CompileWatch,
+    EveryBlock,
+    SelectiveOps,
     checkpoint_activations_,
     compile_blocks_,
     load_compile_cache,
+    offload_activations,
     save_compile_cache,
 )
 from lightning_fasttrain.optim import (  # noqa: E402
     EagerGradientRelease,
     FusedClipping,
+    OptimizerInBackward,
     allow_fused_clipping_,
+    optimize_in_backward_,
     release_gradients_,
 )
+from lightning_fasttrain.plan import BlockPlan, CheckpointPlan, MemoryBudget, MemoryReport, predict_memory  # noqa: E402
 from lightning_fasttrain.run import (  # noqa: E402
     AtomicCheckpointIO,
     AtomicCheckpoints,
     MatmulPrecision,
     MemoryMeter,
+    MemoryRecord,
+    MemoryRecording,
+    MemoryTimeline,
     PeakMemory,
     StepMeter,
     StepTimer,
+    draw_memory,
     matmul_precision_,
+    save_memory_record,
 )

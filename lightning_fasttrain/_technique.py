@@ -30,7 +30,8 @@ class Surgery(IntEnum):
     ARCHITECTURE = 3
     CHECKPOINT = 4
     COMPILE = 5
-    SHARD = 6
+    OFFLOAD = 6
+    SHARD = 7
 
 
 class Technique(L.Callback):
@@ -245,6 +246,26 @@ CONFLICTS: tuple[Conflict, ...] = (
         "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
         "Use CompileBlocks(mode='max-autotune-no-cudagraphs')",
         when=lambda compiled, window: compiled.uses_cuda_graphs,
+    ),
+    Conflict(
+        "CompileBlocks",
+        "ActivationOffload",
+        "CUDA graphs keep what they save in memory of their own, so moving it would free nothing",
+        "Use CompileBlocks(mode='max-autotune-no-cudagraphs')",
+        when=lambda compiled, offload: compiled.uses_cuda_graphs,
+    ),
+    Conflict(
+        "MicroBatching",
+        "OptimizerInBackward",
+        "each gradient is used and freed during backward, so none is left to be summed over micro-batches",
+        "Use one of them; ActivationCheckpointing saves activations beside OptimizerInBackward",
+        when=lambda micro, in_backward: micro.adaptive or micro.n > 1,
+    ),
+    Conflict(
+        "TokenWeightedAccumulation",
+        "OptimizerInBackward",
+        "each gradient is used and freed during backward, so none is left to be summed and weighed",
+        "Use one of them",
     ),
 )
 

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="fasttrain", description="Train Lightning models faster and in less memory, with proof.")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
+    _add_memory(commands)
     _add_doctor(commands)
     _add_techniques(commands)
     options = parser.parse_args(arguments)
@@ -97,6 +98,72 @@ def _ladder(options: argparse.Namespace) -> int:
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
     naive, *others = result["rungs"]
     return 0 if naive["error"] is None and any(row["error"] is None for row in others) else 1
+
+
+def _add_memory(commands: Any) -> None:
+    parser = commands.add_parser(
+        "memory",
+        help="predict the peak memory of a training step, without the memory",
+        description="Predict the peak memory of one training step, by category, on a machine that need not fit it. "
+        "TARGET is imported and called, which runs its code.",
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="package.module:Name of a LightningModule with a train_dataloader, or of a function that returns "
+        "(module, batch)",
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
+    )
+    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
+    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
+    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.set_defaults(run=_memory)
+
+
+def _memory(options: argparse.Namespace) -> int:
+    import dataclasses
+    import json
+
+    from rich.console import Console
+
+    from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain.bench import report, zoo
+    from lightning_fasttrain.bench.sizes import size_named
+    from lightning_fasttrain.plan import predict_memory
+    from lightning_fasttrain.plan.subject import load_subject, techniques_named
+
+    if (options.target is None) == (options.size is None):
+        print("fasttrain memory: give either TARGET or --size. See fasttrain memory --help.", file=sys.stderr)
+        return BAD_INPUT
+    console = report.wide_enough(Console())
+    try:
+        with Console(stderr=True).status("Predicting…"):
+            if options.size is not None:
+                batch = size_named(options.size).batch if options.batch is None else options.batch
+                specimen = zoo.gpt(options.size, positive_int("batch", batch))
+                subject: Any = (specimen.module, specimen.batch())
+            else:
+                subject = load_subject(options.target, options.arg)
+            predicted = predict_memory(
+                *subject,
+                techniques=techniques_named(options.techniques),
+                precision=options.precision,
+                device=options.device,
+            )
+    except (ValueError, TypeError) as error:
+        print(f"fasttrain memory: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps(dataclasses.asdict(predicted), indent=2))
+    else:
+        console.print(predicted.as_table())
+    return 0
 
 
 def _add_doctor(commands: Any) -> None:

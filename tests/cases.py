@@ -1,6 +1,7 @@
 """One row for each technique. The promises of ``test_contracts.py`` are held over all rows."""
 
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
+from lightning_fasttrain._technique import check_together
 from tests.nets import TinyLM, concatenate, lm_loss
 
 
@@ -46,7 +48,10 @@ CASES = [
     Case(lambda: ft.DevicePrefetch()),
     # model
     Case(lambda: ft.ActivationCheckpointing()),
+    Case(lambda: ft.ActivationOffload(min_mib=0, folder=tempfile.gettempdir())),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
+    # loss
+    Case(lambda: ft.FusedLossHead("head"), tolerance=1e-5),
     # optim
     Case(lambda: ft.EagerGradientRelease()),
     Case(
@@ -55,13 +60,30 @@ CASES = [
         settings={"gradient_clip_val": 0.5, "precision": "bf16-mixed"},
         optimizer={"fused": True},
     ),
+    Case(lambda: ft.OptimizerInBackward(), settings={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
     # run
     Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter()),
     Case(lambda: ft.MemoryMeter()),
+    Case(lambda: ft.MemoryTimeline(f"{tempfile.gettempdir()}/memory", first_step=0)),  # ends before MemoryMeter needs the profiler
     Case(lambda: ft.AtomicCheckpoints()),
 ]
 BY_NAME = {case.name: case for case in CASES}
+
+
+def refused(cases: Iterable[Case]) -> str:
+    """What ``CONFLICTS`` has against these techniques together; empty if nothing."""
+    try:
+        check_together([case.make() for case in cases])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+TOGETHER: list[Case] = []  # all that can be used at once: who is refused beside an earlier one is left out
+for case in CASES:
+    if not refused([*TOGETHER, case]):
+        TOGETHER.append(case)
 
 
 def in_a_loop(
@@ -89,6 +111,8 @@ def in_a_loop(
             )
             if fabric is None:
                 step = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(step)
+        if "OptimizerInBackward" in has:
+            stack.callback(ft.optimize_in_backward_(optimizer, clip_value=0.02))
         timer = ft.StepTimer("cpu") if "StepMeter" in has else None
         for _ in range(epochs):
             loader = ft.prefetch_to_device(batches, "cpu") if "DevicePrefetch" in has else batches
@@ -97,7 +121,9 @@ def in_a_loop(
                 held.append(batch)
                 if len(held) < window and i < len(batches) - 1:
                     continue
-                meter = ft.PeakMemory("cpu", model, optimizer) if "MemoryMeter" in has else ExitStack()
+                meter: Any = ft.PeakMemory("cpu", model, optimizer) if "MemoryMeter" in has else ExitStack()
+                if "MemoryTimeline" in has and "MemoryMeter" not in has:  # torch runs one profiler at a time
+                    meter = ft.MemoryRecording(model, optimizer, held)
                 optimizer.zero_grad()
                 with meter:
                     if window > 1:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
-from tests.cases import CASES
+from tests.cases import TOGETHER
 from tests.nets import (
     Gradients,
     TinyLM,
@@ -109,7 +109,7 @@ def main(path):
     plain, expected, *_ = seeded([], mine)
     found["compile+checkpointing"] = worst(expected, seen)
 
-    everything = [case.make() for case in CASES if case.name not in ("TokenWeightedAccumulation",)]
+    everything = [case.make() for case in TOGETHER if case.name not in ("TokenWeightedAccumulation",)]
     ours, seen, *_ = seeded(everything, mine)
     found["everything"] = worst(expected, seen)
     found["everything agree"] = agree(ours)

@@ -103,7 +103,7 @@ def test_listed_twice_is_refused_in_both_hosts():
     with pytest.raises(ValueError, match=message):
         fit(TinyLM(), lm_batches(1), [ft.MicroBatching(2), ft.MicroBatching(4)])
     with pytest.raises(ValueError, match="ActivationCheckpointing is listed twice"):
-        ft.apply(TinyLM(), [ft.ActivationCheckpointing(), ft.ActivationCheckpointing(2)])
+        ft.apply(TinyLM(), [ft.ActivationCheckpointing(), ft.ActivationCheckpointing(ft.EveryBlock(2))])
 
 
 def test_conflicts_come_from_the_table(monkeypatch):

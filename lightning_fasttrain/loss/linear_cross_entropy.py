@@ -1,5 +1,6 @@
 """Cross-entropy straight from hidden states: the logits of a few tokens at a time, never all of them."""
 
+import os
 from typing import Any
 
 import torch
@@ -7,10 +8,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._checks import one_of, positive_int, require
 from lightning_fasttrain._messages import explain
 
-BACKENDS = ("auto", "chunked", "torch")
+BACKENDS = ("auto", "chunked", "liger", "torch")
 
 
 def linear_cross_entropy(
@@ -48,14 +49,18 @@ def linear_cross_entropy(
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
         chunk: tokens whose logits live at once. By default so many that they take about the room of ``hidden``.
-        backend: ``"chunked"`` is ours; ``"torch"`` is ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which
-            rounds the loss of bfloat16 inputs more coarsely than the plain path; ``"auto"`` is ours.
+        backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
+            ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
+            each call and whose graph can be walked backward once; ``"torch"`` is
+            ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which rounds the loss of bfloat16 inputs more
+            coarsely than the plain path. ``examples/gpu/chunked_loss.py`` measures them.
 
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
 
     Raises:
-        ValueError: shapes or arguments that do not go together.
+        ValueError: shapes or arguments that do not go together, or that the backend cannot do.
+        ModuleNotFoundError: ``backend="liger"`` without the package.
 
     Example:
         >>> hidden, weight = torch.randn(2, 5, 4), torch.randn(9, 4)
@@ -67,7 +72,8 @@ def linear_cross_entropy(
 
     Source:
         Gradients in the forward: Liger Kernel, https://arxiv.org/abs/2410.10989. z-loss: PaLM,
-        https://arxiv.org/abs/2204.02311. Checked against ``F.cross_entropy`` of the logits in float64.
+        https://arxiv.org/abs/2204.02311. Checked against ``F.cross_entropy`` of the logits in float64, and each
+        backend in float32.
     """
     _check(hidden, weight, targets, bias, label_smoothing, softcap)
     one_of("reduction", reduction, ("mean", "sum", "none"))
@@ -77,14 +83,18 @@ def linear_cross_entropy(
     if torch.is_autocast_enabled(device):  # as F.linear would; a custom function has no autocast in its backward
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-    plain_options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "reduction": reduction}
-    if backend == "torch":
-        loss = _torchs(hidden, weight, targets, bias, z_loss, softcap, plain_options)
-    else:
-        size = positive_int("chunk", chunk) if chunk is not None else _chunk_size(hidden, weight)
-        loss = _Chunked.apply(
-            hidden, weight, bias, targets, ignore_index, label_smoothing, reduction, z_loss, softcap, size
+    if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
+        hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
+    size = positive_int("chunk", chunk) if chunk is not None else _chunk_size(hidden, weight)
+    arguments = (hidden, weight, bias, targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
+    if backend in ("auto", "chunked"):
+        loss = _Chunked.apply(*arguments, size)
+    elif chunk is not None:
+        raise ValueError(
+            explain(f"{chunk=} with {backend=}", "this backend has a rule of its own", "Use backend='chunked'")
         )
+    else:
+        loss = (_ligers if backend == "liger" else _torchs)(*arguments)
     return loss.reshape(shape) if reduction == "none" else loss
 
 
@@ -151,11 +161,13 @@ class _Chunked(torch.autograd.Function):
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, counted)
             return loss
-        # The gradients saved are those of the sum; the mean's factor meets them in the backward, together with a
-        # loss scaler's, so that it cannot push them below what float16 holds. The mean of nothing is NaN, as always.
+        # The gradients saved are those of the sum, in float32 where they add up over tokens; the mean's factor meets
+        # them in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
+        # The mean of nothing is NaN, as always.
         factor = counted.sum().to(loss.dtype).reciprocal() if reduction == "mean" else loss.new_ones(())
         if sums is not None:
-            ctx.save_for_backward(factor, *sums.finished())
+            ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+            ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss.sum() * factor
 
     @staticmethod
@@ -164,7 +176,7 @@ class _Chunked(torch.autograd.Function):
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors
             share = grad * factor
-            return *(None if g is None else (g * share).to(g.dtype) for g in grads), *[None] * 7
+            return *(_times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
         hidden, weight, bias, targets, counted = ctx.saved_tensors
         sums = _Sums(hidden, weight, bias, ctx.needs_input_grad[:3])
         for start in range(0, len(targets), ctx.size):
@@ -172,7 +184,8 @@ class _Chunked(torch.autograd.Function):
             chunk = hidden[part]
             _, d_logits = _loss_of(chunk, weight, bias, targets[part], counted[part], ctx.options, True)
             sums.add(part, d_logits.mul_(grad[part, None]), chunk, weight)
-        return *sums.finished(), *[None] * 7
+        found = zip((sums.hidden, sums.weight, sums.bias), (hidden, weight, bias), strict=True)
+        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
 
 
 class _Sums:
@@ -180,7 +193,6 @@ class _Sums:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:
         dtype = _at_least_float32(hidden)
-        self.inputs = (hidden, weight, bias)
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
@@ -193,16 +205,17 @@ class _Sums:
             self.hidden[part] = d_logits @ weight
         if self.weight is None:
             return
-        if (
-            d_logits.is_cuda and d_logits.dtype != self.weight.dtype
-        ):  # sums of rounded products drift; CUDA can do without
+        if d_logits.is_cuda and d_logits.dtype != self.weight.dtype:  # low precision in, float32 out
             self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
         else:
             self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
 
-    def finished(self) -> list[Tensor | None]:
-        sums = (self.hidden, self.weight, self.bias)
-        return [None if s is None or x is None else s.to(x.dtype) for s, x in zip(sums, self.inputs, strict=True)]
+
+def _times(gradient: Tensor | None, share: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+    """The product, rounded once, to the dtype of what it is the gradient of."""
+    if gradient is None:
+        return None
+    return torch.mul(gradient, share, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _at_least_float32(tensor: Tensor) -> torch.dtype:
@@ -242,16 +255,52 @@ def _loss_of(
     return losses, gradient if slope is None else gradient.mul_(slope)
 
 
+def _ligers(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
+    z_loss: float,
+    softcap: float | None,
+) -> Tensor:
+    runs = hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter is for tests
+    if not runs or reduction == "none" or hidden.dtype not in (torch.float32, torch.bfloat16):
+        raise ValueError(
+            explain(
+                f"backend='liger' on {hidden.device.type}, {hidden.dtype}, {reduction=}",
+                "Liger's kernel is for CUDA, float32 and bfloat16, 'mean' and 'sum'",
+                "Use backend='chunked'",
+            )
+        )
+    liger = require("liger_kernel.transformers.fused_linear_cross_entropy", extra="liger")
+    kernel = liger.LigerFusedLinearCrossEntropyLoss(
+        ignore_index=ignore_index,
+        lse_square_scale=z_loss,
+        label_smoothing=smoothing,
+        reduction="sum",  # Liger's mean of nothing is 0, and its factor would meet gradients before they are summed
+        softcap=softcap,
+        accum_dtype=torch.float32,
+    )
+    if weight.requires_grad and not hidden.requires_grad:  # Liger asks these alone whether gradients are wanted
+        hidden = hidden.detach().requires_grad_()
+    total = kernel(weight, hidden, targets, bias)
+    return total / (targets != ignore_index).sum() if reduction == "mean" else total
+
+
 def _torchs(
     hidden: Tensor,
     weight: Tensor,
-    targets: Tensor,
     bias: Tensor | None,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    reduction: str,
     z_loss: float,
     softcap: float | None,
-    options: Any,
 ) -> Tensor:
-    smoothing = options.pop("label_smoothing")
     if not hasattr(F, "linear_cross_entropy") or z_loss or smoothing or softcap is not None:
         raise ValueError(
             explain(
@@ -261,4 +310,6 @@ def _torchs(
             )
         )
     chunked = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True)
-    return F.linear_cross_entropy(hidden, weight, targets, linear_bias=bias, options=chunked, **options)
+    return F.linear_cross_entropy(
+        hidden, weight, targets, linear_bias=bias, options=chunked, ignore_index=ignore_index, reduction=reduction
+    )

@@ -1,6 +1,13 @@
 """Changes the nn.Module before the optimizer exists."""
 
-from lightning_fasttrain.model.activation_checkpointing import ActivationCheckpointing, checkpoint_activations_
+from lightning_fasttrain.model.activation_checkpointing import (
+    ActivationCheckpointing,
+    CheckpointPolicy,
+    EveryBlock,
+    SelectiveOps,
+    checkpoint_activations_,
+)
+from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
 from lightning_fasttrain.model.compile_blocks import CompileBlocks, compile_blocks_
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch

@@ -1,22 +1,140 @@
 """Activations of a block are recomputed in the backward pass instead of being kept."""
 
 import random
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
 
 
-def checkpoint_activations_(model: nn.Module, every: int = 1, blocks: Blocks | None = None) -> dict[str, Undo]:
+class CheckpointPolicy:
+    """Which blocks are recomputed, and what of them is kept.
+
+    One of :class:`EveryBlock`, :class:`SelectiveOps` and :class:`~lightning_fasttrain.MemoryBudget`.
+    """
+
+    def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
+        """Put what recomputes in the place of the blocks' ``forward``; none of them has that yet.
+
+        Args:
+            model: the whole model.
+            blocks: qualified name → block, in the model's order.
+
+        Returns:
+            Qualified name of each block that was changed → how to undo it.
+        """
+        raise NotImplementedError
+
+
+class EveryBlock(CheckpointPolicy):
+    """Recompute every k-th block as a whole.
+
+    Args:
+        k: 1 is all of them.
+
+    Raises:
+        TypeError, ValueError: ``k`` is no whole number of at least 1.
+
+    Example:
+        >>> EveryBlock(2)
+        EveryBlock(k=2)
+    """
+
+    def __init__(self, k: int = 1) -> None:
+        self.k = positive_int("k", k)
+
+    def __repr__(self) -> str:
+        return f"EveryBlock(k={self.k})"
+
+    def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
+        return {name: CheckpointedForward(blocks[name]).install() for name in list(blocks)[:: self.k]}
+
+
+class SelectiveOps(CheckpointPolicy):
+    """In every block keep what is dear to recompute; recompute the rest: norms, activation functions, dropout, casts.
+
+    Dear are the products with weights (matrix products, convolutions), hundreds of operations for each number that
+    they give, and fused attention. ``bmm`` is not: an attention that is written out would keep its [T, T] tables.
+    Nothing random is kept, so neither is attention with dropout: what is left out of the recomputation would shift
+    the random numbers of all that follows.
+
+    Args:
+        also: further operations to keep, as overloads such as ``torch.ops.aten.bmm.default``. If a result is changed
+            in place afterwards, the backward raises a RuntimeError.
+
+    Raises:
+        TypeError: an entry of ``also`` is no operation overload.
+        ValueError: an entry of ``also`` draws random numbers.
+
+    Example:
+        >>> SelectiveOps(also=[torch.ops.aten.bmm.default])
+        SelectiveOps(also=['aten.bmm.default'])
+
+    Source:
+        A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
+    """
+
+    def __init__(self, also: Iterable[Any] = ()) -> None:
+        self.also = tuple(also)
+        for op in self.also:
+            if not isinstance(op, torch._ops.OpOverload):
+                way_out = f"Use torch.ops.{op}.default" if isinstance(op, torch._ops.OpOverloadPacket) else "Use one"
+                raise TypeError(explain(f"also={op!r}", "this is no operation overload", way_out))
+            if torch.Tag.nondeterministic_seeded in op.tags:
+                raise ValueError(
+                    explain(
+                        f"also={op}",
+                        "it draws random numbers; left out of the recomputation it would shift all later ones",
+                        "Leave it out: it is cheap to recompute",
+                    )
+                )
+
+    def __repr__(self) -> str:
+        return f"SelectiveOps(also={[str(op) for op in self.also]})" if self.also else "SelectiveOps()"
+
+    def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
+        return {name: CheckpointedForward(block, self.keeps).install() for name, block in blocks.items()}
+
+    def keeps(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
+        """What ``create_selective_checkpoint_contexts`` asks about each operation."""
+        kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
+        return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
+
+
+_DEAR = (
+    "mm addmm linear mkldnn_linear convolution _scaled_mm _grouped_mm _scaled_grouped_mm "
+    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
+    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
+    "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward"
+).split()
+
+
+@cache
+def _dear_ops() -> frozenset[Any]:
+    return frozenset(getattr(torch.ops.aten, name).default for name in _DEAR if hasattr(torch.ops.aten, name))
+
+
+def _drops_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    for position, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return bool(args[position] if position < len(args) else kwargs.get("dropout_p"))
+    return False
+
+
+def checkpoint_activations_(
+    model: nn.Module, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None
+) -> dict[str, Undo]:
     """Keep only the inputs of the model's blocks, in place, and recompute the rest in the backward pass.
 
     With L equal blocks that save A bytes each, the peak falls from L·A to about A plus L inputs, for one more
@@ -26,32 +144,41 @@ def checkpoint_activations_(model: nn.Module, every: int = 1, blocks: Blocks | N
 
     Args:
         model: any module. Hugging Face models have their key-value cache switched off, which cannot be recomputed.
-        every: every how many-th block; 1 is all of them.
+        policy: which blocks are recomputed and what of them is kept: ``EveryBlock(k)``, all of them by default,
+            ``SelectiveOps()``, or ``MemoryBudget(gib)``.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
 
     Returns:
-        Qualified name of each block that is now checkpointed → how to undo it; for one that was before, nothing. Where
-        a model's cache was switched off, that setting's name too.
+        Qualified name of each block that is now checkpointed → how to undo it. If some were before, these names, and
+        nothing is done. Where a model's cache was switched off, that setting's name too.
 
     Raises:
-        TypeError, ValueError: ``every`` is no whole number of at least 1; no blocks found.
+        TypeError: ``policy`` is no policy.
+        ValueError: no blocks found.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
-        >>> list(checkpoint_activations_(net, every=2))
+        >>> list(checkpoint_activations_(net, EveryBlock(2)))
         ['0', '2']
 
     Source:
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; on
         ``torch.utils.checkpoint``, which keeps torch's random state but neither Python's, NumPy's nor buffers.
     """
-    positive_int("every", every)
-    chosen = list(find_blocks(model, blocks).items())[::every]
-    undos: dict[str, Undo] = {}
-    for name, block in chosen:
-        undos[name] = _nothing if wrapper_on(block, CheckpointedForward) else CheckpointedForward(block).install()
+    policy = _checked(policy)
+    found = find_blocks(model, blocks)
+    undos: dict[str, Undo] = {name: _nothing for name, block in found.items() if wrapper_on(block, CheckpointedForward)}
+    if not undos:
+        undos.update(policy.wrap(model, found))
     _without_cache(model, undos)
     return undos
+
+
+def _checked(policy: CheckpointPolicy | None) -> CheckpointPolicy:
+    if policy is not None and not isinstance(policy, CheckpointPolicy):
+        way_out = f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
+        raise TypeError(explain(f"policy={policy!r}", "this is no policy of activation checkpointing", way_out))
+    return policy or EveryBlock()
 
 
 def _nothing() -> None:
@@ -68,10 +195,16 @@ def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
 
 
 class CheckpointedForward(WrappedForward):
-    """A forward whose activations are recomputed in the backward pass."""
+    """A forward whose activations are recomputed in the backward pass.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: the block.
+        keeps: says of each operation in it whether its result is kept; None for nothing at all.
+    """
+
+    def __init__(self, module: nn.Module, keeps: Callable[..., Keep] | None = None) -> None:
         super().__init__(module)
+        self.keeps = keeps
         # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
         # other change raises the buffer's version, and is noticed at the first forward.
         self.changing = {
@@ -85,11 +218,27 @@ class CheckpointedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        contexts = self._contexts
         if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalises buffers itself
-            return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
-        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+            if self.keeps is None:
+                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
+            contexts = partial(create_selective_checkpoint_contexts, self.keeps)
+        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """For a forward that does not count: random states and buffers are afterwards as they were."""
+        self.seen = False  # which buffers change is not known yet: copy all
+        _, again = self._contexts()
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        devices = [] if device.type == "cpu" else [device]
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
+            yield
+        self.seen = False
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """What the forward and the recomputation run in."""
+        keeping, reusing = create_selective_checkpoint_contexts(self.keeps) if self.keeps else (ExitStack(), ExitStack())
         buffers = {
             name: (owner, key, buffer)
             for prefix, owner in self.module.named_modules()
@@ -105,7 +254,8 @@ class CheckpointedForward(WrappedForward):
         @contextmanager
         def forward() -> Iterator[None]:
             versions = {name: buffer._version for name, (_, _, buffer) in buffers.items()}
-            yield
+            with keeping:
+                yield
             for name, (owner, key, buffer) in buffers.items():
                 if buffer._version != versions[name] or owner._buffers.get(key) is not buffer:
                     self.changing.add(name)
@@ -122,7 +272,8 @@ class CheckpointedForward(WrappedForward):
                 owner, key, _ = held[name]
                 owner._buffers[key] = earlier.clone()  # the recomputation changes a copy of what the forward saw
             try:
-                yield
+                with reusing:
+                    yield
             finally:
                 for owner, key, buffer in held.values():
                     owner._buffers[key] = buffer
@@ -138,29 +289,33 @@ class ActivationCheckpointing(Technique):
     Acts right after ``configure_model``, before adapters' optimizer and compilation; undone at teardown.
 
     Args:
-        every: every how many-th block; 1 is all of them.
+        policy: which blocks are recomputed and what of them is kept; see
+            :func:`~lightning_fasttrain.checkpoint_activations_`.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
 
+    Raises:
+        TypeError: ``policy`` is no policy.
+
     Example:
-        >>> checkpointing = ActivationCheckpointing(every=2)
+        >>> everything, half, lean = ActivationCheckpointing(), ActivationCheckpointing(EveryBlock(2)), SelectiveOps()
 
     Source:
         See :func:`~lightning_fasttrain.checkpoint_activations_`.
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.CHECKPOINT
-    effect: ClassVar[str] = "only the blocks' inputs are kept; one more forward"
+    effect: ClassVar[str] = "blocks are recomputed: all, every k-th, all but dear operations, or what a limit in GiB asks"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
 
-    def __init__(self, every: int = 1, blocks: Blocks | None = None) -> None:
-        self.every = positive_int("every", every)
+    def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:
+        self.policy = _checked(policy)
         self.blocks = blocks
 
     def apply(self, model: nn.Module) -> Undo:
-        undos = checkpoint_activations_(model, self.every, self.blocks)
+        undos = checkpoint_activations_(model, self.policy, self.blocks)
         return lambda: _all(undos.values())
 
 
-def _all(undos: Any) -> None:
+def _all(undos: Iterable[Undo]) -> None:
     for undo in undos:
         undo()

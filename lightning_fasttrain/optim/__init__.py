@@ -2,3 +2,4 @@
 
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
 from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
+from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_

@@ -3,7 +3,7 @@
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -40,9 +40,12 @@ class PeakMemory:
         held: what is in memory at entry: modules (parameters, buffers, gradients), optimizers (their state), tensors,
             and lists, tuples and mappings of these. Shared storages count once.
 
+    Blocks may lie inside one another on CUDA, where each has its own peak.
+
     Attributes:
         peak_bytes: the peak, with what was there at entry; set when the block ends.
         added_bytes: how far the peak is above the entry, at least 0.
+        segments: the peak between each two calls of :meth:`mark`, the first from the entry and the last to the end.
 
     Raises:
         ValueError: another kind of device.
@@ -70,15 +73,19 @@ class PeakMemory:
                 explain(f"device={str(device)!r}", "memory is counted on the CPU and on CUDA", "Use one of these")
             )
         self.peak_bytes = self.added_bytes = 0
+        self.segments: list[int] = []
         self._held = held
         self._profile: profile | None = None
+        self._marks: list[int] = []
 
     def __enter__(self) -> "PeakMemory":
         held, self._held = self._held, ()  # what the block frees must not be kept by us
         if self.device.type == "cuda":
             torch.cuda.init()
-            torch.cuda.reset_peak_memory_stats(self.device)
             self._at_entry = _allocator_bytes(self.device, "current")
+            _start_counting_anew(self.device)
+            self._peak_so_far = 0
+            _OPEN_ON_CUDA.append(self)
             return self
         if torch.autograd._profiler_enabled():
             raise RuntimeError(
@@ -100,20 +107,42 @@ class PeakMemory:
         self._profile = started
         return self
 
+    def mark(self) -> None:
+        """End one segment of the block and begin another; on CUDA without waiting for the device."""
+        if self._profile is not None:
+            self._marks.append(time.time_ns())
+        else:
+            _start_counting_anew(self.device)
+            self.segments.append(self._peak_so_far)
+            self._peak_so_far = 0
+
     def __exit__(self, *_: object) -> None:
         if self._profile is None:
-            self.peak_bytes = _allocator_bytes(self.device, "peak")
-            self.added_bytes = self.peak_bytes - self._at_entry
-            return
-        self._profile.stop()
-        for watch in self._watches:
-            watch.detach()
-        self.added_bytes = _highest([*self._freed, *_allocations(self._profile)])
-        self.peak_bytes = self._at_entry + self.added_bytes
-        self._profile = None
+            self.mark()
+            _OPEN_ON_CUDA.remove(self)
+        else:
+            self._profile.stop()
+            for watch in self._watches:
+                watch.detach()
+            peaks = _peaks([*self._freed, *_allocations(self._profile)], self._marks)
+            self.segments = [self._at_entry + peak for peak in peaks]
+            self._profile = None
+        self.peak_bytes = max(self.segments)
+        self.added_bytes = self.peak_bytes - self._at_entry
 
     def _note_free(self, nbytes: int) -> None:
         self._freed.append((time.time_ns(), _HELD, -nbytes))  # the clock of the profiler's events
+
+
+_OPEN_ON_CUDA: list[PeakMemory] = []  # the allocator keeps one peak; who begins anew leaves it to the others
+
+
+def _start_counting_anew(device: torch.device) -> None:
+    peak = _allocator_bytes(device, "peak")
+    for other in _OPEN_ON_CUDA:
+        if other.device == device:
+            other._peak_so_far = max(other._peak_so_far, peak)
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def _allocator_bytes(device: torch.device, which: str) -> int:
@@ -132,15 +161,19 @@ def _allocations(finished: profile) -> Iterator[_Change]:
             yield event.start_time_ns, event.typed[1].ptr, event.typed[1].alloc_size
 
 
-def _highest(changes: list[_Change]) -> int:
-    """The most that the changes ever sum up to.
+def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
+    """The most that the changes sum up to between each two marks; at first also the 0 that they start from.
 
     The profiler reports a free only of what it has seen allocated, be it in an earlier block. So its word is taken
     for what this block allocated alone: what is held tells of its own end, and the rest was never counted.
     """
-    now = highest = 0
+    now, peaks, ends = 0, [0], iter(marks)
+    end = next(ends, math.inf)
     allocated: set[int] = set()
-    for _, address, nbytes in sorted(changes):
+    for at, address, nbytes in sorted(changes):
+        while at >= end:
+            peaks.append(now)
+            end = next(ends, math.inf)
         if nbytes > 0:
             allocated.add(address)
         elif address != _HELD:
@@ -148,8 +181,8 @@ def _highest(changes: list[_Change]) -> int:
                 continue
             allocated.remove(address)
         now += nbytes
-        highest = max(highest, now)
-    return highest
+        peaks[-1] = max(peaks[-1], now)
+    return peaks + [now] * (len(marks) + 1 - len(peaks))
 
 
 def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
@@ -232,9 +265,7 @@ class MemoryMeter(Technique):
         device = trainer.strategy.root_device
         if self._step < self._due:
             return
-        if device.type == "cpu" and torch.autograd._profiler_enabled():
-            self._give_up("another torch profiler is active, and torch runs one at a time", "Stop that one first")
-        else:
+        if device.type == "cuda" or not torch.autograd._profiler_enabled():  # another meter of ours, maybe: wait
             self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
 
     def on_train_batch_end(
@@ -264,7 +295,8 @@ class MemoryMeter(Technique):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: say so if the fit was too short."""
         if self.peak_bytes is None and self._due < math.inf:
-            say("MemoryMeter: nothing measured, the fit ended within the first %d steps", self.warmup)
+            why = "the fit ended within the first %d steps, or another torch profiler was active all the time"
+            say(f"MemoryMeter: nothing measured, {why}", self.warmup)
 
     def _abandon(self) -> None:
         peak, self._open = self._open, None

@@ -1,6 +1,10 @@
 """The chunked loss is cross-entropy of the logits, in value and in every gradient."""
 
+import importlib.util
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -8,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_fasttrain.loss import linear_cross_entropy
+from lightning_fasttrain.run import PeakMemory
 
 TOKENS, DIM, CLASSES = 37, 12, 53
 
@@ -128,6 +133,26 @@ def test_nothing_counted_is_as_the_plain_path_has_it():
     assert torch.autograd.grad(total, weight)[0].abs().sum() == 0
 
 
+def test_float16_gradients_neither_overflow_nor_vanish_however_many_tokens():
+    tokens, g = 4096, torch.Generator().manual_seed(0)
+    hidden = 40 + torch.randn(tokens, 8, generator=g)  # the gradient of the sum is beyond 65504
+    weight, targets = torch.randn(4, 8, generator=g) / 40, torch.randint(4, (tokens,), generator=g) // 3
+    low = [x.half().requires_grad_() for x in (hidden, weight)]
+    high = [x.detach().double().requires_grad_() for x in low]
+    (seen,) = torch.autograd.grad(linear_cross_entropy(*low, targets), low[1])
+    (expected,) = torch.autograd.grad(plain(*high, targets), high[1])
+    assert expected.abs().max() * tokens > torch.finfo(torch.float16).max
+    torch.testing.assert_close(seen.double(), expected, rtol=5e-3, atol=5e-3)
+
+
+def test_without_gradients_none_are_computed():
+    hidden, weight = torch.randn(512, 64), torch.randn(1024, 64, requires_grad=True)
+    targets = torch.randint(1024, (512,))
+    with torch.no_grad(), PeakMemory("cpu", hidden, weight) as peak:
+        linear_cross_entropy(hidden, weight, targets, chunk=1)
+    assert peak.added_bytes < weight.nbytes / 2
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_under_the_compiler(reduction):
     torch._dynamo.reset()
@@ -141,8 +166,6 @@ def test_under_the_compiler(reduction):
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
-    from lightning_fasttrain.run import PeakMemory
-
     def added(function, tokens, classes):
         hidden, weight = torch.randn(tokens, 32, requires_grad=True), torch.randn(classes, 32, requires_grad=True)
         targets = torch.randint(classes, (tokens,))
@@ -167,6 +190,9 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
         ({"reduction": "max"}, "reduction='max'"),
         ({"backend": "magic"}, "backend='magic'"),
         ({"backend": "torch", "softcap": 2.0}, "chunks it without z-loss"),
+        ({"backend": "torch", "chunk": 8}, "chunk=8 with backend='torch'"),
+        ({"backend": "liger", "reduction": "none"}, "float32 and bfloat16, 'mean' and 'sum'"),
+        ({"backend": "liger"}, "backend='liger' on cpu"),
     ],
 )
 def test_what_does_not_go_together_is_refused(change, message):
@@ -176,13 +202,48 @@ def test_what_does_not_go_together_is_refused(change, message):
         linear_cross_entropy(**arguments)
 
 
+# Liger's kernel on the CPU, by Triton's interpreter, which must be chosen before Triton is imported. The interpreter
+# fails on soft-capping, and rounds bfloat16 in a way of its own.
+LIGER = """
+import itertools, torch
+from lightning_fasttrain.loss import linear_cross_entropy
+from tests.loss.test_linear_cross_entropy import inputs, plain, value_and_gradients
+
+def check(*tensors, **options):
+    expected = value_and_gradients(plain, *tensors, **options)
+    seen = value_and_gradients(linear_cross_entropy, *tensors, **options, backend="liger")
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
+
+for reduction, smoothing, z_loss, bias in itertools.product(["mean", "sum"], [0.0, 0.1], [0.0, 1e-2], [True, False]):
+    check(*inputs(bias=bias), reduction=reduction, label_smoothing=smoothing, z_loss=z_loss)
+hidden, weight, bias, targets = inputs()
+check(hidden.detach(), weight, bias, targets)  # a frozen model below the head
+check(hidden, weight.detach(), bias.detach(), targets)  # a frozen head
+assert torch.isnan(linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), backend="liger"))
+print("agrees")
+"""
+
+
+def test_liger_agrees_in_float32():
+    if any(importlib.util.find_spec(package) is None for package in ("liger_kernel", "triton")):
+        pytest.skip("needs liger_kernel and triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    run = subprocess.run([sys.executable, "-c", LIGER], env=environment, capture_output=True, text=True, timeout=120)
+    assert run.stdout == "agrees\n", run.stderr
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["chunked", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda(dtype):
+def test_on_cuda(dtype, backend):
+    if backend == "liger":
+        pytest.importorskip("liger_kernel")
     tensors = [None if x is None else x.detach().cuda() for x in inputs(dtype)]
     tensors = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
     expected = value_and_gradients(plain, *tensors)
-    seen = value_and_gradients(linear_cross_entropy, *tensors, chunk=8, backend="chunked")
+    chunk = 8 if backend == "chunked" else None
+    seen = value_and_gradients(linear_cross_entropy, *tensors, chunk=chunk, backend=backend)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     for a, b in zip(expected, seen, strict=True):
         torch.testing.assert_close(b, a, rtol=tolerance, atol=tolerance)

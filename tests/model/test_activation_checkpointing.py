@@ -123,7 +123,7 @@ def test_less_is_saved_for_the_backward():
     ours = copy.deepcopy(plain)
     checkpoint_activations_(ours)
     half = copy.deepcopy(plain)
-    checkpoint_activations_(half, every=2)
+    checkpoint_activations_(half, ft.EveryBlock(2))
     assert saved_bytes(ours) < saved_bytes(half) < saved_bytes(plain)
     assert saved_bytes(ours) < saved_bytes(plain) / 8
 
@@ -210,12 +210,12 @@ def test_trainer_trains_the_same_bit_for_bit_and_evaluates():
     assert all("forward" not in vars(block) for block in ours.blocks)
 
 
-@pytest.mark.parametrize(("every", "error"), [(0, ValueError), (1.5, TypeError)])
-def test_every_is_checked(every, error):
-    with pytest.raises(error, match="every="):
-        ft.ActivationCheckpointing(every=every)
+@pytest.mark.parametrize(("k", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_k_is_checked(k, error):
+    with pytest.raises(error, match="k="):
+        ft.EveryBlock(k)
 
 
 def test_every_kth_block():
-    assert list(checkpoint_activations_(TinyLM(depth=5), every=2)) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert list(checkpoint_activations_(TinyLM(depth=5), ft.EveryBlock(2))) == ["blocks.0", "blocks.2", "blocks.4"]
     assert list(checkpoint_activations_(TinyLM(), blocks=Block)) == ["blocks.0", "blocks.1", "blocks.2"]

@@ -1,0 +1,178 @@
+"""Logits that are described instead of made: hidden states that remember what becomes of them."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lightning_fasttrain._messages import explain
+
+
+class DeferredLogits:
+    r"""Stands for the logits :math:`z = f · \mathrm{head}(h)`, or :math:`z = c \tanh(f · \mathrm{head}(h))`.
+
+    It has their shape, dtype and device, but no numbers. It goes through what models do between head and loss: casts,
+    reshapes and slices that leave the classes last and whole, factors, and soft-capping. Its ``cross_entropy`` is
+    what ``loss_of`` returns. Whatever else would need the numbers is refused. It is no ``Tensor``, so that the hooks
+    of strategies, which cast, detach or gather the tensors of an output, let it pass.
+
+    Args:
+        hidden: h, (..., D).
+        classes: V; the shape is (..., V).
+        dtype: that of the head's output.
+        loss_of: called with ``hidden`` (N, D), ``targets`` (N), f·c or f, c, and keywords of ``cross_entropy``.
+        factor: f.
+        cap: c; None for no tanh.
+
+    Raises:
+        RuntimeError, AttributeError: something needs the numbers.
+
+    Example:
+        >>> def loss_of(hidden, targets, factor, cap, **how):
+        ...     return hidden.sum()
+        >>> logits = DeferredLogits(torch.ones(2, 3, 4), 9, torch.float32, loss_of)
+        >>> logits[:, :-1].reshape(-1, 9).float()
+        DeferredLogits(shape=(4, 9))
+        >>> F.cross_entropy(logits.flatten(0, 1), torch.zeros(6, dtype=torch.long))
+        tensor(24.)
+
+    Source:
+        Ours, on PyTorch's ``__torch_function__``. Checked against the same operations on real logits.
+    """
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        classes: int,
+        dtype: torch.dtype,
+        loss_of: Callable[..., Tensor],
+        factor: float = 1.0,
+        cap: float | None = None,
+    ) -> None:
+        self.hidden, self.classes, self.dtype, self.loss_of = hidden, classes, dtype, loss_of
+        self.factor, self.cap = factor, cap
+        self.shape, self.ndim, self.device = torch.Size((*hidden.shape[:-1], classes)), hidden.ndim, hidden.device
+
+    def __repr__(self) -> str:
+        return f"DeferredLogits(shape={tuple(self.shape)})"
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def _with(self, **changes: Any) -> "DeferredLogits":
+        same = {"hidden": self.hidden, "classes": self.classes, "dtype": self.dtype, "loss_of": self.loss_of}
+        return DeferredLogits(**{**same, "factor": self.factor, "cap": self.cap, **changes})
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Tensor:
+        old = size_average is not None or reduce is not None
+        if old or weight is not None or target.is_floating_point():
+            raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
+        if self.ndim > 2:
+            raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
+        factor = self.factor if self.cap is None else self.factor * self.cap
+        return self.loss_of(
+            self.hidden,
+            target,
+            1.0 if math.isclose(factor, 1.0) else factor,  # soft-capping divides and multiplies by the same number
+            self.cap,
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+        )
+
+    def contiguous(self) -> "DeferredLogits":
+        return self
+
+    def float(self) -> "DeferredLogits":
+        return self._with(dtype=torch.float32)
+
+    def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
+        for asked in (*args, *kwargs.values()):
+            if isinstance(asked, str | torch.device) and torch.device(asked).type != self.device.type:
+                raise _refusal(f".to({str(asked)!r})")
+        dtypes = [asked for asked in (*args, *kwargs.values()) if isinstance(asked, torch.dtype)]
+        return self._with(dtype=dtypes[0]) if dtypes else self
+
+    def view(self, *shape: Any) -> "DeferredLogits":
+        return self._reshaped("view", *shape)
+
+    def reshape(self, *shape: Any) -> "DeferredLogits":
+        return self._reshaped("reshape", *shape)
+
+    def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "DeferredLogits":
+        return self._reshaped("flatten", start_dim, end_dim)
+
+    def _reshaped(self, name: str, *args: Any) -> "DeferredLogits":
+        shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
+        if shape[-1] != self.classes:  # rows stay rows as long as their length does
+            raise _refusal(f".{name}{args}")
+        return self._with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+
+    def __getitem__(self, index: Any) -> "DeferredLogits":
+        """A mask or numbers of rows, or slices that do not reach the classes."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if isinstance(index, Tensor):
+            leaves_classes = index.ndim < self.ndim > 1
+        elif all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
+            reached = len(parts) == self.ndim or Ellipsis in parts
+            leaves_classes = not reached or parts[-1] is Ellipsis or parts[-1] == slice(None)
+        else:
+            leaves_classes = False
+        if not leaves_classes:
+            raise _refusal("an index into the classes")
+        return self._with(hidden=self.hidden[index])
+
+    def __mul__(self, factor: Any) -> "DeferredLogits":
+        if not isinstance(factor, int | float):
+            raise _refusal(f"* {type(factor).__name__}")
+        return self._with(factor=self.factor * factor) if self.cap is None else self._with(cap=self.cap * factor)
+
+    __rmul__ = mul = __mul__
+
+    def __truediv__(self, by: Any) -> "DeferredLogits":
+        if not isinstance(by, int | float):
+            raise _refusal(f"/ {type(by).__name__}")
+        return self * (1 / by)
+
+    div = __truediv__
+
+    def tanh(self) -> "DeferredLogits":
+        if self.cap is not None:
+            raise _refusal("tanh of the tanh")
+        return self._with(cap=1.0)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.cross_entropy and isinstance(args[0], DeferredLogits):
+            return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
+        if function is torch.tanh:
+            return args[0].tanh()
+        raise _refusal(function.__name__)
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(str(_refusal(f".{name}")))
+
+
+def _refusal(what: str) -> RuntimeError:
+    return RuntimeError(
+        explain(
+            f"{what} of deferred logits",
+            "FusedLossHead makes no numbers for them, and computes their plain cross_entropy without",
+            "Call the model under torch.no_grad() for its logits, as validation does, or leave FusedLossHead out",
+        )
+    )

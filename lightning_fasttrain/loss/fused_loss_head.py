@@ -1,0 +1,193 @@
+"""The head of a language model and its cross-entropy run as one, without the logits between them."""
+
+import functools
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
+
+
+def fuse_loss_head_(
+    model: nn.Module, head: str | None = None, *, chunk: int | None = None, backend: str = "auto"
+) -> dict[str, "FusedHead"]:
+    """Let the model's ``cross_entropy`` be computed straight from its last hidden states, in place.
+
+    While gradients are on, the head returns :class:`DeferredLogits`, which the model's own code reshapes, shifts,
+    scales and gives to ``torch.nn.functional.cross_entropy`` as ever; there
+    :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, whatever it ignores,
+    shifts or divides by. For N tokens and V classes this saves the N·V logits, their float32 copy and their gradient.
+    Where gradients are off, as in validation and generation, logits are made as usual. DDP looks for tensors in what a
+    model returns if ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
+
+    Args:
+        model: any module whose head is an ``nn.Linear``, and whose loss is ``cross_entropy`` of the head's output.
+        head: qualified name of the head. By default what the models inside return from ``get_output_embeddings()``,
+            by which Hugging Face's tell it.
+        chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+        backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+
+    Returns:
+        Qualified name of each head → what now stands in the place of its ``forward``, with a method ``undo``. Heads
+        that were fused before are left as they are, and left out.
+
+    Raises:
+        ValueError: no head found, or none of that name.
+        TypeError: a head is something else than ``nn.Linear``.
+        RuntimeError: in training, if logits are used for anything else than a cross-entropy.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+        >>> list(fuse_loss_head_(net, head="1"))
+        ['1']
+        >>> logits = net(torch.tensor([[1, 2, 3]]))
+        >>> logits
+        DeferredLogits(shape=(1, 3, 9))
+        >>> nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor([2, 3, 4])).backward()
+
+    Source:
+        See :func:`~lightning_fasttrain.linear_cross_entropy`. Checked against Hugging Face's models with their logits.
+    """
+    one_of("backend", backend, BACKENDS)
+    options = {"chunk": None if chunk is None else positive_int("chunk", chunk), "backend": backend}
+    fused: dict[str, FusedHead] = {}
+    for name, found in _heads(model, head).items():
+        if type(found) is not nn.Linear:
+            raise TypeError(
+                explain(
+                    f"head '{name}' is a {type(found).__name__}",
+                    "only a plain nn.Linear is known to be the product that the fused loss computes",
+                    "Leave the head out of quantisation and adapters, or train without FusedLossHead",
+                )
+            )
+        if not wrapper_on(found, FusedHead):
+            fused[name] = FusedHead(found, options)
+            fused[name].install()
+    return fused
+
+
+def _heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
+    modules: dict[str, Any] = dict(model.named_modules())
+    if head is not None:
+        heads = {head: modules[head]} if head in modules else {}
+    else:  # the class is asked, because adapters' wrappers pass on every attribute of the model that they hold
+        told = [m.get_output_embeddings() for m in modules.values() if hasattr(type(m), "get_output_embeddings")]
+        heads = {name: module for name, module in modules.items() if any(module is one for one in told)}
+    if not heads:
+        widths = {name: m.out_features for name, m in modules.items() if isinstance(m, nn.Linear)}
+        widest = sorted(widths, key=lambda name: -widths[name])[:4]
+        raise ValueError(
+            explain(
+                f"{head=} in {type(model).__name__}",
+                "there is no such layer" if head is not None else "no model in it has get_output_embeddings()",
+                f"Name the head; the widest linear layers are {', '.join(map(repr, widest)) or 'none'}",
+            )
+        )
+    return heads
+
+
+class FusedHead(WrappedForward):
+    """A head that gives out deferred logits while gradients are on."""
+
+    module: nn.Linear
+
+    def __init__(self, module: nn.Linear, options: dict[str, Any]) -> None:
+        super().__init__(module)
+        self.options = options
+        self.used = False
+        self.undo: Undo = lambda: None
+
+    def install(self) -> Undo:
+        self.undo = super().install()
+        return self.undo
+
+    def __call__(self, input: Tensor, then: Any = None) -> Any:
+        if then is not None:
+            return then(input)
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the compiler knows no deferred logits
+            return self.inner(input)
+        if is_traceable_wrapper_subclass(self.module.weight):
+            note_once("FusedLossHead: a head whose weight is quantised or tensor-parallel makes its logits")
+            return self.inner(input)
+        device = input.device.type
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        loss_of = functools.partial(self.loss_of, autocast)
+        return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
+
+    def loss_of(
+        self,
+        autocast: torch.dtype | None,
+        hidden: Tensor,
+        targets: Tensor,
+        factor: float,
+        cap: float | None,
+        **how: Any,
+    ) -> Tensor:
+        def loss(hidden: Tensor) -> Tensor:
+            weight, bias = self.module.weight, self.module.bias
+            if factor != 1:
+                hidden, bias = hidden * factor, None if bias is None else bias * factor
+            return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=cap, **how, **self.options)
+
+        self.used = True
+        with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as the head was called
+            return self.module(hidden, then=loss)  # through its hooks, by which sharded weights are gathered
+
+
+class FusedLossHead(Technique):
+    """The model's loss without its logits: for Hugging Face's language models as they are, and for others by name.
+
+    Acts right after ``configure_model``, after adapters and before checkpointing; undone at teardown. In training,
+    the ``logits`` that the model returns have a shape but no numbers. Inside a model that is compiled as a whole the
+    logits are made as usual; :class:`~lightning_fasttrain.CompileBlocks` leaves the head out, and goes with it.
+
+    Args:
+        head: as for :func:`~lightning_fasttrain.fuse_loss_head_`.
+        chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+        backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
+
+    Example:
+        >>> fused = FusedLossHead()
+
+    Source:
+        See :func:`~lightning_fasttrain.fuse_loss_head_`.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    effect: ClassVar[str] = "the loss without the logits, a few tokens at a time"
+    in_a_loop: ClassVar[str] = "fuse_loss_head_(model)"
+
+    def __init__(self, head: str | None = None, *, chunk: int | None = None, backend: str = "auto") -> None:
+        self.head = head
+        self.chunk = None if chunk is None else positive_int("chunk", chunk)
+        self.backend = one_of("backend", backend, BACKENDS)
+        self._fused: dict[str, FusedHead] = {}
+
+    def apply(self, model: nn.Module) -> Undo:
+        fused = self._fused = fuse_loss_head_(model, self.head, chunk=self.chunk, backend=self.backend)
+
+        def undo() -> None:
+            self._fused = {}
+            for head in fused.values():
+                head.undo()
+
+        return undo
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first by which losses must have come."""
+        if self._fused and not any(head.used for head in self._fused.values()):
+            warn(
+                explain(
+                    "FusedLossHead has fused no loss",
+                    "the output of the head did not reach cross_entropy, or the head is compiled with its model",
+                    "Compile the blocks alone, with CompileBlocks, or leave FusedLossHead out",
+                )
+            )

@@ -1,0 +1,136 @@
+"""The bytes of one device storage, kept elsewhere: in pinned host memory, or in a file."""
+
+import itertools
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._messages import explain
+
+
+class PinnedCopy:
+    """Bytes in pinned host memory. Both copies run on side streams, and the host waits for none of them.
+
+    The allocator hands memory that is freed to the next kernel of the stream that it came from. So neither what is
+    read by the copy to the host, nor what is written by the copy back, is let go before that stream has been told to
+    wait for the copy. (``Tensor.record_stream`` would do without the wait, but keeps memory from being used again
+    for as long as the host runs ahead.)
+
+    Args:
+        source: the whole storage as bytes [N], on a CUDA device.
+        host: pinned memory [N] for it.
+        out: the stream of copies to the host.
+        back: the stream of copies to the device.
+    """
+
+    def __init__(self, source: Tensor, host: Tensor, out: torch.cuda.Stream, back: torch.cuda.Stream) -> None:
+        self.nbytes, self.host, self.back = source.nbytes, host, back
+        self.main = torch.cuda.current_stream(source.device)
+        out.wait_stream(self.main)
+        with torch.cuda.stream(out):
+            host.copy_(source, non_blocking=True)
+        self.left = out.record_event()
+        self.arrived: torch.cuda.Event | None = None
+        self.here: Tensor | None = source
+
+    def leave(self) -> None:
+        """Give up the memory on the device."""
+        self.main.wait_event(self.left)
+        self.here = None
+
+    def fetch(self) -> None:
+        """Start the copy back, if there is nothing on the device."""
+        if self.here is None:
+            with torch.cuda.stream(self.main):
+                self.here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.back.device)
+            self.back.wait_stream(self.main)  # what had this memory before must be done with it
+            with torch.cuda.stream(self.back):
+                self.here.copy_(self.host, non_blocking=True)
+            self.arrived = self.back.record_event()
+
+    def bytes(self) -> Tensor:
+        """All bytes [N], on the device."""
+        self.fetch()
+        if self.arrived is not None:
+            self.main.wait_event(self.arrived)
+        assert self.here is not None
+        return self.here
+
+    def __del__(self) -> None:
+        for event in (self.left, self.arrived):
+            if event is not None:
+                self.main.wait_event(event)
+
+
+class SpillFolder:
+    """A private folder for :class:`FileCopy`, which goes when it is closed, no longer in use, or Python ends.
+
+    Args:
+        parent: an existing folder.
+    """
+
+    def __init__(self, parent: Path) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix="activations-", dir=parent))  # for this user alone: mode 0700
+        self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
+        self._numbers = itertools.count()
+
+    def new_file(self) -> Path:
+        """A path at which no file is yet."""
+        return self.path / str(next(self._numbers))
+
+
+class FileCopy:
+    """Bytes in a file. Written at once, read when they are needed; the computation waits for both.
+
+    Args:
+        source: the whole storage as bytes [N], on any device.
+        folder: where the file is made.
+
+    Raises:
+        OSError: the file cannot be written; nothing is left of it.
+    """
+
+    def __init__(self, source: Tensor, folder: SpillFolder) -> None:
+        self.nbytes, self.device = source.nbytes, source.device
+        self.folder, self.path = folder, folder.new_file()
+        self.here: Tensor | None = None
+        try:
+            with open(self.path, "xb") as file:
+                file.write(source.cpu().numpy().data)
+        except OSError as error:
+            self.path.unlink(missing_ok=True)
+            raise self._failed(error, f"{self.nbytes / 2**20:.1f} MiB of activations could not be written") from error
+
+    def bytes(self) -> Tensor:
+        """All bytes [N], on the device they came from.
+
+        Raises:
+            OSError: the file is gone, or not as long as it was.
+        """
+        if self.here is None:
+            here = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
+            try:
+                with open(self.path, "rb") as file:
+                    found = file.readinto(here.numpy().data) + len(file.read(1))
+                if found != self.nbytes:
+                    raise OSError(f"{found} bytes instead of {self.nbytes}")
+            except OSError as error:
+                raise self._failed(error, "activations could not be read back") from error
+            self.path.unlink()
+            self.here = here.to(self.device)
+        return self.here
+
+    def _failed(self, error: OSError, what: str) -> OSError:
+        way_out = "Give a folder with more room, that nothing else cleans, or leave folder= out"
+        message = explain(f"{what} ({self.path})", error.strerror or str(error), way_out)
+        return OSError(error.errno, message) if error.errno else OSError(message)
+
+    def __del__(self) -> None:
+        self.path.unlink(missing_ok=True)
+
+
+StoredBytes = PinnedCopy | FileCopy

@@ -1,0 +1,293 @@
+"""What the forward saves for the backward waits in host memory, or on disk, and comes back in time."""
+
+import functools
+import math
+import os
+import weakref
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
+from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
+
+
+def offload_activations(
+    model: nn.Module,
+    min_mib: float = 1.0,
+    *,
+    in_flight_mib: float = 1024.0,
+    folder: str | os.PathLike[str] | None = None,
+) -> AbstractContextManager[None]:
+    """Inside this context, what autograd saves for the backward goes to pinned host memory; for any code.
+
+    Copies run beside the computation: to the host while the forward goes on, and back, in the reverse of the order
+    of saving, ahead of the backward. A storage that is saved several times, also through different views, travels
+    once. The values are the same, bit for bit; a saved tensor that is changed in place before the backward is an
+    error, as it is without hooks. What is still on its way when the backward wants it is used where it lies.
+
+    The host memory is torch's own cache of pinned memory, which serves the next step too, and rounds each size up to
+    a power of two. On the CPU nothing is moved, for there it is in host memory already, unless ``folder`` is given.
+    Sparse, quantised and nested tensors and tensor subclasses stay.
+
+    Args:
+        model: its parameters and buffers stay where they are, and views of them.
+        min_mib: storages below this size, in MiB, stay too. Of a small one the launch costs more than the copy.
+        in_flight_mib: how much may be on its way at once, in MiB, in each direction, or else one storage. More
+            smooths the traffic, and takes that much memory on the device.
+        folder: spill to files in a private folder inside this existing one, for machines short of host memory. The
+            computation waits for the disk. A folder that is itself in memory, such as ``/dev/shm``, saves nothing.
+
+    Returns:
+        A context manager to run the forward in; the backward may come later.
+
+    Raises:
+        TypeError, ValueError: a size that is no number of at least 0; no such folder.
+        RuntimeError: in the backward, if a saved tensor was changed in place.
+        OSError: the disk is full, or the files were tampered with.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> with offload_activations(net, min_mib=0, folder=getfixture("tmp_path")):
+        ...     loss = net(torch.ones(2, 4)).sum()
+        >>> loss.backward()
+
+    Source:
+        The saved-tensor hooks of ``torch.autograd.graph.save_on_cpu``, which copies every tensor, parameters too,
+        on the computing stream. Two streams, as torchtune's activation offloading has; the rest is ours.
+    """
+    return _Offload(min_mib, in_flight_mib, folder).saving(model)
+
+
+class _Offload:
+    """Decides what moves, in which order, and how much at once."""
+
+    def __init__(self, min_mib: float, in_flight_mib: float, folder: str | os.PathLike[str] | None) -> None:
+        self.settings = min_mib, in_flight_mib, folder
+        self.min_bytes = max(1, _bytes("min_mib", min_mib))
+        self.in_flight_bytes = _bytes("in_flight_mib", in_flight_mib)
+        self.folder = folder
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(explain(f"folder={str(folder)!r}", "there is no such folder", "Make it first"))
+        self.spill: SpillFolder | None = None
+        self.largest_left = 0  # bytes, of what stayed for its size
+        self.moved = self.cannot_pin = False
+        self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        # A copy keeps a weak reference to its storage, so that no other gets the same address while it is listed.
+        self._stored: weakref.WeakValueDictionary[tuple[int, int], StoredBytes] = weakref.WeakValueDictionary()
+        self._leaving: list[weakref.ref[PinnedCopy]] = []
+        self._order: list[weakref.ref[_Saved]] = []
+
+    def __reduce__(self) -> tuple[Any, ...]:  # a copied or spawned model gets its own
+        return _Offload, self.settings
+
+    def saving(self, module: nn.Module) -> AbstractContextManager[None]:
+        """The context for a forward of ``module``."""
+        tensors = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (Tensor, nn.Parameter)]
+        devices = {tensor.device.type for tensor in tensors}
+        if self.folder is None and devices and "cuda" not in devices:
+            where = "cpu: that is host memory already" if devices == {"cpu"} else f"{', '.join(sorted(devices))}"
+            note_once(f"activation offload does nothing on the {where}; with folder= activations are spilled to disk")
+            return nullcontext()
+        kept = {tensor.untyped_storage()._cdata for tensor in tensors}
+        return saved_tensors_hooks(functools.partial(self._pack, kept), self._unpack)
+
+    def close(self) -> None:
+        if self.spill is not None:
+            self.spill.close()
+
+    def _pack(self, kept: set[int], tensor: Tensor) -> "_Saved":
+        stored = self._store(tensor) if self._moves(tensor, kept) else None
+        while self._order and self._order[-1]() is None:
+            self._order.pop()
+        saved = _Saved(tensor, stored, len(self._order))
+        if stored is not None:
+            self._order.append(weakref.ref(saved))
+        return saved
+
+    def _unpack(self, saved: "_Saved") -> Tensor:
+        tensor = saved.unpack()
+        if isinstance(saved.stored, PinnedCopy):
+            self._fetch_ahead(saved.index)
+        return tensor
+
+    def _moves(self, tensor: Tensor, kept: set[int]) -> bool:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(tensor._base, nn.Parameter):
+            return False
+        if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
+            return False
+        storage = tensor.untyped_storage()
+        if storage._cdata in kept:
+            return False
+        if storage.nbytes() < self.min_bytes:
+            self.largest_left = max(self.largest_left, storage.nbytes())
+            return False
+        return self.folder is not None or tensor.device.type == "cuda"
+
+    def _store(self, tensor: Tensor) -> StoredBytes | None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata, tensor._version
+        stored = self._stored.get(key)
+        if stored is None:
+            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+            stored = self._to_disk(source) if self.folder is not None else self._to_host(source)
+            if stored is None:
+                return None
+            stored.origin = StorageWeakRef(storage)
+            self._stored[key] = stored
+            self.moved = True
+        return stored
+
+    def _to_disk(self, source: Tensor) -> FileCopy:
+        if self.spill is None:
+            assert self.folder is not None
+            self.spill = SpillFolder(Path(self.folder))
+        return FileCopy(source, self.spill)
+
+    def _to_host(self, source: Tensor) -> PinnedCopy | None:
+        if self.cannot_pin:
+            return None
+        if source.device not in self._streams:
+            self._streams[source.device] = torch.cuda.Stream(source.device), torch.cuda.Stream(source.device)
+        try:
+            host = torch.empty(source.nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        except RuntimeError as error:
+            self.cannot_pin = True
+            why = str(error).partition("\n")[0].rstrip(".")
+            warn(explain("activations stay on the device from here on", why, "Raise min_mib, or spill to a folder="))
+            return None
+        stored = PinnedCopy(source, host, *self._streams[source.device])
+        leaving = [one for ref in self._leaving if (one := ref()) is not None]
+        while sum(one.nbytes for one in leaving) > self.in_flight_bytes:
+            leaving.pop(0).leave()
+        self._leaving = [weakref.ref(one) for one in (*leaving, stored)]
+        return stored
+
+    def _fetch_ahead(self, index: int) -> None:
+        """Start the way back of those that were saved before this one: the backward needs them next."""
+        ahead = 0
+        for i in reversed(range(index)):
+            saved = self._order[i]()
+            if saved is not None and isinstance(saved.stored, PinnedCopy):
+                saved.stored.fetch()
+                ahead += saved.stored.nbytes
+                if ahead >= self.in_flight_bytes:
+                    return
+
+
+class _Saved:
+    """One saved tensor: which bytes of a storage it is, and how often it had been written to."""
+
+    def __init__(self, tensor: Tensor, stored: StoredBytes | None, index: int) -> None:
+        self.stored, self.index = stored, index
+        self.version = tensor._version
+        if stored is None:
+            self.tensor = tensor if tensor.is_leaf else tensor.detach()  # with its history it would hold itself
+        else:
+            self.view = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self.tensor = tensor.detach()
+            self.tensor.data = tensor.new_empty(0)  # no memory, but still the version counter of the original
+
+    def unpack(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                explain(
+                    f"a tensor saved at version {self.version} is at version {self.tensor._version}",
+                    "one of the variables needed for gradient computation has been modified by an inplace operation",
+                    "Let that operation make a new tensor: x = x + 1 instead of x += 1",
+                )
+            )
+        if self.stored is None:
+            return self.tensor
+        return self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)
+
+
+def _bytes(name: str, mib: float) -> int:
+    if not isinstance(mib, int | float) or isinstance(mib, bool):
+        raise TypeError(explain(f"{name}={mib!r}", "it is a size in MiB", f"Use a number: {name}=1.0"))
+    if not 0 <= mib < math.inf:
+        raise ValueError(explain(f"{name}={mib}", "it is a size in MiB, at least 0", f"Use {name}=0 or more"))
+    return int(mib * 2**20)
+
+
+class OffloadedForward(WrappedForward):
+    """A forward whose saved tensors wait elsewhere for the backward."""
+
+    def __init__(self, module: nn.Module, offload: _Offload) -> None:
+        super().__init__(module)
+        self.offload = offload
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            _say_compiled()
+            return self.inner(*args, **kwargs)
+        with self.offload.saving(self.module):
+            return self.inner(*args, **kwargs)
+
+
+@torch.compiler.assume_constant_result  # so the compiler runs it instead of tracing it
+def _say_compiled() -> bool:
+    note_once("ActivationOffload: a compiled graph keeps what it saves; compile the blocks, by CompileBlocks, instead")
+    return True
+
+
+class ActivationOffload(Technique):
+    """Move what the model's blocks save for the backward to pinned host memory, and back in time.
+
+    Acts right after ``configure_model`` and after compilation, because the hooks must lie outside of compiled and of
+    checkpointed blocks: of the former, what the graph saves then passes through them; of the latter, the inputs that
+    are given by position. What is saved outside of the blocks stays. Undone at teardown.
+
+    Args:
+        min_mib: as for :func:`~lightning_fasttrain.offload_activations`.
+        in_flight_mib: likewise.
+        folder: likewise.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+
+    Raises:
+        TypeError, ValueError: as for :func:`~lightning_fasttrain.offload_activations`.
+
+    Example:
+        >>> offload = ActivationOffload(min_mib=4)
+
+    Source:
+        See :func:`~lightning_fasttrain.offload_activations`.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.OFFLOAD
+    effect: ClassVar[str] = "saved activations wait in host memory, or on disk"
+    in_a_loop: ClassVar[str] = "with offload_activations(model): ..."
+
+    def __init__(
+        self,
+        min_mib: float = 1.0,
+        *,
+        in_flight_mib: float = 1024.0,
+        folder: str | os.PathLike[str] | None = None,
+        blocks: Blocks | None = None,
+    ) -> None:
+        self.settings = min_mib, in_flight_mib, folder
+        self.blocks = blocks
+        _Offload(*self.settings)  # complains now rather than in the first forward
+
+    def apply(self, model: nn.Module) -> Undo:
+        offload = _Offload(*self.settings)
+        blocks = [b for b in find_blocks(model, self.blocks).values() if not wrapper_on(b, OffloadedForward)]
+        undos = [OffloadedForward(block, offload).install() for block in blocks]
+
+        def undo() -> None:
+            for take_out in undos:
+                take_out()
+            offload.close()
+            if offload.largest_left and not offload.moved:
+                largest = f"the largest tensor that a block saved has {offload.largest_left / 2**20:.3g} MiB"
+                note_once(f"ActivationOffload: nothing was moved; {largest}, which is below min_mib={self.settings[0]}")
+
+        return undo

@@ -1,0 +1,282 @@
+"""Each parameter is updated as its gradient arrives, and the gradient is freed at once."""
+
+import inspect
+import threading
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import lightning as L
+import torch.distributed as dist
+from lightning.fabric.wrappers import _FabricOptimizer
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Exactness, Technique, patch
+
+
+def optimize_in_backward_(
+    optimizer: Optimizer, *, clip_norm: float | None = None, clip_value: float | None = None
+) -> Undo:
+    """Let ``optimizer`` update each parameter during ``backward``, so that gradients are never all in memory.
+
+    The update is the plain optimizer's, bit for bit, and so is everything around it: the one optimizer steps over one
+    parameter at a time, with its own groups and state. A learning-rate scheduler drives it and ``state_dict`` is
+    interchangeable. The loop stays as it is, too: call ``optimizer.step()`` after each ``backward``. It finds no
+    gradients left, and steps only what came another way (a parameter thawed or added since the last step). Step hooks
+    fire there, once a step and after the updates.
+
+    What needs all gradients at once cannot be had: sums over several ``backward``, clipping by their common norm, a
+    loss scaler (it raises in ``step`` or ``update``, for it has seen no gradients), averages over processes. If
+    ``backward`` fails midway, what it reached is updated and the rest is not: go back to a checkpoint.
+
+    Args:
+        optimizer: any that treats its parameters one by one, whatever their place in a group (by which bitsandbytes
+            finds its overrides for single parameters); the plain optimizer, or what Fabric made of it.
+        clip_norm: largest norm of each parameter's gradient *by itself*. This is not clipping by the common norm:
+            it changes training.
+        clip_value: largest absolute value of a gradient's entries; as ``clip_grad_value_``, and before ``clip_norm``.
+
+    Returns:
+        How to undo it.
+
+    Raises:
+        TypeError: not a torch optimizer.
+        ValueError: it needs a closure (LBFGS); a limit that is not positive; several processes.
+        RuntimeError: in ``backward``: a second gradient for a parameter before ``optimizer.step()``, or an optimizer
+            that keeps state for a whole group of parameters (Prodigy, schedule-free ones).
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = torch.optim.AdamW(net.parameters())
+        >>> undo = optimize_in_backward_(optimizer)
+        >>> net(torch.ones(1, 4)).sum().backward()
+        >>> net.weight.grad is None, optimizer.state[net.weight]["step"]
+        (True, tensor(1.))
+        >>> optimizer.step()
+
+    Source:
+        Lv et al. 2023, "Full Parameter Fine-tuning for Large Language Models with Limited Resources",
+        https://arxiv.org/abs/2306.09782. PyTorch's tutorial on the same makes one optimizer a parameter; here there
+        is one optimizer as before, so that its checkpoints and schedulers stay as they are.
+    """
+    if isinstance(optimizer, _FabricOptimizer | LightningOptimizer):
+        optimizer = optimizer.optimizer
+    _refuse_unfit(optimizer)
+    for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
+        _refuse_not_positive(name, limit)
+    return _InBackward(optimizer, clip_norm, clip_value).undo
+
+
+class _InBackward:
+    """One optimizer at work in the backward pass."""
+
+    def __init__(self, optimizer: Optimizer, clip_norm: float | None, clip_value: float | None) -> None:
+        self.optimizer, self.clip_norm, self.clip_value = optimizer, clip_norm, clip_value
+        # the method itself, without what torch puts around it to fire the step hooks
+        self.plain_step = inspect.unwrap(type(optimizer).step, stop=lambda step: not hasattr(step, "hooked"))
+        self.group_of: dict[Tensor, int] = {}  # an index, since loading a state replaces the groups themselves
+        self.updated: set[Tensor] = set()  # since the last optimizer.step()
+        self.lock = threading.Lock()  # autograd has a thread for each device
+        self.hooks = ExitStack()
+        self.hooks.callback(optimizer.register_step_post_hook(self.end_step).remove)
+        self.hook_parameters()
+        if not self.group_of:
+            warn(f"optimize_in_backward_: no parameter of {type(optimizer).__name__} requires a gradient (yet).")
+
+    def undo(self) -> None:
+        self.hooks.close()
+
+    def hook_parameters(self) -> None:
+        for i, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self.group_of:
+                    self.hooks.callback(parameter.register_post_accumulate_grad_hook(self.update).remove)
+                    self.group_of[parameter] = i
+
+    def end_step(self, *_: Any) -> None:
+        self.updated.clear()
+        self.hook_parameters()  # of those that were thawed or added
+
+    def update(self, parameter: Tensor) -> None:
+        if parameter.grad is None:  # applied twice: the other one was first
+            return
+        with self.lock:
+            if parameter in self.updated:
+                raise RuntimeError(
+                    explain(
+                        f"a second gradient for a parameter of shape {tuple(parameter.shape)} before optimizer.step()",
+                        "the first was used and freed during backward, so the two cannot be summed",
+                        "Call backward once and then optimizer.step(), without gradient accumulation",
+                    )
+                )
+            self.updated.add(parameter)
+            if self.clip_value is not None:
+                nn.utils.clip_grad_value_(parameter, self.clip_value)
+            if self.clip_norm is not None:
+                nn.utils.clip_grad_norm_(parameter, self.clip_norm)
+            self.step_over(parameter)
+            parameter.grad = None
+
+    def step_over(self, parameter: Tensor) -> None:
+        """The optimizer's own step, while this parameter is all that it has."""
+        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        group = groups[self.group_of[parameter]]
+        before = dict(group)
+        optimizer.param_groups, group["params"] = [group], [parameter]
+        try:
+            self.plain_step(optimizer)
+        finally:
+            optimizer.param_groups, group["params"] = groups, before["params"]
+        changed = [key for key in group if group[key] is not before.get(key)]
+        if changed:
+            raise RuntimeError(
+                explain(
+                    f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step",
+                    "it would do so once a parameter, where the group's parameters share it",
+                    "Use an optimizer that treats its parameters one by one, such as AdamW",
+                )
+            )
+
+
+def _refuse_unfit(optimizer: Any) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            explain(f"optimizer={type(optimizer).__name__}", "it is no torch.optim.Optimizer", "Give the optimizer")
+        )
+    name = type(optimizer).__name__
+    try:
+        inspect.signature(type(optimizer).step).bind(optimizer)
+    except TypeError:
+        raise ValueError(
+            explain(f"{name} in backward", "its step takes a closure, to run backward itself", "Use one such as AdamW")
+        ) from None
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise ValueError(
+            explain(
+                f"{name} in backward on {dist.get_world_size()} processes",
+                "parameters would be updated before their gradients are averaged over the processes",
+                "Train on one device, or shard the gradients (ZeRO, FSDP)",
+            )
+        )
+
+
+def _refuse_not_positive(name: str, limit: float | None) -> None:
+    if limit is not None and not limit > 0:
+        raise ValueError(explain(f"{name}={limit}", "nothing would be left of the gradients", f"Leave {name} out"))
+
+
+class OptimizerInBackward(Technique):
+    """Update each parameter during the backward pass, as its gradient arrives, and free the gradient at once.
+
+    The peak falls by one full set of gradients where activations take less than they do (small batches,
+    :class:`~lightning_fasttrain.ActivationCheckpointing`), and by nothing where activations alone make the peak. Steps
+    take a little longer, since the optimizer is called once a parameter. Automatic optimisation on one device; the
+    Trainer's clipping by value works, ``global_step``, schedulers, checkpoints and resuming are as ever.
+
+    Acts on the optimizer from ``on_fit_start``, the first hook at which there is one. Whatever looks at gradients
+    after the backward pass (``on_after_backward``, ``on_before_optimizer_step``, loggers of their norm) finds none,
+    and comes after the update: a learning rate that is set there counts from the next step.
+
+    Args:
+        clip_norm: largest norm of each parameter's gradient by itself. Without it the training is the same, bit for
+            bit; with it, it is another one than without clipping, and than with clipping by the common norm.
+
+    Raises:
+        ValueError: ``clip_norm`` is not positive; in ``fit``: manual optimisation, accumulation, clipping by norm or
+            by a ``configure_gradient_clipping`` of your own, a loss scaler (float16), a strategy for several devices.
+
+    Example:
+        >>> in_backward = OptimizerInBackward()
+
+    Source:
+        See :func:`~lightning_fasttrain.optimize_in_backward_`.
+    """
+
+    effect: ClassVar[str] = "each gradient is used and freed as it arrives: never all of them in memory"
+    in_a_loop: ClassVar[str] = "optimize_in_backward_(optimizer)"
+
+    def __init__(self, clip_norm: float | None = None) -> None:
+        _refuse_not_positive("clip_norm", clip_norm)
+        self.clip_norm = clip_norm
+        if clip_norm is not None:
+            self.exactness = Exactness.CHANGES_TRAINING
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        _refuse_settings(trainer, pl_module)
+        self._in_backward = ExitStack()
+        self._in_backward.callback(_clip_what_is_left_(trainer.precision_plugin))
+        return self._in_backward.close
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first at which the optimizer exists; its state is restored later, into the same object."""
+        clip_value = trainer.gradient_clip_val or 0
+        undo = optimize_in_backward_(
+            trainer.optimizers[0], clip_norm=self.clip_norm, clip_value=clip_value if clip_value > 0 else None
+        )
+        self._in_backward.callback(undo)
+
+
+def _clip_what_is_left_(precision: Precision) -> Undo:
+    """``clip_grad_value_`` fails where there is no gradient at all, which here is the rule."""
+    original = precision.clip_grad_by_value
+
+    def clip_grad_by_value(optimizer: Optimizer, clip_val: float) -> None:
+        if any(parameter.grad is not None for parameter in precision.main_params(optimizer)):
+            original(optimizer, clip_val)
+
+    return patch(precision, "clip_grad_by_value", clip_grad_by_value)
+
+
+def _refuse_settings(trainer: L.Trainer, module: L.LightningModule) -> None:
+    clip, algorithm = trainer.gradient_clip_val or 0, trainer.gradient_clip_algorithm
+    unfit = [
+        (
+            not module.automatic_optimization,
+            "automatic_optimization=False",
+            "the module steps its optimizers itself, and there may be several",
+            "Call optimize_in_backward_(optimizer) in on_fit_start, and what it returns in on_fit_end",
+        ),
+        (
+            trainer.accumulate_grad_batches > 1,
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            "each gradient is used and freed during backward, so none is left to be summed",
+            "Use accumulate_grad_batches=1, or leave OptimizerInBackward out",
+        ),
+        (
+            clip > 0 and algorithm != "value",
+            f"gradient_clip_val={clip} by norm",
+            "the norm of all gradients is known when all of them are there, which they never are",
+            f"Use gradient_clip_algorithm='value', or OptimizerInBackward(clip_norm={clip}) instead, which clips each "
+            "parameter's gradient by its own norm",
+        ),
+        (
+            is_overridden("configure_gradient_clipping", module),
+            f"configure_gradient_clipping of {type(module).__name__}",
+            "it is called when the gradients are gone",
+            "Use Trainer(gradient_clip_algorithm='value') or OptimizerInBackward(clip_norm=...)",
+        ),
+        (
+            getattr(trainer.precision_plugin, "scaler", None) is not None,
+            f"precision={trainer.precision!r}",
+            "its loss scaler unscales the gradients before the step, when they are gone",
+            "Use precision='bf16-mixed'",
+        ),
+        (
+            not isinstance(trainer.strategy, SingleDeviceStrategy),
+            type(trainer.strategy).__name__,
+            "it owns the gradients, to average or shard them over devices",
+            "Train on one device (devices=1, strategy='auto'), or leave OptimizerInBackward out",
+        ),
+    ]
+    for is_so, what, why, way_out in unfit:
+        if is_so:
+            raise ValueError(explain(f"OptimizerInBackward with {what}", why, way_out))

@@ -1,0 +1,55 @@
+"""A step that is traced on the CPU, with the choices that torch makes on a GPU."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
+
+GRANULE = 512  # bytes that the caching allocator rounds up to
+CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
+
+# Functions that autocast runs in float32 on CUDA and not on the CPU.
+_IN_FLOAT32 = (  # noqa: SIM905
+    "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
+    "binary_cross_entropy_with_logits cosine_similarity normalize norm sum prod cumsum pow __pow__ exp log log1p "
+    "rsqrt reciprocal softplus"
+).split()
+_ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+
+
+class AsOnCuda(TorchFunctionMode):
+    """Dropout keeps a mask of one byte an element, attention is fused with its dropout, autocast has CUDA's list.
+
+    Source:
+        The list is in PyTorch's "CUDA Ops that can autocast to float32"; the rest are the CUDA branches of
+        ``dropout`` and ``scaled_dot_product_attention``. What lies inside ``nn.MultiheadAttention`` is not reached.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return _fused_dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return func(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
+        if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
+            args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p > 0 else input
+
+
+def _in_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype is torch.bfloat16 else tensor
+
+
+def step_in_lists_(optimizer: Optimizer) -> None:
+    """Where the optimizer was left to choose, it updates all parameters at once on CUDA: a list of temporaries."""
+    for group in optimizer.param_groups:
+        if group.get("foreach", 0) is None and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True

@@ -1,0 +1,176 @@
+"""What one block saves for the backward and how long its forward takes, whole and by its dear operations."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import CheckpointPolicy as Keep
+
+from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
+
+_REPEATS = 2  # of what is timed; the fastest counts
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """Costs of one call of a block.
+
+    Args:
+        saved_bytes: storages that autograd keeps, without parameters and the block's inputs and outputs.
+        dear_bytes: results of the dear operations, without the block's outputs; None if they cannot be kept, because
+            the block changes one in place.
+        forward_ms: duration of the forward, which is what recomputing the block adds.
+        cheap_ms: duration of what is left to recompute if the dear results are kept, with the cost of keeping them.
+    """
+
+    saved_bytes: int
+    dear_bytes: int | None
+    forward_ms: float
+    cheap_ms: float
+
+    def times(self, calls: int) -> "BlockCost":
+        """The costs of a block that is called several times in one forward of the model."""
+        dear = None if self.dear_bytes is None else calls * self.dear_bytes
+        return BlockCost(calls * self.saved_bytes, dear, calls * self.forward_ms, calls * self.cheap_ms)
+
+    def at_least(self, other: "BlockCost") -> "BlockCost":
+        """The larger of both in everything: what holds for the batches of both."""
+        dear = None if None in (self.dear_bytes, other.dear_bytes) else max(self.dear_bytes, other.dear_bytes)  # type: ignore[type-var]
+        return BlockCost(
+            max(self.saved_bytes, other.saved_bytes),
+            dear,
+            max(self.forward_ms, other.forward_ms),
+            max(self.cheap_ms, other.cheap_ms),
+        )
+
+
+def measure_block(
+    forward: CheckpointedForward,
+    keeps: Callable[..., Keep],
+    fixed: set[int],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> BlockCost:
+    """Run a block's forward a few times beside the training, and leave no trace of it.
+
+    Args:
+        forward: what stands in the place of the block's ``forward``.
+        keeps: which operations are dear.
+        fixed: addresses of storages that do not count: those of the model's parameters and buffers.
+        args: of the call.
+        kwargs: of the call.
+
+    Returns:
+        Its costs. On CUDA this waits for the device.
+    """
+    inputs = fixed | _addresses((args, kwargs))
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    def run() -> Any:
+        with forward.leaving_no_trace():
+            return forward.inner(*args, **kwargs)
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = run()
+    neither = inputs | _addresses(outputs)
+    saved_bytes = sum(nbytes for address, nbytes in saved.items() if address not in neither)
+    del outputs
+    device = next((p.device for p in forward.module.parameters()), torch.device("cpu"))
+    whole, watched, dear = [], [], []
+    for _ in range(_REPEATS):
+        stopwatch = Stopwatch(device)
+        with stopwatch.running():
+            run()
+        whole.append(stopwatch.ms())
+        stopwatch, mode = Stopwatch(device), _DearOperations(device, keeps)
+        with stopwatch.running(), mode:
+            outputs = run()
+        watched.append(stopwatch.ms())
+        dear.append(mode.stopwatch.ms())
+        results = _addresses(outputs)
+        del outputs
+    dear_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
+    forward_ms = min(whole)
+    handling = 2 * max(min(watched) - forward_ms, 0.0)  # to keep in the forward, to give back in the recomputation
+    cheap_ms = max(forward_ms - min(dear), 0.0) + handling
+    return BlockCost(saved_bytes, None if mode.spoilt else dear_bytes, forward_ms, cheap_ms)
+
+
+def _addresses(nested: Any) -> set[int]:
+    return {leaf.untyped_storage().data_ptr() for leaf in tree_iter(nested) if isinstance(leaf, Tensor)}
+
+
+class _DearOperations(TorchDispatchMode):
+    """Watches for operations whose results are to be kept: their bytes and their time."""
+
+    def __init__(self, device: torch.device, keeps: Callable[..., Keep]) -> None:
+        super().__init__()
+        self.keeps = keeps
+        self.stopwatch = Stopwatch(device)
+        self.kept: dict[int, Tensor] = {}  # held, so that no other storage takes its address
+        self.spoilt = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
+            if func._schema.is_mutable and _addresses(args) & self.kept.keys():
+                self.spoilt = True
+            return func(*args, **kwargs)
+        with self.stopwatch.running():
+            out = func(*args, **kwargs)
+        for leaf in tree_iter(out):
+            if isinstance(leaf, Tensor):
+                self.kept[leaf.untyped_storage().data_ptr()] = leaf
+        return out
+
+
+class Stopwatch:
+    """Adds up the time of several stretches: by the device's own clock on CUDA, where nothing waits until it is read.
+
+    Args:
+        device: whose time.
+
+    Example:
+        >>> stopwatch = Stopwatch(torch.device("cpu"))
+        >>> with stopwatch.running():
+        ...     pass
+        >>> stopwatch.ms() < 1000
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stretches: list[tuple[Any, Any]] = []
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Time what is inside."""
+        start = self._now()
+        try:
+            yield
+        finally:
+            self._stretches.append((start, self._now()))
+
+    def ms(self) -> float:
+        """Milliseconds so far; on CUDA this waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return sum(start.elapsed_time(end) for start, end in self._stretches)
+        return sum(end - start for start, end in self._stretches) * 1e3
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event

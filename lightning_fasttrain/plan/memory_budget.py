@@ -1,0 +1,380 @@
+"""The blocks to recompute are chosen so that a step's peak stays within a limit, at the least extra time."""
+
+import functools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from itertools import zip_longest
+from operator import gt
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain._messages import explain, note_once, say
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward, CheckpointPolicy, SelectiveOps
+from lightning_fasttrain.plan.block_cost import BlockCost, Stopwatch, measure_block
+from lightning_fasttrain.plan.checkpoint_plan import GIB, KEPT, SELECTIVE, CheckpointPlan, make_plan
+from lightning_fasttrain.run import PeakMemory
+
+DEAR = SelectiveOps()
+_FIT = 0.92  # of what is free: the rest is for fragmentation, and for libraries that allocate by themselves
+
+
+class MemoryBudget(CheckpointPolicy):
+    """Recompute just enough that a training step's peak stays within a limit, at the least extra time.
+
+    Recomputed or not, the training is the same bit for bit, so the first steps of the real training are measured. In
+    the first, with every block recomputed, each block's forward is run a few times beside it: what it saves, how long
+    it takes, and both for its dear operations alone. In the second, which has the optimizer's state, the peak is
+    measured between each two blocks. From these follow, for every block, what may be held when its turn comes in the
+    backward, so that the best choice among *kept*, *selective* and *recomputed* for each is a knapsack, which is
+    solved exactly. The third step checks the peak; should it be above the limit, the choice is made anew.
+
+    A later batch that is larger in some dimension is measured as well, and the choice holds for it and for those
+    before; in distributed runs, where processes decide together, such a batch has every block recomputed.
+    Compiled blocks run uncompiled while they are measured, and need less than planned afterwards.
+
+    Args:
+        budget_gib: the limit in GiB, for all that tensors take: parameters, optimizer, activations, temporaries. On
+            CUDA what the allocator holds for others in the process counts too. ``"fit"`` is 92% of what is free.
+
+    Attributes:
+        plan: the :class:`~lightning_fasttrain.CheckpointPlan`; None until it is made, after two optimizer steps.
+
+    Raises:
+        ValueError: ``budget_gib`` is not above 0. At the second optimizer step, if even with every block recomputed
+            the peak is above the limit: by how much, and what helps.
+
+    Example:
+        >>> from lightning_fasttrain import ActivationCheckpointing
+        >>> checkpointing = ActivationCheckpointing(MemoryBudget(budget_gib=20))
+        >>> checkpointing.policy.plan  # a CheckpointPlan, after `Trainer(callbacks=[checkpointing]).fit(model)`
+
+    Source:
+        Ours. Related: Jain et al. 2020, "Checkmate", https://arxiv.org/abs/1910.02653, solves for single operations
+        ahead of time; ``torch._functorch.config.activation_memory_budget`` takes a fraction, inside the compiler.
+    """
+
+    def __init__(self, budget_gib: float | str = "fit") -> None:
+        number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool)
+        if budget_gib != "fit" and not (number and budget_gib > 0):
+            raise ValueError(
+                explain(
+                    f"budget_gib={budget_gib!r}",
+                    "it is the most that a step may take, in GiB",
+                    'Give a number above 0, or "fit" for what the device has',
+                )
+            )
+        self.budget_gib = budget_gib
+        self.plan: CheckpointPlan | None = None
+
+    def __repr__(self) -> str:
+        return f"MemoryBudget(budget_gib={self.budget_gib!r})"
+
+    def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
+        self.plan = None
+        watch = _Watch(self, model, blocks)
+        undos = {name: forward.install() for name, forward in watch.forwards.items()}
+        first = next(iter(undos))
+
+        def undo(unwrap: Undo = undos[first]) -> None:
+            watch.close()
+            unwrap()
+
+        return {**undos, first: undo}
+
+
+class _PlannedForward(CheckpointedForward):
+    """A block's forward that is kept, partly kept or recomputed as the plan says; recomputed while there is none."""
+
+    def __init__(self, module: nn.Module, name: str, watch: "_Watch") -> None:
+        super().__init__(module)
+        self.name, self.watch = name, watch
+        self.kept = False
+
+    def follow(self, action: str) -> None:
+        self.kept = action == KEPT
+        self.keeps = DEAR.keeps if action == SELECTIVE else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if self.watch.measuring:
+            return self._measured(*args, **kwargs)
+        if self.kept and not self.watch.cautious:
+            return self.inner(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @torch._dynamo.disable
+    def _measured(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.enter(self, args, kwargs)
+        out = super().__call__(*args, **kwargs)
+        self.watch.leave(self.name)
+        return out
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, again = super()._contexts()
+        return forward, self.watch.recomputing(self.name, again)
+
+
+class _Stage(Enum):
+    COSTS = "what each block saves and takes, beside the training"
+    PEAKS = "the peak between each two blocks, everything recomputed"
+    CHECK = "the peak under the plan"
+    TIMING = "what is spent in recomputing"
+    DONE = "nothing"
+
+
+class _Watch:
+    """Follows the first steps of a training from inside its blocks, one stage a step, and decides.
+
+    A *pass* is one forward and backward of the model; a step has one, or one for each micro-batch.
+    """
+
+    def __init__(self, policy: MemoryBudget, model: nn.Module, blocks: Mapping[str, nn.Module]) -> None:
+        self.policy, self.model = policy, model
+        self.forwards = {name: _PlannedForward(block, name, self) for name, block in blocks.items()}
+        self.measuring = True  # every block is recomputed, and none is compiled
+        self.cautious = False  # every block is recomputed in this pass
+        self._stage = _Stage.COSTS
+        self._costs: dict[str, BlockCost] = {}  # in the order of the forward
+        self._calls: dict[str, int] = {}  # in one pass, of a block that is used several times
+        self._peaks: dict[str, int] = {}  # see `make_plan`
+        self._aim: int | None = None
+        self._passes = 0
+        self._extents: list[int] = []  # the largest so far of the first block's input, by dimension
+        self._measure_costs = True
+        self._device = torch.device("cpu")
+        self._pending: list[str] = []  # forward done in this pass, backward not begun
+        self._window: PeakMemory | None = None
+        self._segments: list[str] = []  # for each segment of the window, the last pending block
+        self._stopwatch: Stopwatch | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._hooks = ExitStack()
+        self._end_of_step = ExitStack()
+        self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
+
+    # Called by the blocks.
+
+    def enter(self, forward: _PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A block's forward begins, and is measured."""
+        if not self._costs:  # the first block of all: from now on a hook tells when it begins
+            self._begin_pass(forward.module, args, kwargs)
+            self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
+        if self._measure_costs:
+            cost = measure_block(forward, DEAR.keeps, _addresses_of(self.model), args, kwargs)
+            self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
+        self._mark()
+
+    def leave(self, name: str) -> None:
+        """A block's forward is done, and was measured."""
+        self._pending.append(name)
+        self._calls[name] = max(self._calls.get(name, 1), self._pending.count(name))
+        self._mark()
+
+    @contextmanager
+    def recomputing(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
+        """A block's forward is run once more."""
+        if self.measuring and name in self._pending:
+            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
+            self._mark()
+        with again, self._stopwatch.running() if self._stopwatch is not None else nullcontext():
+            yield
+
+    def _mark(self) -> None:
+        if self._window is not None:
+            self._window.mark()
+            last = max(self._pending, key=list(self._costs).index, default="")
+            self._segments.append(last)
+
+    # Passes and steps.
+
+    @torch._dynamo.disable
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if not torch.is_grad_enabled() or self._pending:  # evaluation; a block that is used several times
+            return
+        self.cautious = False
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        if tensors and self._is_larger(tensors[0]):
+            self._device = tensors[0].device
+            self._make_ready_for_a_larger_batch(tensors)
+            if not self.cautious:
+                self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
+        self._passes += self._stage is _Stage.PEAKS
+
+    def _is_larger(self, tensor: Tensor) -> bool:
+        return len(tensor.shape) > len(self._extents) or any(map(gt, tensor.shape, self._extents))
+
+    def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
+        self._measure_costs = True
+        if self.measuring:
+            return
+        if _world_size() > 1:  # the plan is everyone's, and this batch is one process's
+            self.cautious = True
+            note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
+            return
+        note_once("MemoryBudget: a batch larger than those measured is measured too")
+        self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
+        self._open_window(tensors)
+        for optimizer in self._optimizers:
+            self._watch_step(optimizer)
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook: an optimizer has stepped; the first of this model's that does ends the first step."""
+        if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
+            return
+        mine = {id(p) for p in self.model.parameters()}
+        sharded = _world_size() > 1  # then it may hold parts of the parameters
+        if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+            self._watch_step(optimizer)
+            if self._stage is _Stage.COSTS:
+                self._end_step()
+
+    def _watch_step(self, optimizer: Optimizer) -> None:
+        """End a step once ``optimizer.step`` has returned: inside of it, where hooks are called, a profiler that has
+        seen it begin must not be stopped."""
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def then_end_step(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._end_step()
+            return result
+
+        self._end_of_step.callback(patch(optimizer, "step", then_end_step))
+
+    def _end_step(self) -> None:
+        self._pending.clear()
+        if self._stage is _Stage.COSTS and self._costs:
+            self._stage, self._measure_costs = _Stage.PEAKS, False
+        elif self._stage is _Stage.PEAKS and self._window is not None:
+            for name, peak in zip(self._segments, self._close_window(), strict=True):
+                self._peaks[name] = max(self._peaks.get(name, 0), peak)
+            self._decide()
+        elif self._stage is _Stage.CHECK and self._window is not None:
+            self._check(max(self._close_window()))
+        elif self._stage is _Stage.TIMING:
+            self._report()
+        if self._stage in (_Stage.PEAKS, _Stage.CHECK):
+            self._open_window()
+
+    def _open_window(self, *held: Any) -> None:
+        """Measure from here to the end of a step; where another meter does that, later."""
+        busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()
+        if self._window is None and not busy:
+            self._segments = [""]
+            self._window = PeakMemory(self._device, self.model, *self._optimizers, *held).__enter__()
+
+    def _close_window(self) -> list[int]:
+        assert self._window is not None
+        self._window.__exit__()
+        segments, self._in_use = self._window.segments, self._window.peak_bytes - self._window.added_bytes
+        self._window = None
+        return segments
+
+    # What is done at the end of a step, by stage.
+
+    def _decide(self) -> None:
+        """Make the plan; it is followed from the next pass on."""
+        costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
+        costs, peaks = _of_all_processes(costs, self._peaks, self._device)
+        budget = self.policy.budget_gib
+        limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else int(budget * GIB)
+        self._aim = min(limit, self._aim or limit)
+        self.policy.plan = plan = make_plan(costs, peaks, limit, self._passes, self._aim)
+        for block in plan.blocks:
+            self.forwards[block.name].follow(block.action)
+        self._stage, self.measuring, self._measure_costs = _Stage.CHECK, False, False
+        say("MemoryBudget: %s", plan)
+
+    def _check(self, peak: int) -> None:
+        """Compare the peak with the limit; if it is above, decide anew for a lower one."""
+        plan = self.policy.plan
+        assert plan is not None
+        peak = int(_highest_of_all_processes([peak], self._device)[0])
+        if peak > plan.limit_bytes:
+            assert self._aim is not None
+            self._aim = plan.predicted_bytes - (peak - plan.limit_bytes)
+            note_once("MemoryBudget: the peak was above the limit, and the choice is made anew")
+            self._decide()
+            return
+        self.policy.plan = plan.measured(peak, None)
+        self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
+
+    def _report(self) -> None:
+        """The first steps are over."""
+        assert self._stopwatch is not None
+        plan = self.policy.plan
+        assert plan is not None
+        ms = self._stopwatch.ms()
+        assert plan.measured_bytes is not None
+        if ms or not plan.predicted_ms:
+            self.policy.plan = plan.measured(plan.measured_bytes, ms)
+        self._stage, self._stopwatch = _Stage.DONE, None
+        self._end_of_step.close()
+        say("MemoryBudget: %s", self.policy.plan)
+
+    def close(self) -> None:
+        """The training is over, or the model is put back."""
+        if self._window is not None:
+            self._close_window()
+        self._end_of_step.close()
+        self._hooks.close()
+        if self.policy.plan is None and self._costs:
+            say("MemoryBudget: no plan was made, as the training ended within its first two steps")
+
+
+def _addresses_of(model: nn.Module) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+
+def _what_fits(device: torch.device, in_use: int) -> int:
+    """Bytes that tensors may take on the device, with what they take now."""
+    if device.type == "cuda":
+        return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    meminfo = Path("/proc/meminfo")
+    if not meminfo.exists():
+        raise ValueError(
+            explain('budget_gib="fit"', "this system does not tell how much memory is free", "Give the limit in GiB")
+        )
+    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(_FIT * (1024 * int(available.split()[1]) + in_use))
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _highest_of_all_processes(numbers: Sequence[float], device: torch.device) -> list[float]:
+    if _world_size() == 1:
+        return list(numbers)
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(tensor, dist.ReduceOp.MAX)
+    return tensor.tolist()
+
+
+def _of_all_processes(
+    costs: Mapping[str, BlockCost], peaks: Mapping[str, int], device: torch.device
+) -> tuple[dict[str, BlockCost], dict[str, int]]:
+    """What holds for every process, so that all of them make the same plan."""
+    spoilt = float(2**60)
+    flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
+    for cost in costs.values():
+        dear = spoilt if cost.dear_bytes is None else cost.dear_bytes
+        flat += [cost.saved_bytes, dear, cost.forward_ms, cost.cheap_ms]
+    highest = iter(_highest_of_all_processes(flat, device))
+    all_peaks = {name: int(next(highest)) for name in ("", *costs)}
+    all_costs = {}
+    for name in costs:
+        saved, dear, forward_ms, cheap_ms = (next(highest) for _ in range(4))
+        all_costs[name] = BlockCost(int(saved), None if dear == spoilt else int(dear), forward_ms, cheap_ms)
+    return all_costs, all_peaks

@@ -1,0 +1,295 @@
+"""The memory that a training step will need, without needing it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._technique import Technique, apply, check_together
+from lightning_fasttrain.data import DevicePrefetch, MicroBatching, TokenWeightedAccumulation
+from lightning_fasttrain.data.accumulate_gradients import loss_of
+from lightning_fasttrain.model import ActivationCheckpointing
+from lightning_fasttrain.optim import (
+    EagerGradientRelease,
+    OptimizerInBackward,
+    optimize_in_backward_,
+    release_gradients_,
+)
+from lightning_fasttrain.plan.allocation_trace import AllocationTrace
+from lightning_fasttrain.plan.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.plan.cpu_workspace import CPU_WORKSPACE
+from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module
+from lightning_fasttrain.plan.memory_budget import MemoryBudget
+from lightning_fasttrain.plan.memory_report import MemoryReport, report
+
+PRECISIONS: dict[str, Callable[[], Precision]] = {
+    "32-true": Precision,
+    "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
+    "bf16-true": lambda: HalfPrecision("bf16-true"),
+}
+DEVICES = ("cpu", "cuda")
+
+# Techniques that operate on the model in a way that cannot be predicted.
+_LEFT_OUT = {
+    "CompileBlocks": "compiled code fuses operations",
+    "ActivationOffload": "what waits in host memory is counted as if it stayed",
+}
+
+Loss = Callable[[Any, Any], Any]
+
+
+def predict_memory(
+    module: nn.Module | Factory,
+    batch: Any,
+    *,
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    techniques: Sequence[Technique] = (),
+    precision: str = "32-true",
+    device: str = "cuda",
+) -> MemoryReport:
+    """Predict the peak memory of one training step, by category, without allocating the model.
+
+    Two steps are run on tensors that have shapes and lifetimes but no memory, in the Trainer's order: forward,
+    ``zero_grad``, backward, optimizer step. The second is the steady state, in which the optimizer has its state and
+    the last step's gradients are still there during the forward. So a model far larger than this machine can be
+    asked about; it takes seconds.
+
+    Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.PeakMemory` would measure it.
+    Not counted: what the process and CUDA's context take, fragmentation, and what kernels allocate for themselves
+    (on the CPU those of convolutions are in; on CUDA one cuBLAS workspace is, cuDNN's are not). Code is run eagerly:
+    for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
+
+    Args:
+        module: a function that builds the model, such as ``lambda: Net(...)``, or a model that exists, which is left
+            as it is and not copied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
+        batch: one batch, as the loader gives it; only shapes and types matter.
+        loss: (module, batch) → loss, in the place of ``training_step``.
+        optimizer: parameters → optimizer, in the place of ``configure_optimizers``.
+        techniques: those to be used, as the Trainer would get them.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
+        device: whose allocator and kernels to assume, ``"cuda"`` or ``"cpu"``; none is touched.
+
+    Returns:
+        Its ``peak_bytes`` and what they consist of; print it for a table.
+
+    Raises:
+        TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
+        ValueError: an unknown precision or device, techniques that do not go together, manual optimisation, or code
+            whose shapes depend on the values in tensors.
+
+    Example:
+        >>> report = predict_memory(
+        ...     lambda: nn.Linear(1000, 1000, bias=False),
+        ...     torch.zeros(1000, 1000),
+        ...     loss=lambda net, batch: net(batch).sum(),
+        ...     optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+        ...     device="cpu",
+        ... )
+        >>> report.peak_bytes, report.phase, report.at_peak["optimizer state"]
+        (20000008, 'backward', 4000000)
+
+    Source:
+        Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.PeakMemory` on the CPU by
+        ``examples/memory_prediction.py``; the corrections for CUDA follow its documentation and sources.
+    """
+    one_of("precision", precision, tuple(PRECISIONS))
+    one_of("device", device, DEVICES)
+    check_together(techniques)
+    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
+    on_cuda = device == "cuda"
+    trace = AllocationTrace(granule=GRANULE) if on_cuda else AllocationTrace(workspace=CPU_WORKSPACE)
+    _refuse_measured(techniques)
+    surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in _LEFT_OUT]
+    with isolate_rng(include_cuda=False), ExitStack() as undo:
+        net = fake_module(module, mode, torch.bfloat16 if precision == "bf16-true" else None)
+        undo.enter_context(mode)
+        undo.enter_context(apply(net, surgeons))
+        undo.enter_context(_explained(net))
+        stepper = _make_optimizer(net, optimizer)
+        habits = _habits(techniques, stepper)
+        undo.enter_context(trace)
+        undo.enter_context(trace.watching(net))
+        data = plugin.convert_input(fake_batch(batch, mode))
+        ahead = fake_batch(data, mode) if on_cuda and habits.prefetches else None
+        for tensor in tree_iter((data, ahead)):
+            if isinstance(tensor, Tensor):
+                trace.mark(tensor, "inputs")
+        if on_cuda:
+            step_in_lists_(stepper)
+            trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
+        forward = _forward(net, loss, plugin, AsOnCuda() if on_cuda else nullcontext())
+        since = 0
+        for _ in range(2):
+            since = trace.now
+            _step(trace, forward, data, stepper, habits)
+            _mark_state(trace, net, stepper)
+    return report(trace.allocations, since, device=device, precision=precision, notes=_notes(techniques, trace))
+
+
+@dataclass
+class _Habits:
+    """What techniques that act in the loop change about a step's memory."""
+
+    parts: Callable[[Any], Sequence[Any]] | None = None
+    window: int = 1
+    releases: bool = False
+    prefetches: bool = False
+
+
+def _habits(techniques: Sequence[Technique], optimizer: Optimizer) -> _Habits:
+    habits = _Habits()
+    for technique in techniques:
+        match technique:
+            case MicroBatching():
+                habits.parts = lambda batch, t=technique: t.split(batch, t.n) if t.n > 1 else [batch]
+            case TokenWeightedAccumulation():
+                habits.window = max(technique.schedule.values())
+            case EagerGradientRelease():
+                habits.releases = True
+            case DevicePrefetch():
+                habits.prefetches = True
+            case OptimizerInBackward():
+                optimize_in_backward_(optimizer, clip_norm=technique.clip_norm)
+    return habits
+
+
+def _step(
+    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, habits: _Habits
+) -> None:
+    """One optimizer step, in the order of the Trainer or, with several parts, of our accumulation."""
+    parts = [batch] if habits.parts is None else list(habits.parts(batch))
+    # Gradients are there from the second part on, so the later ones need no more.
+    parts = (parts * min(habits.window, 2))[:2]
+    trace.phase = "forward"
+    if len(parts) == 1:
+        output = forward(batch)
+        optimizer.zero_grad()
+        trace.phase = "backward"
+        loss_of(output).backward()
+    else:
+        output = None
+        optimizer.zero_grad()
+        for part in parts:
+            trace.phase = "forward"
+            loss = loss_of(forward(part))
+            trace.phase = "backward"
+            loss.backward()
+            del loss
+    trace.phase = "optimizer step"
+    optimizer.step()
+    if habits.releases:
+        release_gradients_(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _forward(net: nn.Module, loss: Loss | None, plugin: Precision, device: Any) -> Callable[[Any], Any]:
+    if loss is None and not isinstance(net, L.LightningModule):
+        raise TypeError(
+            explain(
+                f"{type(net).__name__} without loss=",
+                "only a LightningModule has a training_step",
+                "Give loss=, a function of (module, batch)",
+            )
+        )
+
+    def step(batch: Any) -> Any:
+        with plugin.forward_context(), device:
+            if loss is not None:
+                return loss(net, batch)
+            assert isinstance(net, L.LightningModule)
+            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)
+            return net.training_step(batch, 0) if takes_index else net.training_step(batch)
+
+    return step
+
+
+def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> Optimizer:
+    if make is not None:
+        return make(net.parameters())
+    if not isinstance(net, L.LightningModule):
+        raise TypeError(
+            explain(
+                f"{type(net).__name__} without optimizer=",
+                "only a LightningModule has configure_optimizers",
+                "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)",
+            )
+        )
+    configured: Any = net.configure_optimizers()
+    optimizers = _configure_optimizers(configured)[0]
+    if len(optimizers) != 1 or not net.automatic_optimization:
+        raise ValueError(
+            explain(
+                f"{type(net).__name__} with {len(optimizers)} optimizers, "
+                f"automatic_optimization={net.automatic_optimization}",
+                "only the Trainer's own order of a step, with one optimizer, is known",
+                "Give loss= and optimizer= for the part you want to know about",
+            )
+        )
+    return optimizers[0]
+
+
+def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) -> None:
+    names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
+    for parameter, state in optimizer.state.items():
+        for tensor in tree_iter(state):
+            if isinstance(tensor, Tensor):
+                trace.mark(tensor, "optimizer state", names.get(parameter, ""))
+
+
+def _refuse_measured(techniques: Sequence[Technique]) -> None:
+    for technique in techniques:
+        if isinstance(technique, ActivationCheckpointing) and isinstance(technique.policy, MemoryBudget):
+            raise ValueError(
+                explain(
+                    f"ActivationCheckpointing({technique.policy})",
+                    "it measures the first steps to choose what to recompute, and keeps to its budget in any case",
+                    "Predict with EveryBlock() or SelectiveOps()",
+                )
+            )
+
+
+def _notes(techniques: Sequence[Technique], trace: AllocationTrace) -> tuple[str, ...]:
+    names = [type(technique).__name__ for technique in techniques]
+    notes = [
+        f"{name} is left out: {_LEFT_OUT[name]}, so this is an upper bound." for name in names if name in _LEFT_OUT
+    ]
+    if any(isinstance(technique, MicroBatching) and technique.adaptive for technique in techniques):
+        notes.append("MicroBatching('auto') is taken with the number of parts it begins with.")
+    if trace.assumed:
+        notes.append("The code reads numbers out of tensors (.item()): 1 was assumed for each.")
+    return tuple(notes)
+
+
+@contextmanager
+def _explained(net: nn.Module) -> Iterator[None]:
+    """Say what to do where a step needs what a prediction does not have."""
+    name = type(net).__name__
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            explain(
+                f"{name}: {error}",
+                "the shape of its result depends on values, which a prediction does not have",
+                "Give loss=, a function of (module, batch) that goes without",
+            )
+        ) from error
+    except RuntimeError as error:
+        if "not attached to a `Trainer`" not in str(error):
+            raise
+        raise ValueError(
+            explain(f"{name} uses self.trainer", "a prediction has none", "Give loss= and optimizer= that go without")
+        ) from error

@@ -1,0 +1,122 @@
+"""What a command line names: a model with a batch, and techniques. Its values are literals; nothing is evaluated."""
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_fasttrain import data, loss, model, optim, run
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._technique import Technique
+
+ROOMS = (data, loss, model, optim, run)
+
+
+def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, Any]:
+    """Import what ``path`` names, call it, and take a batch. This runs its code; the model gets no memory.
+
+    Args:
+        path: ``"package.module:name"``, looked for in the current folder too. A LightningModule's class, whose
+            batch is the first of its own ``train_dataloader``; or a function that returns (module, batch).
+        arguments: ``"key=value"`` each, for the call. Values are Python literals, or else strings.
+
+    Returns:
+        The module, of fake tensors, and the batch.
+
+    Raises:
+        ValueError: a path or an argument that cannot be read, or a module without a loader.
+        TypeError: the call returned something else.
+
+    Example:
+        >>> module, batch = load_subject("torch.nn:Linear", ["in_features=3"])
+        Traceback (most recent call last):
+        TypeError: torch.nn:Linear with in_features=3: Linear.__init__() missing ... 'out_features'. Check the --arg values.
+    """
+    make = _imported(path)
+    keywords = dict(_key_and_value(argument) for argument in arguments)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        try:
+            made = make(**keywords)
+        except TypeError as error:
+            what = f"{path} with {' '.join(arguments) or 'no arguments'}"
+            raise TypeError(explain(what, str(error), "Check the --arg values")) from error
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made
+    if not isinstance(made, L.LightningModule) or not is_overridden("train_dataloader", made):
+        raise TypeError(
+            explain(
+                f"{path} gives {type(made).__name__}",
+                "a batch is needed too, and only a LightningModule with a train_dataloader brings one",
+                "Name a function that returns (module, batch)",
+            )
+        )
+    made.prepare_data()
+    made.setup("fit")
+    return made, next(iter(made.train_dataloader()))
+
+
+def techniques_named(text: str) -> list[Technique]:
+    """The techniques in a list such as ``"ActivationCheckpointing,MicroBatching=8"``; after ``=`` the first argument.
+
+    Raises:
+        ValueError: there is no technique of that name.
+        TypeError, ValueError: it refuses the argument.
+
+    Example:
+        >>> checkpointing, micro = techniques_named("ActivationCheckpointing,MicroBatching=8")
+        >>> micro.n
+        8
+    """
+    known = {name: thing for room in ROOMS for name, thing in vars(room).items() if _is_technique(thing)}
+    made = []
+    for entry in filter(None, (entry.strip() for entry in text.split(","))):
+        name, has_value, value = entry.partition("=")
+        if name not in known:
+            raise ValueError(
+                explain(f"technique {name!r}", "there is none of this name", f"Use {', '.join(sorted(known))}")
+            )
+        made.append(known[name](_literal(value)) if has_value else known[name]())
+    return made
+
+
+def _is_technique(thing: Any) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Technique)
+
+
+def _imported(path: str) -> Callable[..., Any]:
+    module, colon, name = path.partition(":")
+    if not (module and colon and name):
+        raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        raise ValueError(explain(f"{path!r}", str(error), "Check the name and the current folder")) from error
+    finally:
+        sys.path.remove(here)
+    try:
+        return getattr(found, name)
+    except AttributeError as error:
+        raise ValueError(explain(f"{path!r}", str(error), "Check the name")) from error
+
+
+def _key_and_value(argument: str) -> tuple[str, Any]:
+    key, equals, value = argument.partition("=")
+    if not (equals and key.isidentifier()):
+        raise ValueError(explain(f"--arg {argument!r}", "it is not of the form key=value", "Write --arg width=128"))
+    return key, _literal(value)
+
+
+def _literal(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
