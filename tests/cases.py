@@ -65,7 +65,8 @@ CASES = [
     Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter()),
     Case(lambda: ft.MemoryMeter()),
-    Case(lambda: ft.MemoryTimeline(f"{tempfile.gettempdir()}/memory", first_step=0)),  # ends before MemoryMeter needs the profiler
+    # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
+    Case(lambda: ft.MemoryTimeline(f"{tempfile.gettempdir()}/memory", first_step=0)),
     Case(lambda: ft.AtomicCheckpoints()),
 ]
 BY_NAME = {case.name: case for case in CASES}

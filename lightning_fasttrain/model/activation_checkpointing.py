@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -218,12 +219,20 @@ class CheckpointedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
-        contexts = self._contexts
         if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalises buffers itself
             if self.keeps is None:
                 return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
             contexts = partial(create_selective_checkpoint_contexts, self.keeps)
-        return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # By position and flat: of other tensors, torch neither finds the device, whose random state is to be put back,
+        # nor lets hooks on saved tensors see them.
+        leaves, structure = tree_flatten((args, kwargs))
+
+        def run(*leaves: Any) -> Any:
+            args, kwargs = tree_unflatten(leaves, structure)
+            return self.inner(*args, **kwargs)
+
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._contexts)
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -280,7 +289,21 @@ class CheckpointedForward(WrappedForward):
                 random.setstate(now[0])
                 np.random.set_state(now[1])
 
-        return forward(), recompute()
+        return forward(), Anew(recompute)
+
+
+class Anew(AbstractContextManager[None]):
+    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes it anew."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.make = make
+
+    def __enter__(self) -> None:
+        self.context = self.make()
+        self.context.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self.context.__exit__(*exception)
 
 
 class ActivationCheckpointing(Technique):

@@ -242,8 +242,8 @@ class ActivationOffload(Technique):
     """Move what the model's blocks save for the backward to pinned host memory, and back in time.
 
     Acts right after ``configure_model`` and after compilation, because the hooks must lie outside of compiled and of
-    checkpointed blocks: of the former, what the graph saves then passes through them; of the latter, the inputs that
-    are given by position. What is saved outside of the blocks stays. Undone at teardown.
+    checkpointed blocks: of the former, what the graph saves then passes through them; of the latter, the inputs.
+    What is saved outside of the blocks stays. Undone at teardown.
 
     Args:
         min_mib: as for :func:`~lightning_fasttrain.offload_activations`.

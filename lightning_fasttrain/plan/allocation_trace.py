@@ -17,7 +17,8 @@ from lightning_fasttrain._messages import explain
 
 FOR_EVER = 2**62
 
-Workspace = Callable[..., int]
+Workspace = Callable[[Any, Any], int]
+Kept = Callable[[Any, Any], tuple[Tensor, int]]
 
 
 @dataclass
@@ -63,6 +64,8 @@ class AllocationTrace(TorchDispatchMode):
         granule: allocations are rounded up to a multiple of so many bytes.
         workspace: operation → (arguments, result) → bytes that its kernel allocates for itself, which a fake run
             does not see.
+        kept: operation → (arguments, result) → the tensor in the result that is larger than a fake run makes it,
+            and how large.
 
     Attributes:
         allocations: in the order of birth.
@@ -73,10 +76,15 @@ class AllocationTrace(TorchDispatchMode):
         here the lifetimes are kept, so that categories and peaks are found when all is known.
     """
 
-    def __init__(self, granule: int = 1, workspace: Mapping[Any, Workspace] | None = None) -> None:
+    def __init__(
+        self,
+        granule: int = 1,
+        workspace: Mapping[Any, Workspace] | None = None,
+        kept: Mapping[Any, Kept] | None = None,
+    ) -> None:
         super().__init__()
         self.granule = granule
-        self.workspace = workspace or {}
+        self.workspace, self.kept = workspace or {}, kept or {}
         self.allocations: list[Allocation] = []
         self.assumed = 0
         self.now = 0
@@ -98,6 +106,9 @@ class AllocationTrace(TorchDispatchMode):
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and tensor.device.type != "meta":
                 self._note(tensor, module, op, phase)
+        if func in self.kept:
+            tensor, nbytes = self.kept[func](args, result)
+            self._note(tensor, module, op, phase).nbytes = self._rounded(nbytes)
         if func in self.workspace:
             self._note_workspace(self.workspace[func](args, result), module, op, phase)
         return result
@@ -146,9 +157,11 @@ class AllocationTrace(TorchDispatchMode):
 
     def _born(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
         self.now += 1
-        nbytes = -(-nbytes // self.granule) * self.granule
-        self.allocations.append(Allocation(nbytes, module, op, phase, self.now, self._period))
+        self.allocations.append(Allocation(self._rounded(nbytes), module, op, phase, self.now, self._period))
         return self.allocations[-1]
+
+    def _rounded(self, nbytes: int) -> int:
+        return -(-nbytes // self.granule) * self.granule
 
     def _died(self, key: int, _: Any) -> None:
         self.now += 1

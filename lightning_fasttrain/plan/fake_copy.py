@@ -1,6 +1,7 @@
 """Models and batches without their memory: the same shapes, types and ties, on the CPU."""
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,9 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         TypeError: neither a module nor a function that returns one, or a module that cannot be copied.
     """
     if not isinstance(module, nn.Module):
-        with mode:
+        with mode, warnings.catch_warnings():
+            # Modules such as nn.TransformerEncoder copy their layers, and copying looks for an address.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             built = module() if callable(module) else module
         if not isinstance(built, nn.Module):
             raise TypeError(

@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain._messages import explain, note_once, say
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
-from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward, CheckpointPolicy, SelectiveOps
+from lightning_fasttrain.model.activation_checkpointing import (
+    Anew,
+    CheckpointedForward,
+    CheckpointPolicy,
+    SelectiveOps,
+)
 from lightning_fasttrain.plan.block_cost import BlockCost, Stopwatch, measure_block
 from lightning_fasttrain.plan.checkpoint_plan import GIB, KEPT, SELECTIVE, CheckpointPlan, make_plan
 from lightning_fasttrain.run import PeakMemory
@@ -122,7 +127,7 @@ class _PlannedForward(CheckpointedForward):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = super()._contexts()
-        return forward, self.watch.recomputing(self.name, again)
+        return forward, Anew(lambda: self.watch.recomputing(self.name, again))
 
 
 class _Stage(Enum):

@@ -30,10 +30,10 @@ from lightning_fasttrain.optim import (
 )
 from lightning_fasttrain.plan.allocation_trace import AllocationTrace
 from lightning_fasttrain.plan.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.plan.cpu_workspace import CPU_WORKSPACE
 from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module
 from lightning_fasttrain.plan.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.memory_report import MemoryReport, report
+from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -111,7 +111,7 @@ def predict_memory(
     check_together(techniques)
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
     on_cuda = device == "cuda"
-    trace = AllocationTrace(granule=GRANULE) if on_cuda else AllocationTrace(workspace=CPU_WORKSPACE)
+    trace = AllocationTrace(GRANULE if on_cuda else 1, {} if on_cuda else CPU_WORKSPACE, KEPT)
     _refuse_measured(techniques)
     surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in _LEFT_OUT]
     with isolate_rng(include_cuda=False), ExitStack() as undo:

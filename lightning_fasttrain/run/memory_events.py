@@ -88,7 +88,7 @@ def _inside(event: Any, place: Place, module_of: dict[int, str]) -> Place:
         return Place("optimizer", name.partition("#")[2])
     if name.startswith(_LOADER):
         return Place("loader")
-    if details.scope != RecordScope.FUNCTION:  # a range that someone else has named
+    if getattr(details, "scope", None) != RecordScope.FUNCTION:  # no operator: a range that someone else has named
         return place
     if details.sequence_number < 0:  # gradients are off: the backward itself, or the optimizer's arithmetic
         return place._replace(op=place.op or name)

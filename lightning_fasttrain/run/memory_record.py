@@ -143,9 +143,9 @@ class MemoryRecord:
         """Category → the most bytes that it had, each at its own moment."""
         return {name: max(point.nbytes[i] for point in self.points) for i, name in enumerate(CATEGORIES)}
 
-    def holders(self, category: str | None = None) -> list[Holder]:
-        """Who holds the memory at the peak, or at the end if memory ran out; the largest first."""
-        ms = self.peak.ms if self.failed_ms is None else self.failed_ms
+    def holders(self, category: str | None = None, ms: float | None = None) -> list[Holder]:
+        """Who holds memory, in one category or in all, at a moment or at the peak; the largest first."""
+        ms = self.peak.ms if ms is None else ms
         held: Counter[tuple[str, str]] = Counter()
         for a in self.allocations:
             if a.begin_ms <= ms < a.end_ms and category in (None, a.category):

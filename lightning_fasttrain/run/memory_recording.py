@@ -285,7 +285,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 def _what_filled_it(record: MemoryRecord, events: Events) -> str:
     place = events.failed.place if events.failed is not None else Place()
-    holders = record.holders()
+    holders = record.holders(ms=record.failed_ms)
     held, where = sum(holder.nbytes for holder in holders), f" of {place.module}" if place.module else ""
     largest = ", ".join(str(holder) for holder in holders[:3])
     return f"Out of memory in {place.op or 'Python'}{where}, with {format_bytes(held)} in use. Largest: {largest}."

@@ -31,7 +31,8 @@ class MemoryTimeline(Technique):
 
     Args:
         folder: for the files, ``memory_timeline.html`` and so on.
-        first_step: steps before the recording, in which optimizer state and compiled code come to be.
+        first_step: steps before the recording, in which optimizer state and compiled code come to be. On the CPU it
+            shares torch's one profiler with ``MemoryMeter``, which by default is done by then.
         steps: how many to record.
         kinds: of files, as for :func:`~lightning_fasttrain.save_memory_record`.
 
@@ -119,7 +120,7 @@ class MemoryTimeline(Technique):
         """Hook: make do with the steps there were, or say that there were none."""
         self.on_validation_start(trainer, pl_module)
         if self.record is None and self._due < math.inf:
-            say("MemoryTimeline: nothing recorded, the fit ended within the first %d steps", self.first_step)
+            say("MemoryTimeline: nothing recorded, no whole step came after the first %d", self.first_step)
 
     def _finish(self) -> None:
         recording, self._open = self._open, None

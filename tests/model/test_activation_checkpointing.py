@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import checkpoint_activations_
+from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from tests.nets import Block, TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 
@@ -104,6 +105,37 @@ def test_batchnorm_counts_each_batch_once():
     checkpoint_activations_(net)
     run(net, torch.randn(6, 4))
     assert [block[1].num_batches_tracked.item() for block in net] == [1, 1, 1]
+
+
+def test_a_graph_that_is_kept_can_be_gone_through_again():
+    plain = stack("dropout")
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours)
+    x = torch.randn(6, 4)
+    for net in (plain, ours):
+        torch.manual_seed(5)
+        loss = net(x).pow(2).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+
+
+def test_tensors_by_keyword_and_in_containers_are_saved_where_hooks_see_them():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, *, x, more):
+            return torch.tanh(self.linear(x) + more["bias"][0])
+
+    seen = []
+    block = nn.ModuleList([Named(), Named()])
+    checkpoint_activations_(block)
+    x, bias = torch.randn(3, 4), torch.randn(4)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: seen.append(t.data_ptr()) or t, lambda t: t):
+        block[0](x=x, more={"bias": [bias]}).sum().backward()
+    assert {x.data_ptr(), bias.data_ptr()} <= set(seen)
 
 
 def test_less_is_saved_for_the_backward():
@@ -219,3 +251,150 @@ def test_k_is_checked(k, error):
 def test_every_kth_block():
     assert list(checkpoint_activations_(TinyLM(depth=5), ft.EveryBlock(2))) == ["blocks.0", "blocks.2", "blocks.4"]
     assert list(checkpoint_activations_(TinyLM(), blocks=Block)) == ["blocks.0", "blocks.1", "blocks.2"]
+
+
+# --- selective by operation --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["dropout", "batchnorm", "numpy and random", "spectral norm", "transformer"])
+def test_selective_is_bitwise_equal(kind, dtype):
+    plain = stack(kind).to(dtype)
+    ours = copy.deepcopy(plain)
+    assert len(checkpoint_activations_(ours, ft.SelectiveOps())) == 3
+    shape = (6, 3, 4) if kind == "transformer" else (6, 4)
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x = torch.randn(shape, dtype=dtype)
+        plain.zero_grad()
+        ours.zero_grad()
+        assert same(run(plain, x), run(ours, x))
+
+
+class Operations(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.counts[func] = self.counts.get(func, 0) + 1
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(nn.Module):
+    """Fused attention between two projections, with an activation function that is cheap to recompute."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        self.inward, self.outward, self.dropout = nn.Linear(8, 24), nn.Linear(8, 8), dropout
+
+    def forward(self, x):
+        q, k, v = self.inward(x).chunk(3, dim=-1)
+        mixed = nn.functional.scaled_dot_product_attention(q[:, None], k[:, None], v[:, None], dropout_p=self.dropout)
+        return x + torch.tanh(self.outward(mixed[:, 0]))
+
+
+def operations_in_backward(policy, net, x):
+    checkpoint_activations_(net, policy)
+    loss = net(x).sum()
+    with Operations() as mode:
+        loss.backward()
+    return mode.counts
+
+
+def test_matmuls_and_attention_are_not_computed_again_but_the_rest_is():
+    aten = torch.ops.aten
+    attention = aten._scaled_dot_product_flash_attention_for_cpu.default
+    x = torch.randn(2, 5, 8)
+    plain = operations_in_backward(ft.EveryBlock(), nn.Sequential(*[Attention() for _ in range(3)]), x)
+    lean = operations_in_backward(ft.SelectiveOps(), nn.Sequential(*[Attention() for _ in range(3)]), x)
+    assert (plain[attention], plain[aten.addmm.default]) == (3, 6)
+    assert attention not in lean
+    assert aten.addmm.default not in lean
+    assert plain[aten.tanh.default] == lean[aten.tanh.default] == 3
+
+
+def test_random_attention_is_recomputed_so_that_later_draws_stay_the_same():
+    torch.manual_seed(0)
+    plain = nn.Sequential(*[nn.Sequential(Attention(0.4), nn.Dropout(0.5)) for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours, ft.SelectiveOps())
+    x = torch.randn(2, 5, 8)
+    assert same(run(plain, x), run(ours, x))
+    op = torch.ops.aten._scaled_dot_product_flash_attention.default
+    policy = ft.SelectiveOps()
+    assert "MUST_SAVE" in str(policy.keeps(None, op, x, x, x))
+    assert "MUST_SAVE" in str(policy.keeps(None, op, x, x, x, 0.0))
+    assert "RECOMPUTE" in str(policy.keeps(None, op, x, x, x, 0.1))
+    assert "RECOMPUTE" in str(policy.keeps(None, op, x, x, x, dropout_p=0.1))
+
+
+def test_what_the_user_lists_is_kept_too():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(torch.tanh(torch.bmm(x, x)))
+
+    aten, x = torch.ops.aten, torch.randn(2, 4, 4)
+    net = nn.Sequential(Table(), Table())
+    assert operations_in_backward(ft.SelectiveOps(), copy.deepcopy(net), x)[aten.bmm.default] > 2
+    kept = operations_in_backward(ft.SelectiveOps(also=[aten.bmm.default]), copy.deepcopy(net), x)
+    plain = operations_in_backward(ft.EveryBlock(), copy.deepcopy(net), x)
+    assert plain[aten.bmm.default] - kept[aten.bmm.default] == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "error", "message"),
+    [
+        (torch.ops.aten.bmm, TypeError, r"Use torch\.ops\.aten\.bmm\.default"),
+        ("bmm", TypeError, "no operation overload"),
+        (torch.ops.aten.native_dropout.default, ValueError, "draws random numbers"),
+    ],
+)
+def test_what_is_listed_is_checked(op, error, message):
+    with pytest.raises(error, match=message):
+        ft.SelectiveOps(also=[op])
+
+
+def test_between_kept_and_recomputed_in_memory():
+    def added(policy):
+        torch.manual_seed(0)
+        net = GPT(GPTConfig(vocabulary=8, context=64, layers=4, heads=2, width=32))
+        if policy is not None:
+            checkpoint_activations_(net, policy)
+        tokens = torch.randint(8, (8, 64))
+        with ft.PeakMemory("cpu", net, tokens) as peak:
+            net(tokens).sum().backward()
+        return peak.added_bytes
+
+    kept, selective, recomputed = added(None), added(ft.SelectiveOps()), added(ft.EveryBlock())
+    assert recomputed < 0.6 * selective
+    assert selective < 0.85 * kept
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["block compiled over it", "model compiled around it"])
+def test_selective_with_the_compiler(inside):
+    plain = nn.Sequential(*[Attention() for _ in range(3)])
+    ours = copy.deepcopy(plain)
+    checkpoint_activations_(ours, ft.SelectiveOps())
+    if inside:
+        compiled = ours
+        ft.compile_blocks_(ours, backend="aot_eager", fullgraph=True)
+    else:
+        compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    x = torch.randn(2, 5, 8)
+    for net in (plain, compiled):
+        net(x).pow(2).mean().backward()
+    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+        assert torch.allclose(a.grad, b.grad, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("policy", [3, "all"])
+def test_a_policy_is_asked_for(policy):
+    with pytest.raises(TypeError, match=r"policy=.*no policy of activation checkpointing\. Use EveryBlock"):
+        ft.ActivationCheckpointing(policy)

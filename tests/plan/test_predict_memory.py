@@ -1,0 +1,475 @@
+import dataclasses
+import json
+
+import lightning as L
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import MemoryReport, PeakMemory, predict_memory
+from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.run.memory_record import CATEGORIES
+from tests.nets import TinyLM, fit, lm_batches
+
+MIB = 2**20
+
+
+def sgd(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def of_chain(*layers, batch, loss=lambda net, batch: net(batch).sum(), optimizer=sgd, device="cpu", **settings):
+    return predict_memory(
+        lambda: nn.Sequential(*[layer() for layer in layers]),
+        batch,
+        loss=loss,
+        optimizer=optimizer,
+        device=device,
+        **settings,
+    )
+
+
+def linear(inputs=256, outputs=256):
+    return lambda: nn.Linear(inputs, outputs, bias=False)
+
+
+# --- closed form
+
+
+def test_every_category_of_two_layers_in_closed_form():
+    square = 256 * 256 * 4  # bytes of a weight, of the batch and of every activation
+    report = of_chain(linear(), nn.Tanh, linear(), batch=torch.zeros(256, 256))
+    assert tuple(report.at_peak) == tuple(report.peaks) == CATEGORIES
+    assert report.peaks["parameters"] == report.peaks["gradients"] == report.peaks["optimizer state"] == 2 * square
+    assert report.peaks["inputs"] == square
+    assert report.peaks["activations"] == square  # the tanh, once for itself and once for the layer above
+    # The forward has them all, the last step's gradients too, when the last layer's output is added.
+    assert report.peak_bytes - (2 + 2 + 2 + 1 + 1 + 1) * square < 100
+    assert sum(report.at_peak.values()) == report.peak_bytes
+
+
+def test_gradients_that_are_released_early_are_not_there_in_the_forward():
+    square = 256 * 256 * 4
+    layers = (linear(), nn.Tanh, linear())
+    kept = of_chain(*layers, batch=torch.zeros(1024, 256))
+    released = of_chain(*layers, batch=torch.zeros(1024, 256), techniques=[ft.EagerGradientRelease()])
+    assert kept.at_peak["gradients"] == 2 * square
+    assert kept.phase == "forward"
+    assert kept.peak_bytes - released.peak_bytes == square  # then the backward is the peak, when one has arrived
+
+
+def test_tied_parameters_count_once():
+    def tied():
+        net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+        net[1].weight = net[0].weight
+        return net
+
+    report = predict_memory(
+        tied, torch.zeros(1, 64), loss=lambda net, x: net(x).sum(), optimizer=sgd, device="cpu"
+    )
+    assert report.peaks["parameters"] == report.peaks["gradients"] == 64 * 64 * 4
+
+
+def test_bf16_true_halves_everything():
+    batch = torch.zeros(512, 256)
+    full, half = (of_chain(linear(), nn.Tanh, linear(), batch=batch, precision=p) for p in ("32-true", "bf16-true"))
+    assert {c: half.peaks[c] * 2 - full.peaks[c] for c in CATEGORIES if c != "temporaries"} == dict.fromkeys(
+        [c for c in CATEGORIES if c != "temporaries"], 0
+    )
+
+
+def test_a_model_that_fits_no_machine():
+    width = 2**21
+    report = of_chain(linear(width, width), batch=torch.zeros(1, width), optimizer=torch.optim.AdamW)
+    assert report.at_peak["parameters"] == 16 * 2**40
+    assert report.peak_bytes >= 4 * 16 * 2**40
+
+
+# --- held against measurement
+
+
+def measured(specimen, techniques=(), parts=1, precision="32-true"):
+    """Peak of the third step, in an own loop of the Trainer's order."""
+    module, batch = specimen.module(), specimen.batch()
+    ft.apply(module, techniques)
+    optimizer = module.configure_optimizers()
+
+    def step():
+        if parts > 1:
+            optimizer.zero_grad()
+        for part in ft.split_batch(batch, parts):
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+                loss = module.loss(part) / parts
+            if parts == 1:
+                optimizer.zero_grad()
+            loss.backward()
+            del loss
+        optimizer.step()
+
+    step()
+    step()
+    with PeakMemory("cpu", module, optimizer, batch) as peak:
+        step()
+    return peak.peak_bytes
+
+
+SMALL = {
+    "gpt": zoo.gpt("nano", batch=2),
+    "llama": zoo.llama(layers=2, batch=2, length=128),
+    "encoder": zoo.encoder(layers=2, batch=4),
+    "resnet": zoo.resnet(layers=2, batch=8, pixels=32),
+    "uneven": zoo.uneven(layers=4, batch=4),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "checkpointing", "parts", "precision"),
+    [
+        *[(name, False, 1, "32-true") for name in SMALL],
+        *[(name, True, 1, "32-true") for name in SMALL],
+        ("gpt", False, 2, "32-true"),
+        ("resnet", False, 4, "32-true"),
+        ("gpt", False, 1, "bf16-mixed"),
+        ("encoder", True, 2, "bf16-mixed"),
+    ],
+)
+def test_within_five_per_cent_of_the_measured_peak(name, checkpointing, parts, precision):
+    techniques = [ft.ActivationCheckpointing()] if checkpointing else []
+    specimen = SMALL[name]
+    report = predict_memory(
+        specimen.module,
+        specimen.batch(),
+        techniques=[*techniques, ft.MicroBatching(parts)],
+        precision=precision,
+        device="cpu",
+    )
+    assert report.peak_bytes == pytest.approx(measured(specimen, techniques, parts, precision), rel=0.05)
+
+
+def test_a_recurrent_network_and_transposed_convolutions():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up = nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.ConvTranspose2d(16, 4, 2, stride=2)
+            self.rows = nn.LSTM(4 * 32, 64, batch_first=True)
+
+        def forward(self, x):
+            rows = self.up(self.down(x).relu()).transpose(1, 2).flatten(2)
+            return self.rows(rows)[0]
+
+    def loss(net, x):
+        return net(x).pow(2).mean()
+
+    torch.manual_seed(0)
+    net, batch = Odd(), torch.randn(32, 3, 32, 32)
+    report = predict_memory(net, batch, loss=loss, optimizer=sgd, device="cpu")
+    optimizer = sgd(net.parameters())
+    for _ in range(3):
+        with PeakMemory("cpu", net, optimizer, batch) as peak:
+            value = loss(net, batch)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+
+
+def test_optimizer_in_backward_is_as_measured():
+    specimen = SMALL["uneven"]
+    module, batch = specimen.module(), specimen.batch()
+    ft.checkpoint_activations_(module)
+    optimizer = module.configure_optimizers()
+    ft.optimize_in_backward_(optimizer)
+    for _ in range(3):
+        with PeakMemory("cpu", module, optimizer, batch) as peak:
+            loss = module.loss(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = predict_memory(
+        specimen.module,
+        batch,
+        techniques=[ft.ActivationCheckpointing(), ft.OptimizerInBackward()],
+        device="cpu",
+    )
+    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+    largest = max(p.nbytes for p in module.parameters())
+    assert report.peaks["gradients"] < 3 * largest
+
+
+@pytest.mark.parametrize(
+    "techniques", [[], [ft.MicroBatching(3)], [ft.EagerGradientRelease()]], ids=["plain", "parts", "release"]
+)
+def test_it_is_the_peak_of_the_real_trainer(techniques):
+    batches = lm_batches(4, size=60, length=50)
+    meter = ft.MemoryMeter()
+    fit(TinyLM(), batches, [*techniques, meter])
+    predicted = predict_memory(TinyLM, batches[0], techniques=techniques, device="cpu")
+    assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_within_ten_per_cent_on_a_gpu(precision, checkpointing):
+    specimen = zoo.gpt("tiny", batch=16)
+    techniques = [ft.ActivationCheckpointing()] if checkpointing else []
+    module = specimen.module().cuda()
+    batch = [tensor.cuda() for tensor in specimen.batch()]
+    ft.apply(module, techniques)
+    optimizer = module.configure_optimizers()
+    for _ in range(3):
+        with PeakMemory("cuda") as peak:
+            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+                loss = module.loss(batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    report = predict_memory(specimen.module, batch, techniques=techniques, precision=precision, device="cuda")
+    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.10)
+
+
+# --- what it takes
+
+
+def test_a_model_that_exists_is_left_alone_and_not_copied():
+    specimen = SMALL["gpt"]
+    module, batch = specimen.module(), specimen.batch()
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    random_state = torch.get_rng_state()
+    with PeakMemory("cpu", module) as peak:
+        report = predict_memory(module, batch, device="cpu")
+    assert peak.added_bytes < 0.01 * sum(p.nbytes for p in module.parameters())
+    assert report == predict_memory(specimen.module, batch, device="cpu")
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+    assert all(p.grad is None and not p._post_accumulate_grad_hooks for p in module.parameters())
+    assert not any(m._forward_pre_hooks or "forward" in vars(m) for m in module.modules())
+    assert torch.equal(random_state, torch.get_rng_state())
+
+
+def test_models_and_batches_without_memory_give_the_same():
+    specimen = SMALL["uneven"]
+    expected = predict_memory(specimen.module, specimen.batch(), device="cpu").peak_bytes
+    with torch.device("meta"):
+        on_meta = specimen.module()
+    with FakeTensorMode():
+        fake, fake_batch = specimen.module(), specimen.batch()
+    meta_batch = tuple(tensor.to("meta") for tensor in specimen.batch())
+    assert predict_memory(on_meta, meta_batch, device="cpu").peak_bytes == expected
+    assert predict_memory(fake, fake_batch, device="cpu").peak_bytes == expected
+    assert next(on_meta.parameters()).is_meta
+
+
+def test_a_model_that_is_built_in_configure_model_and_logs():
+    class Lazy(L.LightningModule):
+        net = None
+
+        def configure_model(self):
+            self.net = self.net or nn.Linear(8, 8, bias=False)
+
+        def training_step(self, batch):
+            loss = self.net(batch).sum()
+            self.log("loss", loss)
+            return {"loss": loss}
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters())
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
+
+    report = predict_memory(Lazy, torch.zeros(2, 8), device="cpu")
+    assert report.peaks["optimizer state"] == 2 * 8 * 8 * 4 + 4
+
+
+def test_all_micro_batches_after_the_second_are_like_it():
+    specimen = SMALL["uneven"]
+    batch = tuple(torch.cat([tensor] * 4) for tensor in specimen.batch())
+    two, eight = (
+        predict_memory(specimen.module, batch, techniques=[ft.MicroBatching(n)], device="cpu").at_peak["activations"]
+        for n in (2, 8)
+    )
+    assert two == pytest.approx(4 * eight, rel=0.01)
+
+
+def test_a_number_that_is_read_is_assumed_and_said():
+    def loss(net, batch):
+        value = net(batch).sum()
+        return value * value.item() if value > 0 else value
+
+    report = of_chain(linear(), batch=torch.zeros(2, 256), loss=loss)
+    assert any(".item()" in note for note in report.notes)
+
+
+def test_compiling_is_left_out_with_a_note():
+    specimen = SMALL["uneven"]
+    plain = predict_memory(specimen.module, specimen.batch(), device="cpu")
+    compiled = predict_memory(specimen.module, specimen.batch(), techniques=[ft.CompileBlocks()], device="cpu")
+    assert compiled.peak_bytes == plain.peak_bytes
+    assert "upper bound" in compiled.notes[0]
+
+
+# --- the report
+
+
+def test_it_names_the_module_that_reaches_the_peak_and_what_holds_most():
+    class WithWideHead(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.Sequential(*[nn.Linear(32, 32) for _ in range(3)])
+            self.head = nn.Linear(32, 4096)
+
+        def forward(self, x):
+            return self.head(self.blocks(x).relu()).tanh()
+
+    report = predict_memory(
+        WithWideHead, torch.zeros(512, 32), loss=lambda net, x: net(x).sum(), optimizer=sgd, device="cpu"
+    )
+    assert (report.phase, report.module) == ("backward", "") or report.op == "tanh_backward"
+    largest = report.holders[0]
+    assert (largest.category, largest.op, largest.nbytes) == ("activations", "tanh", 512 * 4096 * 4)
+    weight = next(holder for holder in report.holders if holder.module == "head.weight")
+    assert weight.nbytes == 4096 * 32 * 4
+    assert any(holder.module == "blocks.*.weight" and holder.count == 3 for holder in report.holders)
+
+
+def test_the_backward_of_a_module_is_given_its_name():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Conv2d(16, 16, 3, padding=1), nn.BatchNorm2d(16)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    report = predict_memory(
+        Net, torch.zeros(8, 16, 32, 32), loss=lambda net, x: net(x).pow(2).sum(), optimizer=sgd, device="cpu"
+    )
+    made = {holder.op: holder.module for holder in report.holders}
+    assert made.get("convolution", "first") == "first"
+    assert report.module in ("first", "second")
+    assert ("conv" in report.op) == (report.module == "first")
+
+
+def test_the_report_prints_and_becomes_json():
+    report = of_chain(linear(), batch=torch.zeros(1024, 256))
+    assert isinstance(report, MemoryReport)
+    text = str(report)
+    assert all(category in text for category in CATEGORIES)
+    assert "MiB" in text
+    assert json.loads(json.dumps(dataclasses.asdict(report)))["peak_bytes"] == report.peak_bytes
+
+
+# --- CUDA's own ways, in closed form
+
+
+def test_cuda_rounds_every_tensor_up():
+    report = of_chain(linear(3, 3), batch=torch.zeros(1, 3), device="cuda")
+    assert report.peaks["parameters"] == report.peaks["gradients"] == report.peaks["inputs"] == 512
+
+
+def test_cuda_keeps_dropout_masks_of_one_byte():
+    batch = torch.zeros(1024, 1024)
+    on_cpu, on_cuda = (
+        of_chain(linear(1024, 1024), nn.Dropout, batch=batch, device=device).peaks["activations"]
+        for device in ("cpu", "cuda")
+    )
+    assert (on_cpu, on_cuda) == (4 * MIB, 1 * MIB)
+
+
+def test_cuda_keeps_no_table_of_an_attention_with_dropout():
+    def loss(net, x):
+        heads = net(x).view(2, 4, 512, 16)
+        return F.scaled_dot_product_attention(heads, heads, heads, None, 0.1, True).sum()
+
+    on_cpu, on_cuda = (
+        of_chain(linear(64, 64), batch=torch.zeros(2, 512, 64), loss=loss, device=device).peaks["activations"]
+        for device in ("cpu", "cuda")
+    )
+    table = 2 * 4 * 512 * 512 * 4
+    assert on_cuda < table / 4 < table < on_cpu
+
+
+def test_cuda_runs_norms_in_float32_under_autocast():
+    batch = torch.zeros(1024, 256)
+    layers = linear(), lambda: nn.LayerNorm(256), linear()
+    on_cpu, on_cuda = (
+        of_chain(*layers, batch=batch, precision="bf16-mixed", device=device).peaks["activations"]
+        for device in ("cpu", "cuda")
+    )
+    assert on_cuda - on_cpu == pytest.approx(1024 * 256 * 2, rel=0.2)  # its input, kept in twice the bytes
+
+
+def test_cuda_updates_all_parameters_at_once():
+    layers = [linear()] * 8
+    on_cpu, on_cuda = (
+        of_chain(*layers, batch=torch.zeros(1, 256), optimizer=torch.optim.AdamW, device=device).peaks["temporaries"]
+        for device in ("cpu", "cuda")
+    )
+    assert on_cuda - 32 * MIB >= 8 * 256 * 256 * 4 > 3 * on_cpu
+
+
+# --- refusals
+
+
+def refusal(kind, *arguments, **settings):
+    with pytest.raises(kind) as error:
+        predict_memory(*arguments, **settings)
+    return str(error.value)
+
+
+def test_unknown_words():
+    assert "precision='fp8'" in refusal(ValueError, TinyLM, None, precision="fp8")
+    assert "device='tpu'" in refusal(ValueError, TinyLM, None, device="tpu")
+
+
+def test_a_module_without_loss_or_optimizer():
+    net, x = nn.Linear(2, 2), torch.zeros(1, 2)
+    assert "optimizer=" in refusal(TypeError, net, x, loss=lambda net, x: net(x).sum())
+    assert "loss=" in refusal(TypeError, net, x, optimizer=sgd)
+    assert "function without arguments" in refusal(TypeError, 3, x)
+
+
+def test_a_model_that_cannot_be_copied():
+    net = nn.Linear(2, 2)
+    net.file = open(__file__)
+    try:
+        message = refusal(TypeError, net, torch.zeros(1, 2), optimizer=sgd, loss=lambda net, x: net(x).sum())
+    finally:
+        net.file.close()
+    assert "Give a function that builds it" in message
+
+
+def test_manual_optimisation():
+    class Manual(TinyLM):
+        automatic_optimization = False
+
+    assert "automatic_optimization=False" in refusal(ValueError, Manual, lm_batches(1)[0])
+
+
+def test_a_step_that_needs_a_trainer_or_values():
+    class NeedsTrainer(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) / self.trainer.max_epochs
+
+    class NeedsValues(TinyLM):
+        def training_step(self, batch, batch_idx):
+            kept = batch["labels"] != -100
+            return F.cross_entropy(self(batch["input_ids"])[kept], batch["labels"][kept])
+
+    batch = lm_batches(1)[0]
+    assert "uses self.trainer" in refusal(ValueError, NeedsTrainer, batch)
+    assert "depends on values" in refusal(ValueError, NeedsValues, batch)
+
+
+def test_a_step_that_names_a_gpu_is_refused_before_torch_would_abort():
+    def loss(net, x):
+        return (net(x) * torch.zeros(1, device="cuda")).sum()
+
+    message = refusal(ValueError, nn.Linear(2, 2), torch.zeros(1, 2), loss=loss, optimizer=sgd)
+    assert "on cuda" in message
+
+
+def test_a_plan_that_is_measured_in_training():
+    techniques = [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))]
+    assert "EveryBlock" in refusal(ValueError, TinyLM, lm_batches(1)[0], techniques=techniques)
