@@ -56,7 +56,7 @@ def _add_ladder(commands: Any) -> None:
     parser.add_argument("--each", action="store_true", help="also run each rung alone")
     parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences per step; default: the size's own")
-    parser.add_argument("--micro-batches", type=int, metavar="N", default=4, help="parts of a batch; default: 4")
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="parts of a batch; default: the size's own")
     parser.add_argument("--rungs", metavar="A,B,C", help="only these, a wrong name lists them; default: all")
     parser.set_defaults(run=_ladder)
 

@@ -8,35 +8,35 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fasttrain import data, model, optim, run
+from lightning_fasttrain import data, loss, model, optim, plan, run
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, apply
 from lightning_fasttrain.bench.gpt import GPTModule
 from lightning_fasttrain.bench.recorder import Recorder
 from lightning_fasttrain.bench.rungs import State
 
-ROOMS = (model, optim, data, run)
+ROOMS = (model, loss, optim, data, run, plan)
 
 
 def callbacks_of(state: State) -> list[L.Callback]:
     """The callbacks that a state names, each a public name of this package.
 
     Raises:
-        ValueError: there is no callback of that name.
+        ValueError: there is nothing of that name.
 
     Example:
         >>> [type(callback).__name__ for callback in callbacks_of({"callbacks": {"MicroBatching": {"n": 2}}})]
         ['MicroBatching']
     """
-    made = []
-    for name, arguments in state["callbacks"].items():
-        kind = next((getattr(room, name) for room in ROOMS if hasattr(room, name)), None)
-        if not (isinstance(kind, type) and issubclass(kind, L.Callback)):
-            raise ValueError(
-                explain(f"callback {name!r}", "this package has none of this name", "Check the rung's entry")
-            )
-        made.append(kind(**arguments))
-    return made
+    return [_made(name, arguments) for name, arguments in state["callbacks"].items()]
+
+
+def _made(name: str, arguments: dict[str, Any]) -> Any:
+    kind = next((getattr(room, name) for room in ROOMS if hasattr(room, name)), None)
+    if not isinstance(kind, type):
+        raise ValueError(explain(f"{name!r}", "this package has none of this name", "Check the rung's entry"))
+    values = {key: _made(*next(iter(v.items()))) if isinstance(v, dict) else v for key, v in arguments.items()}
+    return kind(**values)
 
 
 class Record(L.Callback):
@@ -98,7 +98,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
     device = recorder.device
     bf16 = state["trainer"].get("precision") == "bf16-mixed"
     surgeons = [c for c in callbacks if isinstance(c, Technique) and type(c).apply is not Technique.apply]
-    unknown = names - {"MicroBatching", "DevicePrefetch", "EagerGradientRelease"} - {type(c).__name__ for c in surgeons}
+    known = {"MicroBatching", "DevicePrefetch", "EagerGradientRelease", "OptimizerInBackward"}
+    unknown = names - known - {type(c).__name__ for c in surgeons}
     if unknown:
         raise ValueError(
             explain(f"{', '.join(sorted(unknown))} in a bare loop", "it has no place in it yet", "Add it to hosts.py")
@@ -106,6 +107,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
     with apply(module, surgeons):
         module.to(device)
         optimizer = module.configure_optimizers()
+        if "OptimizerInBackward" in names:
+            optim.optimize_in_backward_(optimizer)
         batches = data.prefetch_to_device(loader, device) if "DevicePrefetch" in names else loader
 
         def loss_of(batch: Any) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_fasttrain.bench.judge import (
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.bench.preparation import BARE, STRONG, Ladder
 from lightning_fasttrain.bench.process import run_in_fresh_process
-from lightning_fasttrain.bench.rungs import NAIVE, Rung, State, least_exact, on_top_of, strong_baseline
+from lightning_fasttrain.bench.rungs import NAIVE, Rung, State, least_exact, strong_baseline
 
 Row = dict[str, Any]
 OnProgress = Callable[[str, dict[str, Any]], None]
@@ -71,29 +71,27 @@ def _rows(ladder: Ladder, runner: "_Runner", result: Row) -> Iterator[Row]:
     yield naive
     if STRONG in ladder.baselines:
         strong = strong_baseline(ladder.device)
-        result["strong"] = runner.run(strong, on_top_of(NAIVE, strong.change), strong.exactness, attention="sdpa")
+        result["strong"] = runner.run(strong, strong.on(naive), strong.exactness, attention="sdpa")
         yield result["strong"]
-    state, exactness, top = NAIVE, Exactness.EXACT, naive
+    exactness, top = Exactness.EXACT, naive
     for rung in ladder.rungs:
         if rung.needs not in (None, ladder.device):
             result["skipped"].append({"name": rung.name, "title": rung.title, "reason": f"needs {rung.needs}"})
             continue
-        here, class_here = on_top_of(state, rung.change), least_exact(exactness, rung.exactness)
-        row = runner.run(rung, here, class_here)
+        class_here = least_exact(exactness, rung.exactness)
+        row = runner.run(rung, rung.on(top), class_here)
         row["carried"], row["verdict"] = judge(row, top, result["noise"]["time"])
         if ladder.each:
             # On top of naive alone this very run was the one on top of the ladder.
-            alone = (
-                row if state is NAIVE else runner.run(rung, on_top_of(NAIVE, rung.change), rung.exactness, alone=True)
-            )
+            alone = row if top is naive else runner.run(rung, rung.on(naive), rung.exactness, alone=True)
             row["alone"] = {key: alone[key] for key in ("step_ms", "peak_mib", "max_loss_delta", "error")}
         result["rungs"].append(row)
         if row["carried"]:
-            state, exactness, top = here, class_here, row
+            exactness, top = class_here, row
         result["top"] = {"rungs": [r["name"] for r in result["rungs"] if r["carried"]], **ratios(top, naive)}
         yield row
     if BARE in ladder.baselines and top["error"] is None:
-        bare = runner.run(Rung(BARE, "the top in a bare loop", {}), state, exactness, host="bare")
+        bare = runner.run(Rung(BARE, "the top in a bare loop", {}), top["state"], exactness, host="bare")
         if bare["error"] is None:
             bare["trainer_overhead"] = top["step_ms"] / bare["step_ms"]
             bare["verdict"] = trainer_verdict(bare["trainer_overhead"], result["noise"]["time"])

@@ -44,10 +44,10 @@ def prepare(
     each: bool = False,
     attention: str = "sdpa",
     batch: int | None = None,
-    micro_batches: int = 4,
+    micro_batches: int | None = None,
     names: list[str] | None = None,
     ladder: Callable[[int], tuple[Rung, ...]] = rungs,
-    warmup: int = 2,
+    warmup: int = 5,
     repeats: int = 1,
 ) -> Ladder:
     """Check every argument and read the text, so that what can go wrong goes wrong before the first rung.
@@ -60,10 +60,10 @@ def prepare(
         each: also run each rung alone on top of naive.
         attention: ``"sdpa"`` or ``"naive"``, in every rung.
         batch: sequences per step; the size's own number by default.
-        micro_batches: parts that the rung of micro-batches splits a batch into.
+        micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
         names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
         ladder: number of micro-batches → the rungs to choose from.
-        warmup: steps before the clock counts; compilation falls into them.
+        warmup: steps before the clock counts; compilation falls into them, and what a memory budget measures.
         repeats: fresh processes per rung, of which the fastest counts.
 
     Returns:
@@ -80,8 +80,10 @@ def prepare(
         positive_int("batch", chosen_size.batch if batch is None else batch),
         chosen_size.tokens,
         positive_int("steps", chosen_size.steps if steps is None else steps),
+        positive_int("micro_batches", chosen_size.micro_batches if micro_batches is None else micro_batches),
     )
-    if chosen_size.batch < positive_int("micro_batches", micro_batches):
+    micro_batches = chosen_size.micro_batches
+    if chosen_size.batch < micro_batches:
         raise ValueError(
             explain(
                 f"batch={chosen_size.batch} with micro_batches={micro_batches}",

@@ -1,6 +1,7 @@
 """The rungs of the ladder, as data. Adding one is a single entry in :func:`rungs`."""
 
 import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,8 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
 
 # How a run is made, in plain JSON, so that a fresh process can make it:
-#   callbacks: name of a callback of this package → its keyword arguments
+#   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for
+#              EveryBlock(k=2); or None, to take it away
 #   trainer:   keyword arguments of L.Trainer
 #   optimizer: keyword arguments of GPTModule.configure_optimizers' AdamW
 #   loop:      how the loop around it behaves
@@ -32,16 +34,21 @@ class Rung:
     Args:
         name: one word, for ``--rungs`` and the JSON.
         title: for the table and the picture.
-        change: what it adds to the state below it, in the form of :data:`NAIVE`.
+        change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
+            row of that state, which holds its measurements.
         exactness: how near it keeps to the run without it.
         needs: ``"cuda"`` if it means nothing elsewhere.
     """
 
     name: str
     title: str
-    change: State
+    change: State | Callable[[Mapping[str, Any]], State]
     exactness: Exactness = Exactness.EXACT
     needs: str | None = None
+
+    def on(self, below: Mapping[str, Any]) -> State:
+        """The state of this rung on top of the one that the row ``below`` was measured with."""
+        return on_top_of(below["state"], self.change(below) if callable(self.change) else self.change)
 
 
 def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
@@ -52,12 +59,17 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
 
     Example:
         >>> [rung.name for rung in rungs()][:3]
-        ['release', 'micro-batches', 'prefetch']
+        ['release', 'optimizer-in-backward', 'micro-batches']
     """
     n = positive_int("micro_batches", micro_batches)
     return (
         Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
-        Rung("micro-batches", f"micro-batches ×{n}", {"callbacks": {"MicroBatching": {"n": n}}}),
+        Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}),
+        Rung(
+            "micro-batches",
+            f"micro-batches ×{n}",
+            {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}},  # which cannot sum gradients
+        ),
         Rung(
             "prefetch",
             "no host syncs + prefetch",
@@ -71,7 +83,11 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
             needs="cuda",
         ),
         Rung("bf16", "bf16 mixed", {"trainer": {"precision": "bf16-mixed"}}, Exactness.TOLERANCE),
-        Rung("checkpointing", "activation checkpointing", {"callbacks": {"ActivationCheckpointing": {}}}),
+        Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("selective", "selective checkpointing", _checkpointing({"SelectiveOps": {}})),
+        Rung("checkpointing", "activation checkpointing", _checkpointing({"EveryBlock": {}})),
+        Rung("budget", "same peak, less recomputed", _budget),
+        Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
         Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, Exactness.TOLERANCE),
         Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
         # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
@@ -82,6 +98,19 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
             Exactness.TOLERANCE,
         ),
     )
+
+
+def _checkpointing(policy: dict[str, Any]) -> State:
+    return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
+
+
+def _budget(below: Mapping[str, Any]) -> State:
+    """A limit: the peak of the checkpointed state below, to be kept in less time; half of one that keeps everything."""
+    if below["peak_mib"] is None:  # it has failed
+        return _checkpointing({"MemoryBudget": {}})
+    checkpointed = "ActivationCheckpointing" in below["state"]["callbacks"]
+    gib = below["peak_mib"] / 1024 / (1 if checkpointed else 2)
+    return _checkpointing({"MemoryBudget": {"budget_gib": gib}})
 
 
 def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()) -> tuple[Rung, ...]:
@@ -109,7 +138,7 @@ def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[s
 
 
 def on_top_of(state: State, change: State) -> State:
-    """``state`` with ``change`` in it; neither is altered. A callback named again gets the new arguments.
+    """``state`` with ``change`` in it; neither is altered. A callback named again gets the new arguments, or goes.
 
     Example:
         >>> on_top_of(NAIVE, {"optimizer": {"fused": True}})["optimizer"], NAIVE["optimizer"]
@@ -117,7 +146,8 @@ def on_top_of(state: State, change: State) -> State:
     """
     result = copy.deepcopy(state)
     for section, entries in copy.deepcopy(change).items():
-        result.setdefault(section, {}).update(entries)
+        merged = {**result.get(section, {}), **entries}
+        result[section] = {name: entry for name, entry in merged.items() if section != "callbacks" or entry is not None}
     return result
 
 

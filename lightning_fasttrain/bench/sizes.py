@@ -18,12 +18,14 @@ class Size:
         batch: sequences per optimizer step, each as long as the model's context.
         tokens: ``"bytes"`` or ``"bpe"``, how text becomes token numbers.
         steps: timed steps per rung.
+        micro_batches: parts that its batch is split into.
     """
 
     model: GPTConfig
     batch: int
     tokens: str = "bytes"
     steps: int = 8
+    micro_batches: int = 4
 
 
 def _gpt2(layers: int, width: int, heads: int) -> Size:
@@ -33,8 +35,8 @@ def _gpt2(layers: int, width: int, heads: int) -> Size:
 
 SIZES = {
     # For a CPU: few parameters and many tokens, so that memory is activations, as it is in a real run on a GPU.
-    "nano": Size(GPTConfig(context=256, layers=6, heads=4, width=128), batch=32, steps=6),
-    "tiny": Size(GPTConfig(context=512, layers=4, heads=4, width=256), batch=32, steps=3),
+    "nano": Size(GPTConfig(context=256, layers=6, heads=4, width=128), batch=32, steps=6, micro_batches=16),
+    "tiny": Size(GPTConfig(context=512, layers=4, heads=4, width=256), batch=32, steps=3, micro_batches=16),
     "gpt2-small": _gpt2(layers=12, width=768, heads=12),
     "gpt2-medium": _gpt2(layers=24, width=1024, heads=16),
     "gpt2-xl": _gpt2(layers=48, width=1600, heads=25),

@@ -55,14 +55,19 @@ def _as_code(text: str) -> str:
 
 
 def _measured(ladder: Mapping[str, Any]) -> dict[str, str]:
-    """For each technique that a rung added alone: that rung's time and memory as factors of the state below it."""
-    result: dict[str, str] = {}
+    """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
+    found: dict[str, dict[str, str]] = {}
     noise = ladder["noise"]["time"]
     below: Mapping[str, Any] = ladder["rungs"][0]
     for rung in ladder["rungs"][1:]:
-        added = set(rung["state"]["callbacks"]) - set(below["state"]["callbacks"])
-        if rung["error"] is None and len(added) == 1:
+        before = below["state"]["callbacks"]
+        new = [name for name, arguments in rung["state"]["callbacks"].items() if before.get(name) != arguments]
+        if rung["error"] is None and len(new) == 1:
             time, memory = (rung[key] / below[key] for key in ("step_ms", "peak_mib"))
-            result[added.pop()] = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
+            factors = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
+            found.setdefault(new[0], {})[rung["name"]] = factors
         below = rung if rung["carried"] else below
-    return result
+    return {
+        name: "; ".join(factors if len(rungs) == 1 else f"{rung} {factors}" for rung, factors in rungs.items())
+        for name, rungs in found.items()
+    }

@@ -15,25 +15,46 @@ def row(step_ms, peak_mib, error=None):
 
 def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
-    assert names == "release micro-batches prefetch tf32 bf16 checkpointing compile fused max-autotune"
+    assert names == (
+        "release optimizer-in-backward micro-batches prefetch tf32 bf16 chunked-loss selective checkpointing budget "
+        "offload compile fused max-autotune"
+    )
 
 
 def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
     state = NAIVE
     for rung in rungs():
-        state = on_top_of(state, rung.change)
+        state = rung.on({"state": state, "peak_mib": 512.0})
         assert json.loads(json.dumps(state)) == state
-    assert len(callbacks_of(state)) == 6
+        assert len(callbacks_of(state)) == len(state["callbacks"])
+    assert "OptimizerInBackward" not in state["callbacks"]
+    assert len(state["callbacks"]) == 8
+
+
+def test_a_policy_is_made_from_its_name():
+    checkpointing = {rung.name: rung for rung in rungs()}["checkpointing"]
+    below = {"state": NAIVE, "peak_mib": 512.0}
+    (callback,) = callbacks_of(checkpointing.on(below))
+    assert repr(callback.policy) == "EveryBlock(k=1)"
+
+
+def test_the_budget_is_the_peak_of_a_checkpointed_state_and_half_of_another():
+    named = {rung.name: rung for rung in rungs()}
+    below = {"state": NAIVE, "peak_mib": 512.0}
+    checkpointed = {"state": named["checkpointing"].on(below), "peak_mib": 256.0}
+    for row, gib in [(below, 0.25), (checkpointed, 0.25), ({**below, "peak_mib": None}, "fit")]:
+        (callback,) = callbacks_of(named["budget"].on(row))
+        assert callback.policy.budget_gib == gib
 
 
 @pytest.mark.parametrize("rung", rungs(), ids=lambda rung: rung.name)
 def test_no_rung_promises_more_than_its_techniques(rung):
-    for callback in callbacks_of({"callbacks": rung.change.get("callbacks", {})}):
+    for callback in callbacks_of(rung.on({"state": {**NAIVE, "callbacks": {}}, "peak_mib": 512.0})):
         assert least_exact(rung.exactness, callback.exactness) is rung.exactness
 
 
 def test_an_unknown_callback_is_refused():
-    with pytest.raises(ValueError, match="callback 'Nonsense': this package has none"):
+    with pytest.raises(ValueError, match="'Nonsense': this package has none"):
         callbacks_of({"callbacks": {"Nonsense": {}}})
 
 
@@ -46,7 +67,7 @@ def test_states_are_added_without_altering_what_is_below():
 
 
 def test_unknown_rungs_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"rung 'warp': there is none of this name. Use release, micro-batches"):
+    with pytest.raises(ValueError, match=r"rung 'warp': there is none of this name. Use release, optimizer-in-backward, micro-batches"):
         chosen(rungs(), ["bf16", "warp"])
 
 
