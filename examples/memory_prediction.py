@@ -1,14 +1,14 @@
 """How well the predicted peak memory of a training step agrees with the measured one, on the CPU, for six models.
 
-    python examples/memory_prediction.py [RESULTS.json]
+    python examples/memory_prediction.py [--models "GPT nano,ResNet"] [--out RESULTS.json]
 
 The prediction runs on tensors without memory, from the function that builds the model; the measurement is of the
 third step of the same training, by PeakMemory. The last line is the largest error of all.
 """
 
+import argparse
 import json
 import platform
-import sys
 from pathlib import Path
 
 import torch
@@ -69,21 +69,27 @@ def measured_bytes(specimen, checkpointing, parts, precision):
     return peak.peak_bytes
 
 
-def main(out=None):
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="some of them; default: %(default)s")
+    parser.add_argument("--out", type=Path, help="a JSON file for the figures")
+    options = parser.parse_args()
     rows = []
-    print(f"{'':<34} {'predicted':>10} {'measured':>10} {'error':>7}   MiB")
-    for model, specimen in MODELS.items():
+    print(f"{'MiB':<34} {'predicted':>10} {'measured':>10} {'error':>7}")
+    for model in options.models.split(","):
         for way, settings in WAYS.items():
-            predicted, measured = predicted_bytes(specimen, *settings), measured_bytes(specimen, *settings)
+            predicted, measured = (of(MODELS[model], *settings) for of in (predicted_bytes, measured_bytes))
             error = predicted / measured - 1
             rows.append({"model": model, "way": way, "predicted_bytes": predicted, "measured_bytes": measured})
-            print(f"{model:<16} {way:<17} {predicted / 2**20:>10.2f} {measured / 2**20:>10.2f} {error:>+7.1%}", flush=True)
+            print(
+                f"{model:<16} {way:<17} {predicted / 2**20:>10.2f} {measured / 2**20:>10.2f} {error:>+7.1%}", flush=True
+            )
     largest = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
-    if out is not None:
-        about = {"torch": torch.__version__, "processor": platform.machine(), "largest_error": largest, "rows": rows}
-        Path(out).write_text(json.dumps(about, indent=1) + "\n")
+    if options.out is not None:
+        about = {"torch": torch.__version__, "processor": platform.machine(), "threads": torch.get_num_threads()}
+        options.out.write_text(json.dumps({**about, "largest_error": largest, "rows": rows}, indent=1) + "\n")
     print(f"largest error {largest:.1%}")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -109,6 +109,15 @@ def main(path):
     plain, expected, *_ = seeded([], mine)
     found["compile+checkpointing"] = worst(expected, seen)
 
+    plain, expected, *_ = seeded([], mine, **dropout)
+    budget = ft.MemoryBudget(1.0)
+    ours, seen, *_ = seeded([ft.ActivationCheckpointing(budget)], mine, **dropout)
+    found["budget"] = worst(expected, seen)
+    plan = budget.plan
+    found["plan"] = [plan.predicted_bytes, [[b.action, b.saved_bytes, b.forward_ms] for b in plan.blocks]]
+    found["plan checked"] = plan.measured_bytes
+    plain, expected, *_ = seeded([], mine)
+
     everything = [case.make() for case in TOGETHER if case.name not in ("TokenWeightedAccumulation",)]
     ours, seen, *_ = seeded(everything, mine)
     found["everything"] = worst(expected, seen)

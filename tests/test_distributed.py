@@ -56,6 +56,13 @@ def test_checkpointing_is_bitwise_and_compiling_close(found):
     assert largest(found, "compile+checkpointing") < 1e-5
 
 
+def test_processes_with_unequal_batches_make_one_plan_for_a_memory_budget(found):
+    assert largest(found, "budget") == 0
+    assert found[0]["plan"] == found[1]["plan"]
+    assert found[0]["plan checked"] == found[1]["plan checked"] <= 2**30
+    assert {action for action, *_ in found[0]["plan"][1]} == {"kept"}
+
+
 def test_all_techniques_together(found):
     assert largest(found, "everything") < 1e-5
     assert largest(found, "everything agree") == 0

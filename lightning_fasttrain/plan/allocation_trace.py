@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -104,7 +105,7 @@ class AllocationTrace(TorchDispatchMode):
         op = str(func.overloadpacket).removeprefix("aten.")
         result = self._run(func, args, kwargs or {})
         for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor) and tensor.device.type != "meta":
+            if isinstance(tensor, Tensor) and _has_storage(tensor):
                 self._note(tensor, module, op, phase)
         if func in self.kept:
             tensor, nbytes = self.kept[func](args, result)
@@ -170,8 +171,18 @@ class AllocationTrace(TorchDispatchMode):
 
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
         """Say what the storage of ``tensor`` is for."""
-        allocation = self._note(tensor, module, "", self.phase)
-        allocation.known, allocation.module = category, module or allocation.module
+        if _has_storage(tensor):
+            allocation = self._note(tensor, module, "", self.phase)
+            allocation.known, allocation.module = category, module or allocation.module
+
+    def marked(self, batch: Any, category: str) -> Any:
+        """``batch``, with every tensor in it marked."""
+
+        def mark(tensor: Tensor) -> Tensor:
+            self.mark(tensor, category)
+            return tensor
+
+        return apply_to_collection(batch, Tensor, mark)
 
     def reserve(self, nbytes: int, op: str) -> None:
         """Count ``nbytes`` that are there from now on and belong to no tensor."""
@@ -202,6 +213,11 @@ class AllocationTrace(TorchDispatchMode):
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:
         if parameter.grad is not None:
             self.mark(parameter.grad, "gradients", name)
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    """A sparse tensor has none itself; its indices and values are seen when they are made."""
+    return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 
 def _current_node() -> Any:

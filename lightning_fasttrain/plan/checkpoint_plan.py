@@ -119,11 +119,11 @@ def make_plan(
         aim_bytes: what the choice is made for: the limit, or less where an earlier plan has missed it.
 
     Raises:
-        ValueError: the highest of ``peaks`` is above what is aimed at.
+        ValueError: the highest of ``peaks`` is above the limit.
     """
     highest = max(peaks.values())
-    if highest > aim_bytes:
-        short = (highest - aim_bytes) / GIB
+    if highest > limit_bytes:
+        short = (highest - limit_bytes) / GIB
         raise ValueError(
             explain(
                 f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
@@ -133,7 +133,7 @@ def make_plan(
             )
         )
     choices = [_choices(cost) for cost in costs.values()]
-    room = [aim_bytes - peaks.get(name, 0) for name in costs]
+    room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     chosen = place([[(held, ms) for _, held, ms in options] for options in choices], room)
     assert chosen is not None, "recomputing every block is one of the choices, and it fits"
     blocks, held, predicted = [], 0, peaks.get("", 0)

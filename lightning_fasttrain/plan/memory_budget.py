@@ -293,7 +293,7 @@ class _Watch:
         costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
         costs, peaks = _of_all_processes(costs, self._peaks, self._device)
         budget = self.policy.budget_gib
-        limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else int(budget * GIB)
+        limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
         self._aim = min(limit, self._aim or limit)
         self.policy.plan = plan = make_plan(costs, peaks, limit, self._passes, self._aim)
         for block in plan.blocks:
@@ -306,8 +306,7 @@ class _Watch:
         plan = self.policy.plan
         assert plan is not None
         peak = int(_highest_of_all_processes([peak], self._device)[0])
-        if peak > plan.limit_bytes:
-            assert self._aim is not None
+        if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
             self._aim = plan.predicted_bytes - (peak - plan.limit_bytes)
             note_once("MemoryBudget: the peak was above the limit, and the choice is made anew")
             self._decide()

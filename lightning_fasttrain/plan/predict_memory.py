@@ -69,13 +69,13 @@ def predict_memory(
     asked about; it takes seconds.
 
     Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.PeakMemory` would measure it.
-    Not counted: what the process and CUDA's context take, fragmentation, and what kernels allocate for themselves
-    (on the CPU those of convolutions are in; on CUDA one cuBLAS workspace is, cuDNN's are not). Code is run eagerly:
-    for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
+    Not counted: what the process and CUDA's context take, fragmentation, and most of what kernels allocate for
+    themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in, and one cuBLAS workspace on CUDA; cuDNN's
+    are not. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
 
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or a model that exists, which is left
-            as it is and not copied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
+            as it is, its memory uncopied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch, as the loader gives it; only shapes and types matter.
         loss: (module, batch) → loss, in the place of ``training_step``.
         optimizer: parameters → optimizer, in the place of ``configure_optimizers``.
@@ -100,11 +100,12 @@ def predict_memory(
         ...     device="cpu",
         ... )
         >>> report.peak_bytes, report.phase, report.at_peak["optimizer state"]
-        (20000008, 'backward', 4000000)
+        (20000004, 'forward', 4000000)
 
     Source:
         Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.PeakMemory` on the CPU by
-        ``examples/memory_prediction.py``; the corrections for CUDA follow its documentation and sources.
+        ``examples/memory_prediction.py``. What differs on CUDA follows PyTorch's documentation and sources; it has
+        not been held against a GPU yet.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
@@ -114,20 +115,18 @@ def predict_memory(
     trace = AllocationTrace(GRANULE if on_cuda else 1, {} if on_cuda else CPU_WORKSPACE, KEPT)
     _refuse_measured(techniques)
     surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in _LEFT_OUT]
-    with isolate_rng(include_cuda=False), ExitStack() as undo:
+    with isolate_rng(include_cuda=False), _explained(), ExitStack() as undo:
         net = fake_module(module, mode, torch.bfloat16 if precision == "bf16-true" else None)
         undo.enter_context(mode)
         undo.enter_context(apply(net, surgeons))
-        undo.enter_context(_explained(net))
         stepper = _make_optimizer(net, optimizer)
         habits = _habits(techniques, stepper)
         undo.enter_context(trace)
         undo.enter_context(trace.watching(net))
         data = plugin.convert_input(fake_batch(batch, mode))
-        ahead = fake_batch(data, mode) if on_cuda and habits.prefetches else None
-        for tensor in tree_iter((data, ahead)):
-            if isinstance(tensor, Tensor):
-                trace.mark(tensor, "inputs")
+        batches = [trace.marked(data, "inputs")]
+        if on_cuda and habits.prefetches:
+            batches.append(trace.marked(fake_batch(data, mode), "inputs"))
         if on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
@@ -135,7 +134,7 @@ def predict_memory(
         since = 0
         for _ in range(2):
             since = trace.now
-            _step(trace, forward, data, stepper, habits)
+            _step(trace, forward, batches[0], stepper, habits)
             _mark_state(trace, net, stepper)
     return report(trace.allocations, since, device=device, precision=precision, notes=_notes(techniques, trace))
 
@@ -274,16 +273,15 @@ def _notes(techniques: Sequence[Technique], trace: AllocationTrace) -> tuple[str
 
 
 @contextmanager
-def _explained(net: nn.Module) -> Iterator[None]:
-    """Say what to do where a step needs what a prediction does not have."""
-    name = type(net).__name__
+def _explained() -> Iterator[None]:
+    """Say what to do where the code needs what a prediction does not have."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             explain(
-                f"{name}: {error}",
-                "the shape of its result depends on values, which a prediction does not have",
+                f"{error.func} cannot be predicted",
+                "the shape of its result depends on values, and there are none",
                 "Give loss=, a function of (module, batch) that goes without",
             )
         ) from error
@@ -291,5 +289,5 @@ def _explained(net: nn.Module) -> Iterator[None]:
         if "not attached to a `Trainer`" not in str(error):
             raise
         raise ValueError(
-            explain(f"{name} uses self.trainer", "a prediction has none", "Give loss= and optimizer= that go without")
+            explain("the code uses self.trainer", "a prediction has none", "Give loss= and optimizer= that go without")
         ) from error

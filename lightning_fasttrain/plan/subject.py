@@ -37,7 +37,7 @@ def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, A
     Example:
         >>> module, batch = load_subject("torch.nn:Linear", ["in_features=3"])
         Traceback (most recent call last):
-        TypeError: torch.nn:Linear with in_features=3: Linear.__init__() missing ... 'out_features'. Check the --arg values.
+        TypeError: torch.nn:Linear with in_features=3: ... missing ... argument: 'out_features'. Check ...
     """
     make = _imported(path)
     keywords = dict(_key_and_value(argument) for argument in arguments)
@@ -103,9 +103,12 @@ def _imported(path: str) -> Callable[..., Any]:
     finally:
         sys.path.remove(here)
     try:
-        return getattr(found, name)
+        thing = getattr(found, name)
     except AttributeError as error:
         raise ValueError(explain(f"{path!r}", str(error), "Check the name")) from error
+    if not callable(thing):
+        raise TypeError(explain(f"{path!r} is a {type(thing).__name__}", "it cannot be called", "Name a class"))
+    return thing
 
 
 def _key_and_value(argument: str) -> tuple[str, Any]:

@@ -38,17 +38,28 @@ def _batch_norm_backward(arguments: Any, _: Any) -> int:
     return arguments[1].nbytes
 
 
+def _lstm(arguments: Any, result: Any) -> int:
+    gates = 0 if result[0].dtype is bfloat16 else 4 * result[0].nbytes
+    return gates + arguments[1].nbytes + arguments[2].nbytes
+
+
+def _lstm_backward(arguments: Any, _: Any) -> int:
+    return 5 * arguments[7].nbytes + 2 * (arguments[1].nbytes + arguments[2].nbytes)
+
+
+def _kept_by_lstm(arguments: Any, result: Any) -> tuple[Tensor, int]:
+    """Gates and states of all times wait for the backward in a tensor that has no size in a fake run."""
+    inputs, outputs, kept = arguments[0], result[0], result[3]
+    numbers = 9.6 * outputs.numel() + 6 * max(inputs.numel(), outputs.numel())
+    return kept, int(numbers * (2.84 if outputs.dtype is bfloat16 else 4))
+
+
 CPU_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.convolution.default: _convolution,
     ops.aten.convolution_backward.default: _convolution_backward,
     ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    ops.aten.mkldnn_rnn_layer.default: _lstm,
+    ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }
 
-
-def _lstm(_: Any, result: Any) -> tuple[Tensor, int]:
-    """Gates and states of all times, for the backward: measured in sizes of the output, and nothing in a fake run."""
-    outputs, *_states, kept = result
-    return kept, int(outputs.nbytes * (22.1 if outputs.dtype is bfloat16 else 15.6))
-
-
-KEPT: dict[Any, Kept] = {ops.aten.mkldnn_rnn_layer.default: _lstm}
+KEPT: dict[Any, Kept] = {ops.aten.mkldnn_rnn_layer.default: _kept_by_lstm}

@@ -166,6 +166,14 @@ def test_a_limit_below_the_peak_with_everything_recomputed():
         make_plan(COSTS, {"": GIB, "a": 2 * GIB}, int(1.5 * GIB), passes=1, aim_bytes=int(1.5 * GIB))
 
 
+def test_a_limit_of_just_that_peak_can_be_kept(ends):
+    specimen, expected, _, recomputed = ends
+    policy = MemoryBudget(recomputed / GIB)
+    trained, peak = train(specimen, policy)
+    assert all(map(torch.equal, expected, trained))
+    assert peak <= recomputed + 16  # scalars
+
+
 def test_a_plan_reads_well():
     plan = make_plan(COSTS, {"": 0, "a": 0}, GIB, passes=2, aim_bytes=GIB).measured(GIB // 2, 1.5)
     assert str(plan).startswith("4 blocks: 4 kept | peak 1.44e-06 GiB predicted, 0.5 measured, limit 1 | +0.0 ms")
