@@ -75,7 +75,8 @@ def climb(name, specimen, rounds, compile_too):
     lowest = every[1].peak_bytes
     limits = {variant.peak_bytes: f"budget: peak of {variant.title}" for variant in every.values()}
     limits |= {
-        int(lowest + share * (kept.peak_bytes - lowest)): f"budget: {share:.0%} of the way" for share in (0.25, 0.5, 0.75)
+        int(lowest + share * (kept.peak_bytes - lowest)): f"budget: {share:.0%} of the way"
+        for share in (0.25, 0.5, 0.75)
     }
     budgets = [Variant(specimen, title, ft.MemoryBudget(limit / GIB)) for limit, title in sorted(limits.items())]
     eager = [kept, *every.values(), selective, *budgets]
@@ -103,10 +104,8 @@ def climb(name, specimen, rounds, compile_too):
         rows.append(row)
         figures = [f"{row[key]:.1f}" if row[key] else "" for key in ("peak_mib", "limit_mib", "predicted_mib")]
         letters = "".join(action[0] for action in row["plan"] or [])  # kept, selective, recomputed
-        print(
-            f"{variant.title:<30} {figures[0]:>9} {figures[1]:>8} {figures[2]:>9} ×{row['time_ratio']:>5.2f}   {letters}",
-            flush=True,
-        )
+        numbers = f"{figures[0]:>9} {figures[1]:>8} {figures[2]:>9} ×{row['time_ratio']:>5.2f}"
+        print(f"{variant.title:<30} {numbers}   {letters}", flush=True)
     return rows
 
 

@@ -16,7 +16,8 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
 
     By default these are the longest run of same-class siblings, wherever it is, and every other run of that class
     (a ResNet repeats its block in several stages). Siblings that are made of other modules go before single
-    layers such as the four projections of an attention, and parameterless modules do not count. Only where no two
+    layers such as the four projections of an attention, those of a class of their own before plain containers such
+    as the stages of a ResNet, and parameterless modules do not count. Only where no two
     neighbours are of one class, as in a ``Sequential`` of linear layers and activations, may others lie between.
 
     Args:
@@ -52,7 +53,7 @@ def _repeated(model: nn.Module) -> dict[str, nn.Module]:
     runs = list(_runs(model, neighbours=True)) or list(_runs(model, neighbours=False))
     if not runs:
         return {}
-    longest = max(runs, key=lambda run: (_is_composite(run[0][1]), len(run)))  # the first, outermost, of equals
+    longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
     kind = type(longest[0][1])
     return _outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
 
@@ -69,8 +70,10 @@ def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Mod
                 yield members
 
 
-def _is_composite(module: nn.Module) -> bool:
-    return any(True for _ in module.children())
+def _rank(module: nn.Module) -> int:
+    if not any(True for _ in module.children()):
+        return 0
+    return 1 if type(module) in (nn.Sequential, nn.ModuleList, nn.ModuleDict) else 2
 
 
 def _matching(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:

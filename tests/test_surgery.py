@@ -52,6 +52,16 @@ def test_blocks_of_torch_models():
     assert list(find_blocks(mlp)) == ["0", "2", "4"]
 
 
+def test_blocks_in_stages_are_found_rather_than_the_stages():
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+    stages = nn.Sequential(*[nn.Sequential(Residual(), Residual()) for _ in range(4)])
+    assert list(find_blocks(stages)) == [f"{stage}.{i}" for stage in range(4) for i in range(2)]
+
+
 def test_blocks_inside_a_lightning_module():
     class Net(L.LightningModule):
         def __init__(self):

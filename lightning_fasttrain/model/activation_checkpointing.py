@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any, ClassVar
 
@@ -114,11 +114,15 @@ class SelectiveOps(CheckpointPolicy):
 
 
 _DEAR = (
-    "mm addmm linear mkldnn_linear convolution _scaled_mm _grouped_mm _scaled_grouped_mm "
-    "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward _efficient_attention_forward"
-).split()
+    *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
+    "_flash_attention_forward",
+    "_efficient_attention_forward",
+)
 
 
 @cache
@@ -177,7 +181,9 @@ def checkpoint_activations_(
 
 def _checked(policy: CheckpointPolicy | None) -> CheckpointPolicy:
     if policy is not None and not isinstance(policy, CheckpointPolicy):
-        way_out = f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
+        way_out = (
+            f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
+        )
         raise TypeError(explain(f"policy={policy!r}", "this is no policy of activation checkpointing", way_out))
     return policy or EveryBlock()
 
@@ -247,7 +253,9 @@ class CheckpointedForward(WrappedForward):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What the forward and the recomputation run in."""
-        keeping, reusing = create_selective_checkpoint_contexts(self.keeps) if self.keeps else (ExitStack(), ExitStack())
+        keeping, reusing = (
+            create_selective_checkpoint_contexts(self.keeps) if self.keeps else (ExitStack(), ExitStack())
+        )
         buffers = {
             name: (owner, key, buffer)
             for prefix, owner in self.module.named_modules()
@@ -327,7 +335,7 @@ class ActivationCheckpointing(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.CHECKPOINT
-    effect: ClassVar[str] = "blocks are recomputed: all, every k-th, all but dear operations, or what a limit in GiB asks"
+    effect: ClassVar[str] = "recomputes all blocks, every k-th, what is cheap, or just what a limit in GiB asks"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:

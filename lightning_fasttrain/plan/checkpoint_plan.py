@@ -127,7 +127,7 @@ def make_plan(
         raise ValueError(
             explain(
                 f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
-                f"a step takes {highest / GIB:.3g} GiB even with every block recomputed: {short:.2g} GiB more than fits",
+                f"a step takes {highest / GIB:.3g} GiB even with every block recomputed, {short:.2g} GiB more than that",
                 "Use smaller parts of the batch (MicroBatching), a loss without the logits (FusedLossHead, "
                 "linear_cross_entropy), or ActivationOffload",
             )

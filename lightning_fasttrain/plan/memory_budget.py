@@ -69,8 +69,8 @@ class MemoryBudget(CheckpointPolicy):
     """
 
     def __init__(self, budget_gib: float | str = "fit") -> None:
-        number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool)
-        if budget_gib != "fit" and not (number and budget_gib > 0):
+        number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool) and budget_gib > 0
+        if budget_gib != "fit" and not number:
             raise ValueError(
                 explain(
                     f"budget_gib={budget_gib!r}",

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from io import StringIO
 from typing import Any
 
 from rich.console import Console
@@ -83,10 +84,9 @@ class MemoryReport:
         return table
 
     def __str__(self) -> str:
-        console = Console(width=120, no_color=True)
-        with console.capture() as captured:
-            console.print(self.as_table())
-        return captured.get().rstrip()
+        text = StringIO()
+        Console(file=text, width=120).print(self.as_table())
+        return text.getvalue().rstrip()
 
 
 def report(allocations: Sequence[Allocation], since: int, **about: Any) -> MemoryReport:

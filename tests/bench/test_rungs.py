@@ -67,7 +67,9 @@ def test_states_are_added_without_altering_what_is_below():
 
 
 def test_unknown_rungs_are_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match=r"rung 'warp': there is none of this name. Use release, optimizer-in-backward, micro-batches"):
+    with pytest.raises(
+        ValueError, match=r"rung 'warp': there is none of this name. Use release, optimizer-in-backward"
+    ):
         chosen(rungs(), ["bf16", "warp"])
 
 

@@ -73,7 +73,7 @@ def test_the_peak_is_within_the_limit_and_near_the_prediction_and_nothing_else_c
 
 def test_no_plan_fits_says_how_much_is_missing_and_what_helps(ends):
     specimen, _, _, recomputed = ends
-    with pytest.raises(ValueError, match=r"GiB more than fits\. Use smaller parts.*MicroBatching.*FusedLossHead"):
+    with pytest.raises(ValueError, match=r"GiB more than that\. Use smaller parts.*MicroBatching.*FusedLossHead"):
         train(specimen, MemoryBudget(0.9 * recomputed / GIB))
 
 
@@ -100,7 +100,7 @@ def test_a_blocks_bytes_by_hand():
     cost = measure_block(forward, ft.SelectiveOps().keeps, fixed, (x,), {})
     assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
     assert cost.dear_bytes == 4 * 5 * 32  # up; down is the block's output
-    assert 0 <= cost.cheap_ms
+    assert cost.cheap_ms >= 0
     assert cost.forward_ms > 0
 
 
@@ -162,7 +162,7 @@ def test_the_plan_is_the_best_of_all(limit):
 
 
 def test_a_limit_below_the_peak_with_everything_recomputed():
-    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB more than fits"):
+    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB more than that"):
         make_plan(COSTS, {"": GIB, "a": 2 * GIB}, int(1.5 * GIB), passes=1, aim_bytes=int(1.5 * GIB))
 
 
@@ -190,7 +190,7 @@ def limit_between(share=0.5):
     peaks = []
     for callbacks in ([], [ActivationCheckpointing()]):
         meter = ft.MemoryMeter()
-        fit(callbacks + [meter])
+        fit([*callbacks, meter])
         peaks.append(meter.peak_bytes)
     kept, recomputed = peaks
     return (recomputed + share * (kept - recomputed)) / GIB
