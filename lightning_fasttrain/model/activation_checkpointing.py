@@ -253,9 +253,9 @@ class CheckpointedForward(WrappedForward):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         """What the forward and the recomputation run in."""
-        keeping, reusing = (
-            create_selective_checkpoint_contexts(self.keeps) if self.keeps else (ExitStack(), ExitStack())
-        )
+        keeping, reusing = nullcontext(), nullcontext()
+        if self.keeps is not None:
+            keeping, reusing = create_selective_checkpoint_contexts(self.keeps)
         buffers = {
             name: (owner, key, buffer)
             for prefix, owner in self.module.named_modules()

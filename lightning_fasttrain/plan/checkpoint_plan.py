@@ -123,11 +123,11 @@ def make_plan(
     """
     highest = max(peaks.values())
     if highest > limit_bytes:
-        short = (highest - limit_bytes) / GIB
+        least, short = highest / GIB, (highest - limit_bytes) / GIB
         raise ValueError(
             explain(
                 f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
-                f"a step takes {highest / GIB:.3g} GiB even with every block recomputed, {short:.2g} GiB more than that",
+                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB more than that",
                 "Use smaller parts of the batch (MicroBatching), a loss without the logits (FusedLossHead, "
                 "linear_cross_entropy), or ActivationOffload",
             )
