@@ -13,6 +13,7 @@ whether what the budget promises held, with 10% for the noise of times on a CPU.
 import argparse
 import json
 import logging
+import shlex
 import sys
 import time
 from datetime import UTC, datetime
@@ -143,7 +144,7 @@ def main():
             "hardware": hardware(),
             "versions": versions(),
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": " ".join(["python", "examples/checkpoint_budget.py", *sys.argv[1:]]),
+            "command": shlex.join(["python", *sys.argv]),
             "held": held,
             "rows": rows,
         }

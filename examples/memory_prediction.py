@@ -15,6 +15,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench.machine import hardware, versions
 
 MODELS = {
     "GPT nano": zoo.gpt("nano", batch=8),

@@ -1,5 +1,6 @@
 """The examples run as a new user runs them, and show what they say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -33,6 +34,17 @@ def test_the_overhead_benchmark_prints_a_ratio():
     word, ratio, *_ = last_line("overhead.py", "60", "1").replace(":", "").split()
     assert word == "ratio"
     assert float(ratio) > 0.5
+
+
+@pytest.mark.slow
+def test_the_budget_benchmark_keeps_its_limits(tmp_path):
+    out = tmp_path / "results.json"
+    last_line("checkpoint_budget.py", "--models", "uneven", "--rounds", "1", "--no-compile", "--out", str(out))
+    result = json.loads(out.read_text())
+    in_memory = {promise: held for promise, held in result["held"].items() if promise.startswith("peak")}
+    assert len(in_memory) == 2
+    assert all(in_memory.values()), result["held"]
+    assert {row["variant"] for row in result["rows"]} >= {"everything kept", "every block", "selective"}
 
 
 @pytest.mark.slow

@@ -26,7 +26,7 @@ from lightning_fasttrain.model.activation_checkpointing import (
     SelectiveOps,
 )
 from lightning_fasttrain.plan.block_cost import BlockCost, Stopwatch, measure_block
-from lightning_fasttrain.plan.checkpoint_plan import GIB, KEPT, SELECTIVE, CheckpointPlan, make_plan
+from lightning_fasttrain.plan.checkpoint_plan import GIB, KEPT, RECOMPUTED, SELECTIVE, CheckpointPlan, make_plan
 from lightning_fasttrain.run import PeakMemory
 
 DEAR = SelectiveOps()
@@ -114,7 +114,7 @@ class _PlannedForward(CheckpointedForward):
             return self.inner(*args, **kwargs)
         if self.watch.measuring:
             return self._measured(*args, **kwargs)
-        if self.kept and not self.watch.cautious:
+        if self.kept:
             return self.inner(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
@@ -148,15 +148,16 @@ class _Watch:
         self.policy, self.model = policy, model
         self.forwards = {name: _PlannedForward(block, name, self) for name, block in blocks.items()}
         self.measuring = True  # every block is recomputed, and none is compiled
-        self.cautious = False  # every block is recomputed in this pass
         self._stage = _Stage.COSTS
         self._costs: dict[str, BlockCost] = {}  # in the order of the forward
         self._calls: dict[str, int] = {}  # in one pass, of a block that is used several times
         self._peaks: dict[str, int] = {}  # see `make_plan`
         self._aim: int | None = None
+        self._misses = 0
+        self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
         self._extents: list[int] = []  # the largest so far of the first block's input, by dimension
-        self._measure_costs = True
+        self._measure_costs = False
         self._device = torch.device("cpu")
         self._pending: list[str] = []  # forward done in this pass, backward not begun
         self._window: PeakMemory | None = None
@@ -167,6 +168,14 @@ class _Watch:
         self._end_of_step = ExitStack()
         self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Watch":
+        """A copied model keeps and recomputes as this one does now, and is not watched."""
+        idle = _Watch(self.policy, nn.Module(), {})
+        idle._end_of_step.close()
+        idle.measuring, idle._stage = False, _Stage.DONE
+        idle._begin_pass = _nothing
+        return idle
+
     # Called by the blocks.
 
     def enter(self, forward: _PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -174,7 +183,7 @@ class _Watch:
         if not self._costs:  # the first block of all: from now on a hook tells when it begins
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
-        if self._measure_costs:
+        if self._measure_costs or forward.name not in self._costs:
             cost = measure_block(forward, DEAR.keeps, _addresses_of(self.model), args, kwargs)
             self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
         self._mark()
@@ -206,31 +215,33 @@ class _Watch:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if not torch.is_grad_enabled() or self._pending:  # evaluation; a block that is used several times
             return
-        self.cautious = False
+        if self._cautious:
+            self._cautious = False
+            self._follow(self.policy.plan)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
-        if tensors and self._is_larger(tensors[0]):
+        self._measure_costs = bool(tensors) and self._is_larger(tensors[0])
+        if self._measure_costs:
             self._device = tensors[0].device
             self._make_ready_for_a_larger_batch(tensors)
-            if not self.cautious:
-                self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
         self._passes += self._stage is _Stage.PEAKS
 
     def _is_larger(self, tensor: Tensor) -> bool:
         return len(tensor.shape) > len(self._extents) or any(map(gt, tensor.shape, self._extents))
 
     def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
-        self._measure_costs = True
-        if self.measuring:
-            return
-        if _world_size() > 1:  # the plan is everyone's, and this batch is one process's
-            self.cautious = True
-            note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
-            return
-        note_once("MemoryBudget: a batch larger than those measured is measured too")
-        self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
-        self._open_window(tensors)
-        for optimizer in self._optimizers:
-            self._watch_step(optimizer)
+        if not self.measuring:
+            self._follow(None)
+            if _world_size() > 1:  # the plan is everyone's, and this batch is one process's
+                note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
+                self._cautious = True
+                return
+            note_once("MemoryBudget: a batch larger than those measured is measured too")
+            if self._stage is _Stage.DONE:
+                for optimizer in self._optimizers:
+                    self._watch_step(optimizer)
+            self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
+            self._open_window(tensors)
+        self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook: an optimizer has stepped; the first of this model's that does ends the first step."""
@@ -260,7 +271,7 @@ class _Watch:
     def _end_step(self) -> None:
         self._pending.clear()
         if self._stage is _Stage.COSTS and self._costs:
-            self._stage, self._measure_costs = _Stage.PEAKS, False
+            self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
             for name, peak in zip(self._segments, self._close_window(), strict=True):
                 self._peaks[name] = max(self._peaks.get(name, 0), peak)
@@ -294,12 +305,17 @@ class _Watch:
         costs, peaks = _of_all_processes(costs, self._peaks, self._device)
         budget = self.policy.budget_gib
         limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
-        self._aim = min(limit, self._aim or limit)
+        self._aim = limit if self._aim is None else min(limit, self._aim)
         self.policy.plan = plan = make_plan(costs, peaks, limit, self._passes, self._aim)
-        for block in plan.blocks:
-            self.forwards[block.name].follow(block.action)
-        self._stage, self.measuring, self._measure_costs = _Stage.CHECK, False, False
+        self._follow(plan)
+        self._stage, self.measuring = _Stage.CHECK, False
         say("MemoryBudget: %s", plan)
+
+    def _follow(self, plan: CheckpointPlan | None) -> None:
+        for forward in self.forwards.values():
+            forward.follow(RECOMPUTED)
+        for block in plan.blocks if plan is not None else ():
+            self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:
         """Compare the peak with the limit; if it is above, decide anew for a lower one."""
@@ -307,7 +323,9 @@ class _Watch:
         assert plan is not None
         peak = int(_highest_of_all_processes([peak], self._device)[0])
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
-            self._aim = plan.predicted_bytes - (peak - plan.limit_bytes)
+            self._misses += 1  # go back ever further, and in the end to what is known to fit
+            back = (peak - plan.limit_bytes) << self._misses
+            self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
             note_once("MemoryBudget: the peak was above the limit, and the choice is made anew")
             self._decide()
             return
@@ -335,6 +353,10 @@ class _Watch:
         self._hooks.close()
         if self.policy.plan is None and self._costs:
             say("MemoryBudget: no plan was made, as the training ended within its first two steps")
+
+
+def _nothing(*_: Any) -> None:
+    pass
 
 
 def _addresses_of(model: nn.Module) -> set[int]:

@@ -262,6 +262,25 @@ def test_everything_is_taken_away_again_and_a_second_fit_plans_anew():
     assert len(_global_optimizer_post_hooks) == hooks
 
 
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_a_model_that_is_copied_amid_the_training_trains_by_itself(steps):
+    specimen = zoo.uneven(layers=2, width=8, batch=2, length=8)
+    module, batch = specimen.module(), specimen.batch()
+    optimizer = module.configure_optimizers()
+    with ft.apply(module, [ActivationCheckpointing(MemoryBudget(1.0))]):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module.loss(batch).backward()
+            optimizer.step()
+        other = copy.deepcopy(module)
+        for net in (module, other):
+            net.zero_grad()
+            net.loss(batch).backward()
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+        assert a is not b
+
+
 def test_a_run_too_short_for_a_plan_says_so(caplog):
     policy = MemoryBudget(1.0)
     fit([ActivationCheckpointing(policy)], max_steps=1)

@@ -1,0 +1,130 @@
+"""A budget in GiB on a GPU: the allocator's peak against limit and prediction, for GPT-2 small and XL.
+
+    python examples/gpu/memory_budget.py [--sizes gpt2-small,gpt2-xl] [--batch 8] [--out examples/results/budget_gpu.json]
+
+Each way of training is run for some steps in bf16-mixed: everything kept, every block recomputed, selective, and budgets
+between the two peaks. Peaks are the CUDA allocator's; times are medians of single steps, with the device waited for;
+both also as ratios to keeping everything. `predict_memory`'s prediction stands beside the first two.
+"""
+
+import argparse
+import datetime
+import gc
+import json
+import shlex
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench.machine import hardware, versions
+
+GIB = 2**30
+SETTLING, TIMED = 6, 6
+
+
+def train(size, batch, policy):
+    """Peak of the last step in bytes, and the median ms of those before it; None where memory ran out."""
+    torch.manual_seed(0)
+    specimen = zoo.gpt(size, batch)
+    try:
+        with torch.device("cuda"):
+            module, data = specimen.module(), [part.cuda() for part in specimen.batch()]
+        ft.apply(module, [ft.ActivationCheckpointing(policy)] if policy is not None else [])
+        optimizer = module.configure_optimizers()
+
+        def step():
+            optimizer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = module.loss(data)
+            loss.backward()
+            optimizer.step()
+            torch.cuda.synchronize()
+
+        for _ in range(SETTLING):
+            step()
+        times_ms = []
+        for _ in range(TIMED):
+            started = time.perf_counter()
+            step()
+            times_ms.append(1e3 * (time.perf_counter() - started))
+        with ft.PeakMemory("cuda") as peak:
+            step()
+        return peak.peak_bytes, statistics.median(times_ms)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def predicted_gib(size, batch, techniques):
+    specimen = zoo.gpt(size, batch)
+    report = ft.predict_memory(specimen.module, specimen.batch(), techniques=techniques, precision="bf16-mixed")
+    return report.peak_bytes / GIB
+
+
+def climb(size, batch):
+    rows = []
+
+    def show(title, policy, predicted=None):
+        measured = train(size, batch, policy)
+        plan = getattr(policy, "plan", None)
+        row = {"size": size, "way": title, "predicted_gib": plan.predicted_bytes / GIB if plan else predicted}
+        row["limit_gib"] = plan.limit_bytes / GIB if plan else None
+        row["peak_gib"], row["ms"] = (measured[0] / GIB, measured[1]) if measured else (None, None)
+        row["plan"] = str(plan) if plan else None
+        rows.append(row)
+        cells = [
+            f"{row[key]:8.2f}" if row[key] is not None else " " * 8
+            for key in ("peak_gib", "limit_gib", "predicted_gib")
+        ]
+        print(
+            f"{size:<12} {title:<24} {' '.join(cells)}  {row['ms'] or float('nan'):8.1f} ms  {plan or ''}", flush=True
+        )
+        return measured and measured[0]
+
+    print(f"{'':<37} {'peak':>8} {'limit':>8} {'predicted':>8}   GiB")
+    kept = show("everything kept", None, predicted_gib(size, batch, []))
+    recomputed = show(
+        "every block recomputed", ft.EveryBlock(), predicted_gib(size, batch, [ft.ActivationCheckpointing()])
+    )
+    show("selective", ft.SelectiveOps())
+    highest = kept or torch.cuda.get_device_properties(0).total_memory
+    for share in (0.0, 0.25, 0.5, 0.75):
+        show(f"budget: {share:.0%} of the way", ft.MemoryBudget((recomputed + share * (highest - recomputed)) / GIB))
+    for row in rows:
+        row["time_ratio"] = row["ms"] / rows[0]["ms"] if row["ms"] and rows[0]["ms"] else None
+        row["memory_ratio"] = row["peak_gib"] / rows[0]["peak_gib"] if row["peak_gib"] and rows[0]["peak_gib"] else None
+    return rows
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", default="gpt2-small,gpt2-xl")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--out", default="examples/results/budget_gpu.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("no CUDA device: nothing to measure. examples/checkpoint_budget.py measures on the CPU.")
+    rows = [row for size in options.sizes.split(",") for row in climb(size, options.batch)]
+    about = {
+        "hardware": {**hardware(), "gpu": torch.cuda.get_device_name()},
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]),
+        "batch": options.batch,
+        "rows": rows,
+    }
+    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
+    Path(options.out).write_text(json.dumps(about, indent=1) + "\n")
+    within = [row["peak_gib"] <= row["limit_gib"] for row in rows if row["limit_gib"] and row["peak_gib"]]
+    print(f"peak within the limit: {sum(within)} of {len(within)}. Written: {options.out}")
+
+
+if __name__ == "__main__":
+    main()
