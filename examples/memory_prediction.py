@@ -8,7 +8,9 @@ third step of the same training, by PeakMemory. The last line is the largest err
 
 import argparse
 import json
-import platform
+import shlex
+import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -87,7 +89,12 @@ def main():
             )
     largest = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
     if options.out is not None:
-        about = {"torch": torch.__version__, "processor": platform.machine(), "threads": torch.get_num_threads()}
+        about = {
+            "hardware": hardware(),
+            "versions": versions(),
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", *sys.argv]),
+        }
         options.out.write_text(json.dumps({**about, "largest_error": largest, "rows": rows}, indent=1) + "\n")
     print(f"largest error {largest:.1%}")
 

@@ -1,10 +1,10 @@
 """A budget in GiB on a GPU: the allocator's peak against limit and prediction, for GPT-2 small and XL.
 
-    python examples/gpu/memory_budget.py [--sizes gpt2-small,gpt2-xl] [--batch 8] [--out examples/results/budget_gpu.json]
+    python examples/gpu/memory_budget.py [--sizes gpt2-small,gpt2-xl] [--batch 8] [--out RESULTS.json]
 
-Each way of training is run for some steps in bf16-mixed: everything kept, every block recomputed, selective, and budgets
-between the two peaks. Peaks are the CUDA allocator's; times are medians of single steps, with the device waited for;
-both also as ratios to keeping everything. `predict_memory`'s prediction stands beside the first two.
+Each way of training is run for some steps in bf16-mixed: everything kept, every block recomputed, selective, and
+budgets between the two peaks. Peaks are the CUDA allocator's; times are medians of single steps, with the device
+waited for; both also as ratios to keeping everything. `predict_memory`'s prediction stands beside the first two.
 """
 
 import argparse
@@ -79,23 +79,18 @@ def climb(size, batch):
         row["peak_gib"], row["ms"] = (measured[0] / GIB, measured[1]) if measured else (None, None)
         row["plan"] = str(plan) if plan else None
         rows.append(row)
-        cells = [
-            f"{row[key]:8.2f}" if row[key] is not None else " " * 8
-            for key in ("peak_gib", "limit_gib", "predicted_gib")
-        ]
-        print(
-            f"{size:<12} {title:<24} {' '.join(cells)}  {row['ms'] or float('nan'):8.1f} ms  {plan or ''}", flush=True
-        )
+        gib = [row[key] for key in ("peak_gib", "limit_gib", "predicted_gib")]
+        cells = " ".join(f"{value:8.2f}" if value is not None else " " * 8 for value in gib)
+        print(f"{size:<12} {title:<24} {cells}  {row['ms'] or float('nan'):8.1f} ms  {plan or ''}", flush=True)
         return measured and measured[0]
 
     print(f"{'':<37} {'peak':>8} {'limit':>8} {'predicted':>8}   GiB")
     kept = show("everything kept", None, predicted_gib(size, batch, []))
-    recomputed = show(
-        "every block recomputed", ft.EveryBlock(), predicted_gib(size, batch, [ft.ActivationCheckpointing()])
-    )
+    predicted = predicted_gib(size, batch, [ft.ActivationCheckpointing()])
+    recomputed = show("every block recomputed", ft.EveryBlock(), predicted)
     show("selective", ft.SelectiveOps())
     highest = kept or torch.cuda.get_device_properties(0).total_memory
-    for share in (0.0, 0.25, 0.5, 0.75):
+    for share in (0.0, 0.25, 0.5, 0.75) if recomputed else ():
         show(f"budget: {share:.0%} of the way", ft.MemoryBudget((recomputed + share * (highest - recomputed)) / GIB))
     for row in rows:
         row["time_ratio"] = row["ms"] / rows[0]["ms"] if row["ms"] and rows[0]["ms"] else None

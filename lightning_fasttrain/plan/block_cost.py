@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
 
 _REPEATS = 2  # of what is timed; the fastest counts
+_LEAST = 0.05  # of the forward is recomputed whatever is kept; a difference of noisy times may say nothing at all
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ def measure_block(
     dear_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
     forward_ms = min(whole)
     handling = 2 * max(min(watched) - forward_ms, 0.0)  # to keep in the forward, to give back in the recomputation
-    cheap_ms = max(forward_ms - min(dear), 0.0) + handling
+    cheap_ms = max(forward_ms - min(dear) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else dear_bytes, forward_ms, cheap_ms)
 
 

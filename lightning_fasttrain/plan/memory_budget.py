@@ -164,6 +164,7 @@ class _Watch:
         self._segments: list[str] = []  # for each segment of the window, the last pending block
         self._stopwatch: Stopwatch | None = None
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._closed = False
         self._hooks = ExitStack()
         self._end_of_step = ExitStack()
         self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
@@ -171,9 +172,8 @@ class _Watch:
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Watch":
         """A copied model keeps and recomputes as this one does now, and is not watched."""
         idle = _Watch(self.policy, nn.Module(), {})
-        idle._end_of_step.close()
-        idle.measuring, idle._stage = False, _Stage.DONE
-        idle._begin_pass = _nothing
+        idle.close()
+        idle.measuring = False
         return idle
 
     # Called by the blocks.
@@ -213,7 +213,7 @@ class _Watch:
 
     @torch._dynamo.disable
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if not torch.is_grad_enabled() or self._pending:  # evaluation; a block that is used several times
+        if self._closed or not torch.is_grad_enabled() or self._pending:  # the last: one block is used several times
             return
         if self._cautious:
             self._cautious = False
@@ -347,16 +347,13 @@ class _Watch:
 
     def close(self) -> None:
         """The training is over, or the model is put back."""
+        self._closed = True
         if self._window is not None:
             self._close_window()
         self._end_of_step.close()
         self._hooks.close()
         if self.policy.plan is None and self._costs:
             say("MemoryBudget: no plan was made, as the training ended within its first two steps")
-
-
-def _nothing(*_: Any) -> None:
-    pass
 
 
 def _addresses_of(model: nn.Module) -> set[int]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-LEVELS = 8192  # bytes are counted in so many steps of the limit, rounded to the safe side
+MOST = 8192  # choices that are pursued at once; of more, the cheapest in each step of bytes
 
 
 def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -> list[int] | None:
@@ -13,8 +13,9 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
         minimise  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
 
     The first i blocks have a room of their own because that is what the backward pass of block i + 1 leaves them: what
-    the blocks after it kept is free by then. Dynamic programming over bytes, which are rounded up to 1/8192 of the
-    largest room; exact but for that.
+    the blocks after it kept is free by then. Dynamic programming, block by block, over the choices that no other one
+    beats in both bytes and cost. There are few for blocks of few sizes, and the result is exact; of more than 8192,
+    the cheapest in each 8192nd of the bytes goes on.
 
     Args:
         options: for each block, in the order of the forward, its (bytes, cost) pairs.
@@ -32,34 +33,32 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
         Ours. Beaumont et al. 2021, "Efficient Combination of Rematerialization and Offloading for Training DNNs",
         treat the harder problem in which blocks are recomputed several times.
     """
-    everything = sum(max(nbytes for nbytes, _ in choices) for choices in options)
-    unit = max(1, -(-min(max(room, default=0), everything) // LEVELS))
-    widest = everything // unit + len(options)
-    limits = [min(r // unit, widest) for r in room]
-    if any(limit < 0 for limit in limits):
-        return None
-    width = max(limits, default=0) + 1
-    cheapest = np.full(width, np.inf)  # by the number of units taken so far
-    cheapest[0] = 0.0
-    chosen: list[np.ndarray] = []
-    for choices, limit in zip(options, limits, strict=True):
-        after, choice = np.full(width, np.inf), np.zeros(width, dtype=np.int16)
-        for index, (nbytes, cost) in enumerate(choices):
-            units = -(-nbytes // unit)
-            if units >= width:
-                continue
-            total = np.full(width, np.inf)
-            total[units:] = cheapest[: width - units] + cost
-            better = total < after
-            after[better], choice[better] = total[better], index
-        after[limit + 1 :] = np.inf
-        cheapest = after
-        chosen.append(choice)
-    taken = int(np.argmin(cheapest))
-    if not np.isfinite(cheapest[taken]):
-        return None
-    result: list[int] = []
-    for choices, choice in zip(reversed(options), reversed(chosen), strict=True):
-        result.append(int(choice[taken]))
-        taken -= -(-choices[result[-1]][0] // unit)
+    taken, cost = np.zeros(1, dtype=np.int64), np.zeros(1)
+    history: list[tuple[np.ndarray, np.ndarray]] = []  # for each block: the option, and the choice before it
+    for choices, limit in zip(options, room, strict=True):
+        option = np.repeat(np.arange(len(choices)), len(taken))
+        before = np.tile(np.arange(len(taken)), len(choices))
+        taken = taken[before] + np.array([nbytes for nbytes, _ in choices], dtype=np.int64)[option]
+        cost = cost[before] + np.array([ms for _, ms in choices])[option]
+        best = _unbeaten(taken, cost, limit)
+        taken, cost = taken[best], cost[best]
+        history.append((option[best], before[best]))
+        if not len(taken):
+            return None
+    result, index = [], len(taken) - 1  # the last takes most and costs least
+    for option, before in reversed(history):
+        result.append(int(option[index]))
+        index = before[index]
     return result[::-1]
+
+
+def _unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
+    """Indices of the choices within ``limit`` that cost less than all that take no more, from few bytes to many."""
+    order = np.lexsort((cost, taken))
+    order = order[taken[order] <= limit]
+    cheapest_so_far = np.minimum.accumulate(cost[order])
+    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]
+    if len(order) > MOST:
+        step = taken[order] // (-(-int(taken[order[-1]] + 1) // MOST))
+        order = order[np.append(np.diff(step) > 0, True)]  # the last of a step is its cheapest
+    return order
