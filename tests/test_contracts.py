@@ -214,3 +214,34 @@ def test_all_at_once_in_any_order(turned):
     bare = in_a_loop(TinyLM(), BATCHES, [c.make() for c in TOGETHER if c.name != "FusedClipping"])
     unclipped, _ = train(CASES[1])
     assert largest_difference(weights(unclipped), weights(bare)) <= 1e-5
+
+
+POLICIES = [
+    Case(lambda: ft.ActivationCheckpointing(ft.SelectiveOps())),
+    Case(lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
+]
+each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)
+
+
+@each_policy
+@pytest.mark.parametrize(
+    "promise",
+    [
+        test_keeps_to_its_exactness_class,
+        test_keys_dtype_device_and_types_are_kept,
+        test_same_weights_in_trainer_mixin_fabric_and_bare_loop,
+        test_resumed_equals_uninterrupted_bit_for_bit,
+        test_a_checkpoint_resumes_without_and_with_the_technique,
+        test_applied_twice_is_once_and_a_second_fit_is_as_the_first,
+        test_everything_is_put_back_after_the_run,
+        test_survives_copying_and_validates,
+    ],
+)
+def test_policies_of_checkpointing_keep_the_promises(promise, policy, tmp_path):
+    promise(policy, **({"tmp_path": tmp_path} if "tmp_path" in inspect.signature(promise).parameters else {}))
+
+
+@each_policy
+@pytest.mark.parametrize("other", [c for c in CASES if c.name != "ActivationCheckpointing"], ids=lambda case: case.name)
+def test_policies_of_checkpointing_with_every_other_technique(other, policy):
+    test_every_pair_together((policy, other))

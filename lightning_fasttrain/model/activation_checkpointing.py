@@ -68,7 +68,8 @@ class SelectiveOps(CheckpointPolicy):
     Dear are the products with weights (matrix products, convolutions), hundreds of operations for each number that
     they give, and fused attention. ``bmm`` is not: an attention that is written out would keep its [T, T] tables.
     Nothing random is kept, so neither is attention with dropout: what is left out of the recomputation would shift
-    the random numbers of all that follows.
+    the random numbers of all that follows. Unless the block is compiled, each of its operations passes through Python
+    for this, twice, which blocks with little to compute feel.
 
     Args:
         also: further operations to keep, as overloads such as ``torch.ops.aten.bmm.default``. If a result is changed
