@@ -1,22 +1,18 @@
 """Activations of a block are recomputed in the backward pass instead of being kept."""
 
-import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache, partial
+from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as Keep
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
+from lightning_fasttrain._surgery import Blocks, Undo, find_blocks, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
+from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 
 class CheckpointPolicy:
@@ -200,119 +196,6 @@ def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
         if getattr(config, "use_cache", False) is True:
             undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
             note_once("checkpoint_activations_: use_cache=False in the model's config while its blocks are recomputed")
-
-
-class CheckpointedForward(WrappedForward):
-    """A forward whose activations are recomputed in the backward pass.
-
-    Args:
-        module: the block.
-        keeps: says of each operation in it whether its result is kept; None for nothing at all.
-    """
-
-    def __init__(self, module: nn.Module, keeps: Callable[..., Keep] | None = None) -> None:
-        super().__init__(module)
-        self.keeps = keeps
-        # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
-        # other change raises the buffer's version, and is noticed at the first forward.
-        self.changing = {
-            f"{prefix}.{key}"
-            for prefix, owner in module.named_modules()
-            if isinstance(owner, nn.modules.batchnorm._NormBase)
-            for key in owner._buffers
-        }
-        self.seen = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.inner(*args, **kwargs)
-        if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalises buffers itself
-            if self.keeps is None:
-                return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
-            contexts = partial(create_selective_checkpoint_contexts, self.keeps)
-            return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-        # By position and flat: of other tensors, torch neither finds the device, whose random state is to be put back,
-        # nor lets hooks on saved tensors see them.
-        leaves, structure = tree_flatten((args, kwargs))
-
-        def run(*leaves: Any) -> Any:
-            args, kwargs = tree_unflatten(leaves, structure)
-            return self.inner(*args, **kwargs)
-
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._contexts)
-
-    @contextmanager
-    def leaving_no_trace(self) -> Iterator[None]:
-        """For a forward that does not count: random states and buffers are afterwards as they were."""
-        self.seen = False  # which buffers change is not known yet: copy all
-        _, again = self._contexts()
-        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        devices = [] if device.type == "cpu" else [device]
-        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
-            yield
-        self.seen = False
-
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        """What the forward and the recomputation run in."""
-        keeping, reusing = nullcontext(), nullcontext()
-        if self.keeps is not None:
-            keeping, reusing = create_selective_checkpoint_contexts(self.keeps)
-        buffers = {
-            name: (owner, key, buffer)
-            for prefix, owner in self.module.named_modules()
-            for key, buffer in owner._buffers.items()
-            if buffer is not None and (name := f"{prefix}.{key}")
-        }
-        unseen, self.seen = not self.seen, True  # at the first forward all buffers are copied, to be sure
-        before: dict[str, Tensor] = {
-            name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
-        }
-        python_state, numpy_state = random.getstate(), np.random.get_state()
-
-        @contextmanager
-        def forward() -> Iterator[None]:
-            versions = {name: buffer._version for name, (_, _, buffer) in buffers.items()}
-            with keeping:
-                yield
-            for name, (owner, key, buffer) in buffers.items():
-                if buffer._version != versions[name] or owner._buffers.get(key) is not buffer:
-                    self.changing.add(name)
-            for name in before.keys() - self.changing:
-                del before[name]
-
-        @contextmanager
-        def recompute() -> Iterator[None]:
-            now = random.getstate(), np.random.get_state()
-            held = {name: (owner, key, owner._buffers[key]) for name, (owner, key, _) in buffers.items()}
-            random.setstate(python_state)
-            np.random.set_state(numpy_state)
-            for name, earlier in before.items():
-                owner, key, _ = held[name]
-                owner._buffers[key] = earlier.clone()  # the recomputation changes a copy of what the forward saw
-            try:
-                with reusing:
-                    yield
-            finally:
-                for owner, key, buffer in held.values():
-                    owner._buffers[key] = buffer
-                random.setstate(now[0])
-                np.random.set_state(now[1])
-
-        return forward(), Anew(recompute)
-
-
-class Anew(AbstractContextManager[None]):
-    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes it anew."""
-
-    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
-        self.make = make
-
-    def __enter__(self) -> None:
-        self.context = self.make()
-        self.context.__enter__()
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self.context.__exit__(*exception)
 
 
 class ActivationCheckpointing(Technique):

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
-from lightning_fasttrain.model.activation_checkpointing import CheckpointedForward
+from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 _REPEATS = 2  # of what is timed; the fastest counts
 _LEAST = 0.05  # of the forward is recomputed whatever is kept; a difference of noisy times may say nothing at all

@@ -82,6 +82,8 @@ class PeakMemory:
         held, self._held = self._held, ()  # what the block frees must not be kept by us
         if self.device.type == "cuda":
             torch.cuda.init()
+            if self.device.index is None:
+                self.device = torch.device("cuda", torch.cuda.current_device())
             self._at_entry = _allocator_bytes(self.device, "current")
             _start_counting_anew(self.device)
             self._peak_so_far = 0
