@@ -36,7 +36,7 @@ class Variant:
     def __init__(self, specimen, title, policy=None, compiled=None):
         torch.manual_seed(0)
         self.title, self.policy = title, policy
-        self.module, self.batch = specimen.module(), specimen.batch()
+        self.module, self.make_batch = specimen.module(), specimen.batch
         ft.apply(self.module, [ft.ActivationCheckpointing(policy)] if policy is not None else [])
         self.optimizer = self.module.configure_optimizers()
         if compiled is not None:
@@ -46,13 +46,14 @@ class Variant:
                 self.step()
         for _ in range(SETTLING):
             self.step()
-        with ft.PeakMemory("cpu", self.module, self.optimizer, self.batch) as peak:
+        with ft.PeakMemory("cpu", self.module, self.optimizer) as peak:
             self.step()
         self.peak_bytes, self.ms = peak.peak_bytes, float("inf")
 
     def step(self):
+        batch = self.make_batch()  # a new one each step, as from a loader
         self.optimizer.zero_grad()
-        self.module.loss(self.batch).backward()
+        self.module.loss(batch).backward()
         self.optimizer.step()
 
     def timed_step(self):

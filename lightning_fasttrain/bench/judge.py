@@ -18,8 +18,8 @@ MEMORY_NOISE = 0.005
 def judge(row: Row, below: Row, time_noise: float = 0.03) -> tuple[bool, str]:
     """Whether a rung is carried into the next, and what to say of it.
 
-    It is carried if ms/step × peak MiB falls, differences within the noise left aside: time lost must be won back
-    in memory, and the other way round.
+    It is carried if ms/step × peak MiB falls: time lost must be won back in memory, and the other way round. Of each
+    ratio only what goes beyond the noise counts.
 
     Args:
         row: the rung, with ``step_ms``, ``peak_mib`` and ``error``.
@@ -46,7 +46,7 @@ def judge(row: Row, below: Row, time_noise: float = 0.03) -> tuple[bool, str]:
     words += [f"time {_change(time)}"] if time < 1 else []
     words += [f"more memory here ({_change(memory)})"] if memory > 1 else []
     words += [f"slower here (time {_change(time)})"] if time > 1 else []
-    if time * memory < 1:
+    if _certain(time_noise, time) * _certain(MEMORY_NOISE, memory) < 1:
         return True, ", ".join(words)
     return False, f"{', '.join(words) or 'no clear gain here'}: not carried"
 
@@ -69,6 +69,11 @@ def time_noise(row: Row, device: str) -> float:
 
 def _beyond(noise: float, ratio: float) -> float:
     return 1.0 if abs(ratio - 1) <= noise else ratio
+
+
+def _certain(noise: float, ratio: float) -> float:
+    """The ratio as it is at least, if noise has made it look larger than it is."""
+    return max(1.0, ratio / (1 + noise)) if ratio > 1 else min(1.0, ratio * (1 + noise))
 
 
 def _change(ratio: float) -> str:

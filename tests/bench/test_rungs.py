@@ -109,6 +109,11 @@ def test_a_noisy_machine_calls_more_times_equal():
     assert noise_of() == noise_of(100) == 0.25
 
 
+def test_only_what_goes_beyond_the_noise_counts():
+    assert judge(row(160, 570), row(100, 800), 0.25) == (True, "memory −29%, slower here (time ×1.6)")
+    assert judge(row(160, 570), row(100, 800), 0.03)[0] is False
+
+
 def test_nothing_is_carried_onto_a_failed_baseline():
     assert judge(row(1, 1), row(None, None, "boom")) == (False, "nothing to compare with")
     assert ratios(row(1, 1), row(None, None, "boom"))["speedup"] is None
