@@ -19,6 +19,21 @@ from lightning_fasttrain.data import (  # noqa: E402
     split_batch,
     split_until_it_fits,
 )
+from lightning_fasttrain.finetune import (  # noqa: E402
+    IA3,
+    Adapter,
+    LoRA,
+    adapter_names,
+    add_adapter_,
+    base_fingerprint,
+    base_model,
+    enable_adapters_,
+    find_heads,
+    find_targets,
+    trained_names,
+    trained_state,
+    use_adapter_,
+)
 from lightning_fasttrain.loss import FusedLossHead, fuse_loss_head_, linear_cross_entropy  # noqa: E402
 from lightning_fasttrain.mixin import FastTrainMixin  # noqa: E402
 from lightning_fasttrain.model import (  # noqa: E402

@@ -1,16 +1,15 @@
 """When a step runs out of memory, the same batch again in smaller parts, as if the first try had never been."""
 
 import gc
-import random
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 from torchmetrics import Metric
 
 from lightning_fasttrain._messages import say
+from lightning_fasttrain._random_state import random_state, set_random_state
 
 Result = TypeVar("Result")
 
@@ -65,19 +64,13 @@ def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: i
 
 
 def _remember(model: nn.Module) -> Callable[[], None]:
-    cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-    generators = torch.get_rng_state(), random.getstate(), np.random.get_state()
-    on_cuda = torch.cuda.get_rng_state() if cuda else None
+    generators = random_state()
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     grads = [(p, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
     metrics = [(m, m._copy_state_dict(), m._update_count) for m in model.modules() if isinstance(m, Metric)]
 
     def put_back() -> None:
-        torch.set_rng_state(generators[0])
-        random.setstate(generators[1])
-        np.random.set_state(generators[2])
-        if on_cuda is not None:
-            torch.cuda.set_rng_state(on_cuda)
+        set_random_state(generators)
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)

@@ -1,0 +1,364 @@
+"""Small trainable layers beside a frozen model: put in, found again, switched, and left out of a forward."""
+
+import copy
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.finetune.freezing import freeze_
+from lightning_fasttrain.finetune.targets import (
+    Targets,
+    _kinds,
+    find_heads,
+    find_targets,
+    refuse_tied,
+    require_peft,
+    shortest_names,
+)
+
+
+def add_adapter_(
+    model: nn.Module, config: Any, targets: Targets | None = None, *, train: Iterable[str] = (), name: str = "default"
+) -> list[str]:
+    """Put an adapter into ``model``, in place, and freeze everything else.
+
+    The layers themselves are PEFT's; which of them, and that nothing else trains, is decided here, so that any module
+    will do: a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. What is adapted is
+    the Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
+    itself; adapter files name layers as seen from there. Frozen BatchNorm keeps its statistics; the adapter's dropout
+    is on, in whatever mode the model is.
+
+    Args:
+        model: any module. What it returns is bitwise unchanged by an adapter that starts at zero, as LoRA does.
+        config: one of PEFT's, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled in.
+        targets: which layers, as for :func:`~lightning_fasttrain.find_targets`; by default ``config.target_modules``,
+            and "all-linear" where that is None.
+        train: names of further modules that train whole, such as a new head; they are saved with the adapter.
+        name: of this adapter, among several.
+
+    Returns:
+        Qualified names of the adapted layers. If an adapter of this name and kind is there, its layers, and nothing is
+        done.
+
+    Raises:
+        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; a rank above a
+            layer's size; another adapter of this name, or of another kind, is there.
+        TypeError: ``config`` is none of PEFT's, or PEFT has no such adapter for a target's class.
+        ModuleNotFoundError: PEFT is not installed.
+
+    Example:
+        >>> import peft
+        >>> net = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2, bias=False)})
+        >>> add_adapter_(net, peft.LoraConfig(r=2), "body", train=["head"])
+        ['body']
+        >>> for name, parameter in net.named_parameters():
+        ...     if parameter.requires_grad:
+        ...         print(name)
+        body.lora_A.default.weight
+        body.lora_B.default.weight
+        head.modules_to_save.default.weight
+
+    Source:
+        ``peft.inject_adapter_in_model``.
+    """
+    peft = require_peft()
+    _check_config(peft, config)
+    _check_name(name)
+    config = copy.deepcopy(config)
+    wanted = targets if targets is not None else (config.target_modules or "all-linear")
+    found = find_targets(model, wanted)
+    whole = find_targets(model, list(train)) if train else {}
+    for target in found:
+        if any(target == one or target.startswith(f"{one}.") for one in whole):
+            raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
+    refuse_tied(model, found)
+    refuse_tied(model, whole)
+    _check_layers(found, config)
+    prefix, root = _root(model, [*found, *whole])
+    inside = [target.removeprefix(prefix) for target in found]
+    config.target_modules = shortest_names(inside, root)
+    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
+        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
+        config.feedforward_modules = shortest_names([one for one in feedforward if one in inside], root)
+    if whole:
+        config.modules_to_save = _without_namesakes([one.removeprefix(prefix) for one in whole], root)
+    there: dict[str, Any] = vars(root).get("peft_config", {})
+    if _is_there(there, name, config):
+        _train_mode(root)
+        return list(found)
+    heads = [head for head in find_heads(model) if head not in found and head not in whole]
+    freeze_(model)
+    _inject(peft, config, root, name)
+    _train_mode(root)
+    trained, total = count_parameters(model)
+    say(
+        "%s '%s': %d layers (%s)%s%s; trains %s of %s parameters (%.2f%%)",
+        config.peft_type.value, name, len(found), _kinds(found),
+        f", and {', '.join(whole)} whole" if whole else "",
+        f"; heads left as they are: {', '.join(heads)}" if heads and targets in (None, "all-linear") else "",
+        f"{trained:,}", f"{total:,}", 100 * trained / total,
+    )  # fmt: skip
+    return list(found)
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into, in place.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {name: module for name, module in model.named_modules() if vars(module).get("peft_config")}
+    if not found:
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} has no adapter", "none was added", "Add one: apply(model, [LoRA(rank=16)])"
+            )
+        )
+    return found
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Names of all adapters in ``model``, in the order in which they were added."""
+    return list(dict.fromkeys(name for root in adapted(model).values() for name in root.peft_config))  # type: ignore[union-attr]
+
+
+def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
+    """Let the forward use the adapter of this ``name``, or several at once, and only that train.
+
+    Call it before the optimizer is made, or between runs: an optimizer holds the parameters that it was given.
+
+    Raises:
+        ValueError: no such adapter; the message lists those there are.
+
+    Example:
+        >>> import peft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> for task in ("summaries", "titles"):
+        ...     _ = add_adapter_(net, peft.LoraConfig(r=2), "0", name=task)
+        >>> use_adapter_(net, "summaries")
+        >>> [n for n, p in net.named_parameters() if p.requires_grad]
+        ['0.lora_A.summaries.weight', '0.lora_B.summaries.weight']
+    """
+    from peft.tuners.tuners_utils import set_adapter
+
+    names = [name] if isinstance(name, str) else list(name)
+    there = adapter_names(model)
+    for one in names:
+        if one not in there:
+            raise ValueError(
+                explain(f"adapter '{one}'", "there is none of that name", f"There are: {', '.join(there)}")
+            )
+    for root in adapted(model).values():
+        set_adapter(root, names)
+
+
+@contextmanager
+def base_model(model: nn.Module) -> Iterator[nn.Module]:
+    """The model without its adapters, for the length of a ``with``: a reference for DPO, or a distillation's teacher.
+
+    Example:
+        >>> import peft, torch
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> x, before = torch.ones(1, 4), net(torch.ones(1, 4))
+        >>> _ = add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> with base_model(net) as base:
+        ...     torch.equal(base(x), before)
+        True
+        >>> torch.equal(net(x), before)
+        False
+    """
+    adapted(model)
+    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT sets it when adapters are switched
+    layers: list[Any] = list(_switches(model))
+    on = [layer for layer in layers if not layer.disable_adapters]
+    try:
+        for layer in on:
+            layer.enable_adapters(False)
+        yield model
+    finally:
+        for layer in on:
+            layer.enable_adapters(True)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)
+
+
+def enable_adapters_(model: nn.Module, on: bool = True) -> None:
+    """Switch the model's adapters on or off until further notice; :func:`base_model` does so for a ``with``."""
+    adapted(model)
+    for layer in _switches(model):
+        layer.enable_adapters(on)
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for."""
+    trained = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        numbers = state.shape.numel() if state is not None else parameter.numel()
+        total += numbers
+        trained += numbers if parameter.requires_grad else 0
+    return trained, total
+
+
+def adapter_parameters(model: nn.Module) -> set[str]:
+    """Qualified names of what the adapters brought: their parameters and buffers, and their copies of whole modules."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    brought: set[str] = set()
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            base = "base_layer." if isinstance(module, BaseTunerLayer) else "original_module."
+            brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
+    return brought
+
+
+def _switches(model: nn.Module) -> Iterator[Any]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    for module in model.modules():
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            yield module
+
+
+def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
+            if not getattr(root, flag, False):
+                stack.callback(patch(root, flag, True))
+        try:
+            peft.inject_adapter_in_model(config, root, adapter_name=name)
+        except ValueError as error:
+            if "is not supported" not in str(error):
+                raise
+            raise TypeError(
+                explain(
+                    f"{config.peft_type.value} on {config.target_modules}", f"PEFT says: {error}", "Leave those out"
+                )
+            ) from error
+
+
+def _check_config(peft: Any, config: Any) -> None:
+    if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
+        return
+    given = type(config).__name__
+    if isinstance(config, L.Callback):
+        raise TypeError(explain(f"config={given}", "this is a technique", f"Use apply(model, [{given}(...)])"))
+    prompts = "it puts tokens before the input, not layers beside the model's"
+    why = prompts if isinstance(config, peft.PeftConfig) else "it is no configuration of PEFT"
+    raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
+
+
+def _check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
+        raise ValueError(
+            explain(
+                f"name={name!r}",
+                "names of adapters become parts of keys and of folders",
+                "Use letters, digits, _ and -",
+            )
+        )
+
+
+def _check_layers(found: dict[str, nn.Module], config: Any) -> None:
+    rank = getattr(config, "r", None)
+    for name, layer in found.items():
+        if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise TypeError(
+                explain(
+                    f"target '{name}'",
+                    "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing",
+                    f"Target '{name.rpartition('.')[0]}'",
+                )
+            )
+        smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
+        if isinstance(rank, int) and rank > smallest:
+            raise ValueError(
+                explain(
+                    f"rank={rank} for '{name}'",
+                    f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most",
+                    f"Use rank={smallest} or less, or leave '{name}' out",
+                )
+            )
+
+
+def _without_namesakes(names: list[str], root: nn.Module) -> list[str]:
+    """PEFT takes every module whose name ends like one of these, be it in the middle of a word."""
+    for name in names:
+        others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
+        others = [other for other in others if not other.startswith(f"{name}.")]
+        if others:
+            raise ValueError(
+                explain(
+                    f"train=['{name}']",
+                    f"PEFT would take '{others[0]}' for it as well, whose name ends likewise",
+                    "Give the module a name of its own in the model",
+                )
+            )
+    return names
+
+
+def _is_there(there: dict[str, Any], name: str, config: Any) -> bool:
+    kinds = {one.peft_type for one in there.values()}
+    if kinds - {config.peft_type}:
+        other = kinds.pop().value
+        raise ValueError(
+            explain(
+                f"{config.peft_type.value} beside {other}",
+                "adapters of two kinds in one model have no common file, and PEFT's do not mix",
+                f"Use {other} for both, or unload the first: unload_adapters_(model)",
+            )
+        )
+    if name not in there:
+        return False
+    if _meaning(there[name]) != _meaning(config):
+        differs = [key for key, value in _meaning(config).items() if _meaning(there[name]).get(key) != value]
+        raise ValueError(
+            explain(
+                f"adapter '{name}'",
+                f"there is one of that name, with another {', '.join(differs)}",
+                "Give this one another name, or ask for the same",
+            )
+        )
+    return True
+
+
+def _meaning(config: Any) -> dict[str, Any]:
+    """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
+    ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
+    settings = {key: value for key, value in config.to_dict().items() if key not in ignored and value not in (None, {})}
+    return {key: sorted(value) if isinstance(value, list | set | tuple) else value for key, value in settings.items()}
+
+
+def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
+    """The module that adapters are put into, and what its name adds to those of its layers."""
+    from transformers import PreTrainedModel
+
+    def holds(name: str) -> bool:
+        return all(one.startswith(f"{name}.") for one in names)
+
+    if not isinstance(model, PreTrainedModel):
+        for name, module in model.named_modules():
+            if name and holds(name) and isinstance(module, PreTrainedModel):
+                return f"{name}.", module
+        if isinstance(model, L.LightningModule):
+            for name, child in model.named_children():
+                if holds(name) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                    return f"{name}.", child
+    return "", model
+
+
+def _train_mode(root: nn.Module) -> None:
+    """Lightning leaves pretrained parts in eval, as they come; the adapter's own dropout is meant."""
+    for layer in _switches(root):
+        for name, child in layer.named_children():
+            if name not in ("base_layer", "original_module"):
+                child.train()
