@@ -82,10 +82,10 @@ def add_adapter_(
     _check_layers(found, config)
     prefix, root = _root(model, [*found, *whole])
     inside = [target.removeprefix(prefix) for target in found]
-    config.target_modules = shortest_names(inside, root)
+    config.target_modules = _as_peft_keeps(shortest_names(inside, root))
     if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
         feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
-        config.feedforward_modules = shortest_names([one for one in feedforward if one in inside], root)
+        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
         config.modules_to_save = _without_namesakes([one.removeprefix(prefix) for one in whole], root)
     there: dict[str, Any] = vars(root).get("peft_config", {})
@@ -93,8 +93,14 @@ def add_adapter_(
         _train_mode(root)
         return list(found)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
-    freeze_(model)
-    _inject(peft, config, root, name)
+    with ExitStack() as on_error:
+        on_error.callback(freeze_(model))
+        for one in (*found, *whole):
+            parent, _, last = one.rpartition(".")
+            holder = model.get_submodule(parent)
+            on_error.callback(setattr, holder, last, getattr(holder, last))
+        _inject(peft, config, root, name)
+        on_error.pop_all()
     _train_mode(root)
     trained, total = count_parameters(model)
     say(
@@ -288,6 +294,10 @@ def _check_layers(found: dict[str, nn.Module], config: Any) -> None:
                     f"Use rank={smallest} or less, or leave '{name}' out",
                 )
             )
+
+
+def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
+    return names if isinstance(names, str) else set(names)
 
 
 def _without_namesakes(names: list[str], root: nn.Module) -> list[str]:

@@ -1,0 +1,256 @@
+"""What is put in, that nothing else trains, and that the base is there again when it is asked for."""
+
+import copy
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from tests.finetune.test_targets import bert, llama
+from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+
+peft = pytest.importorskip("peft")
+BATCH = lm_batches(1)[0]
+
+
+def trains(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def awake(model, name="default"):
+    """An adapter that changes something: B starts at zero."""
+    generator = torch.Generator().manual_seed(5)
+    for key, parameter in model.named_parameters():
+        if f"lora_B.{name}" in key:
+            parameter.data.normal_(generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("variant", ["lora", "rslora"])
+@pytest.mark.parametrize("make", [TinyLM, llama, bert])
+def test_a_new_adapter_leaves_the_output_bitwise_as_it_was(make, variant):
+    model = make().eval()
+    ids = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
+
+    def output():
+        result = model(ids)
+        return result if torch.is_tensor(result) else result.logits
+
+    before = output()
+    ft.apply(model, [ft.LoRA(rank=2, variant=variant)])
+    assert torch.equal(output(), before)
+
+
+def test_the_sum_is_the_papers():
+    model = TinyLM()
+    layer = model.blocks[0].up
+    weight, bias, x = layer.weight.clone(), layer.bias.clone(), torch.randn(4, 8)
+    ft.apply(model, [ft.LoRA(rank=2, alpha=6, targets="blocks.0.up")])
+    adapted = awake(model).blocks[0].up
+    a, b = adapted.lora_A["default"].weight, adapted.lora_B["default"].weight
+    assert a.shape == (2, 8)
+    assert b.shape == (16, 2)
+    torch.testing.assert_close(adapted(x), x @ (weight + 6 / 2 * b @ a).T + bias)
+
+
+def test_only_the_adapter_and_named_modules_train():
+    model = TinyLM()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    names = ft.add_adapter_(model, peft.LoraConfig(r=2), "blocks.0.up", train=["head"])
+    assert names == ["blocks.0.up"]
+    stem = "blocks.0.up.lora_"
+    assert trains(model) == [
+        f"{stem}A.default.weight",
+        f"{stem}B.default.weight",
+        "head.modules_to_save.default.weight",
+    ]
+
+
+def test_parts_outside_the_adapted_model_are_frozen_too():
+    class Module(L.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.other, self.model = nn.Linear(4, 4), llama()
+
+    module = Module()
+    names = ft.add_adapter_(module, peft.LoraConfig(r=2), ["q_proj"])
+    assert names == [f"model.model.layers.{i}.self_attn.q_proj" for i in range(2)]
+    assert all("lora_" in name for name in trains(module))
+    assert list(module.model.peft_config) == ["default"]  # adapter files name layers as seen from here
+    assert module.model.peft_config["default"].target_modules == {"q_proj"}
+
+
+def test_the_line_says_how_much_trains_and_what_was_left_out(caplog):
+    with caplog.at_level("INFO", logger="lightning_fasttrain"):
+        ft.apply(TinyLM(), [ft.LoRA(rank=2)])
+    trained, total = 3 * 2 * (2 * 8 + 2 * 16), sum(p.numel() for p in TinyLM().parameters())
+    assert f"trains {trained:,} of {trained + total:,} parameters" in caplog.text
+    assert "6 layers (up (Linear) ×3, down (Linear) ×3); heads left as they are: head" in caplog.text
+
+
+def test_frozen_statistics_stay_and_the_adapters_dropout_is_on():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).eval()
+    ft.apply(net, [ft.LoRA(rank=2, targets="0", dropout=0.5)])
+    assert net[0].lora_dropout["default"].training  # though the model came in eval, as pretrained ones do
+    before = weights(net[1])
+    net.train()(torch.randn(8, 4))
+    assert all(torch.equal(value, before[name]) for name, value in net[1].state_dict().items())
+
+
+def test_twice_is_once_and_another_of_that_name_is_refused():
+    model = TinyLM()
+    ft.apply(model, [ft.LoRA(rank=2)])
+    modules = [id(module) for module in model.modules()]
+    ft.apply(model, [ft.LoRA(rank=2)])
+    assert [id(module) for module in model.modules()] == modules
+    with pytest.raises(ValueError, match="there is one of that name, with another r"):
+        ft.apply(model, [ft.LoRA(rank=3)])
+    with pytest.raises(ValueError, match="IA3 beside LORA"):
+        ft.apply(model, [ft.IA3(name="other")])
+
+
+def test_several_adapters_by_name():
+    model = TinyLM()
+    base = model(BATCH["input_ids"])
+    for name in ("one", "two"):
+        ft.apply(model, [ft.LoRA(rank=2, targets="up", name=name)])
+        awake(model, name)
+    assert ft.adapter_names(model) == ["one", "two"]
+    outputs = []
+    for names in ("one", "two", ["one", "two"]):
+        ft.use_adapter_(model, names)
+        assert all(any(f".{n}." in t for n in ([names] if isinstance(names, str) else names)) for t in trains(model))
+        outputs.append(model(BATCH["input_ids"]))
+    assert not any(torch.allclose(output, base) for output in outputs)
+    assert not torch.allclose(outputs[0], outputs[2])
+    with pytest.raises(ValueError, match="adapter 'three': there is none of that name. There are: one, two"):
+        ft.use_adapter_(model, "three")
+
+
+def test_the_base_model_within_a_with_and_the_adapter_after_it():
+    model = TinyLM()
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())
+    base = model(BATCH["input_ids"])
+    ft.add_adapter_(model, peft.LoraConfig(r=2), "up", train=["head"])
+    model.head.modules_to_save["default"].weight.data.add_(1)
+    adapted, training = awake(model)(BATCH["input_ids"]), trains(model)
+    with pytest.raises(RuntimeError), ft.base_model(model) as reference:
+        assert torch.equal(reference(BATCH["input_ids"]), base)
+        raise RuntimeError
+    assert torch.equal(model(BATCH["input_ids"]), adapted)
+    assert trains(model) == training
+    ft.enable_adapters_(model, False)
+    assert torch.equal(model(BATCH["input_ids"]), base)
+    ft.enable_adapters_(model)
+    assert torch.equal(model(BATCH["input_ids"]), adapted)
+    assert trains(model) == training
+
+
+def test_a_copy_is_independent():
+    model = awake(ft.apply(TinyLM(), []) and TinyLM())
+    ft.apply(model, [ft.LoRA(rank=2)])
+    other = copy.deepcopy(model)
+    awake(other)
+    assert not torch.equal(other(BATCH["input_ids"]), model(BATCH["input_ids"]))
+
+
+def test_no_adapter_is_an_error():
+    with pytest.raises(ValueError, match="TinyLM has no adapter"), ft.base_model(TinyLM()):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rank": 0}, "rank=0"),
+        ({"rank": True}, "rank=True"),
+        ({"alpha": 0}, "alpha=0"),
+        ({"dropout": 1.0}, "dropout=1.0"),
+        ({"variant": "lora+"}, "variant='lora\\+'"),
+        ({"checkpoint": "whole"}, "checkpoint='whole'"),
+    ],
+)
+def test_bad_settings_are_refused_when_they_are_given(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        ft.LoRA(**settings)
+
+
+def test_bad_targets_are_refused_and_nothing_is_changed():
+    attention = nn.Sequential(nn.MultiheadAttention(4, 1), nn.Linear(4, 4))
+    for model, kwargs, error, message in [
+        (TinyLM(), {"rank": 9, "targets": "up"}, ValueError, "rank=9 for 'blocks.0.up': the layer is 8 → 16"),
+        (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "its weight is also that of 'embed'"),
+        (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT says"),
+        (TinyLM(), {"rank": 2, "name": "a.b"}, ValueError, "name='a.b'"),
+        (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "in train= and a target as well"),
+        (attention, {"rank": 2, "targets": "out_proj"}, TypeError, "Target '0'"),
+    ]:
+        before = trains(model), [type(m) for m in model.modules()], list(vars(model))
+        with pytest.raises(error, match=message):
+            ft.apply(model, [ft.LoRA(**kwargs)])
+        assert before == (trains(model), [type(m) for m in model.modules()], list(vars(model))), message
+
+
+def test_what_is_no_configuration_is_refused():
+    with pytest.raises(TypeError, match=r"Use apply\(model, \[LoRA"):
+        ft.add_adapter_(TinyLM(), ft.LoRA(2))
+    with pytest.raises(TypeError, match="puts tokens before the input"):
+        ft.add_adapter_(TinyLM(), peft.PromptTuningConfig(num_virtual_tokens=3))
+    with pytest.raises(TypeError, match="config=dict"):
+        ft.add_adapter_(TinyLM(), {"r": 2})
+
+
+def test_peft_missing_names_the_extra(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-fasttrain\[finetune\]"):
+        ft.LoRA()
+
+
+@pytest.mark.parametrize("make", [llama, TinyLM])
+def test_ia3_takes_the_papers_layers_where_they_are_known(make):
+    model = make()
+    ft.apply(model, [ft.IA3()])
+    config = model.peft_config["default"]
+    if make is llama:
+        assert config.target_modules == {"k_proj", "v_proj", "down_proj"}
+        assert model.model.layers[0].mlp.down_proj.is_feedforward
+        assert not model.model.layers[0].self_attn.k_proj.is_feedforward
+    else:
+        assert config.target_modules == {"up", "down"}
+    assert all("ia3_l" in name for name in trains(model))
+
+
+def test_pissa_begins_with_the_largest_singular_vectors():
+    model = TinyLM()
+    weight = model.blocks[0].up.weight.detach().clone()
+    ft.apply(model, [ft.LoRA(rank=2, alpha=2, targets="0.up", variant="pissa")])
+    layer = model.blocks[0].up
+    u, s, v = torch.linalg.svd(weight)
+    product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    torch.testing.assert_close(product, u[:, :2] * s[:2] @ v[:2], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer.base_layer.weight + product, weight, rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_parameters_do_not_reach_the_optimizer_and_do_not_move():
+    model, before = TinyLM(), weights(TinyLM())
+    t = trainer([ft.LoRA(rank=2)], max_epochs=2)
+    t.fit(model, as_loader(lm_batches(3)))
+    held = {id(p) for group in t.optimizers[0].param_groups for p in group["params"]}
+    assert held == {id(p) for name, p in model.named_parameters() if "lora_" in name}
+    after = {name.replace(".base_layer", ""): value for name, value in weights(model).items() if "lora_" not in name}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert all(float(p.detach().abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
+
+
+def test_a_lazy_model_and_one_that_is_fitted_again_go_on_with_the_same_adapter():
+    from tests.nets import LazyLM
+
+    model, technique = LazyLM(), ft.LoRA(rank=2)
+    trainer([technique]).fit(model, as_loader(lm_batches(3)))
+    once = weights(model)
+    trainer([technique]).fit(model, as_loader(lm_batches(3)))
+    assert list(weights(model)) == list(once)
+    assert any(not torch.equal(once[name], value) for name, value in weights(model).items())

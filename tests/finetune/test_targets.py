@@ -1,0 +1,123 @@
+"""Which layers are meant: by name, pattern, class or all of them, and what is said when nothing is."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.finetune.targets import refuse_tied, shortest_names
+from tests.nets import TinyLM
+
+transformers = pytest.importorskip("transformers")
+TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+
+
+def llama():
+    config = transformers.LlamaConfig(**TINY, num_key_value_heads=2, bos_token_id=1, eos_token_id=2)
+    return transformers.LlamaForCausalLM(config)
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**TINY))
+
+
+UP = [f"blocks.{i}.up" for i in range(3)]
+DOWN = [f"blocks.{i}.down" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        ("all-linear", sorted(UP + DOWN)),
+        ("up", UP),
+        ("1.up", ["blocks.1.up"]),
+        ("blocks.0.up", ["blocks.0.up"]),
+        ("blocks.*.down", DOWN),
+        (re.compile(r"blocks\.[02]\.up"), [UP[0], UP[2]]),
+        (nn.Embedding, ["embed"]),
+        ("LayerNorm", [f"blocks.{i}.norm" for i in range(3)]),
+        (["embed", "2.up"], ["blocks.2.up", "embed"]),
+    ],
+)
+def test_names_patterns_expressions_and_classes(targets, expected):
+    assert sorted(ft.find_targets(TinyLM(), targets)) == sorted(expected)
+
+
+def test_a_name_is_whole_words_not_an_ending_of_one():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.setup, self.down = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    assert list(ft.find_targets(Net(), "up")) == ["up"]
+
+
+def test_what_matches_nothing_lists_near_names_and_candidates():
+    with pytest.raises(ValueError, match=r"targets='upp'.*near is up.*Candidates: .*up \(Linear\) ×3"):
+        ft.find_targets(TinyLM(), "upp")
+    with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
+        ft.find_targets(TinyLM(), ["up", "q_proj"])
+    with pytest.raises(ValueError, match="at least one layer"):
+        ft.find_targets(TinyLM(), [])
+    with pytest.raises(TypeError, match="targets=3"):
+        ft.find_targets(TinyLM(), [3])
+
+
+@pytest.mark.parametrize(
+    ("make", "heads"), [(TinyLM, ["head"]), (llama, ["lm_head"]), (bert, ["bert.pooler.dense", "classifier"])]
+)
+def test_heads(make, heads):
+    assert ft.find_heads(make()) == heads
+
+
+def test_a_second_half_of_a_model_is_no_head():
+    tower = [nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)]
+    second = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(4, 4), nn.Tanh())])
+    assert ft.find_heads(nn.Sequential(*tower, second)) == ["3.6"]
+
+
+def test_the_only_linear_layer_is_no_head_and_the_last_of_several_is():
+    assert ft.find_heads(nn.Sequential(nn.Linear(2, 2))) == []
+    assert ft.find_heads(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))) == ["2"]
+
+
+def test_layers_inside_attention_are_not_linear_layers_of_the_model():
+    net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 1, 8) for _ in range(2)], nn.Linear(4, 2))
+    assert list(ft.find_targets(net)) == ["0.linear1", "0.linear2", "1.linear1", "1.linear2"]
+
+
+def test_tied_layers_are_refused():
+    with pytest.raises(ValueError, match=r"target 'head': its weight is also that of 'embed'"):
+        refuse_tied(TinyLM(), ["head"])
+    refuse_tied(TinyLM(), UP)
+
+
+@pytest.mark.parametrize("make", [TinyLM, llama, bert])
+def test_short_names_mean_the_same_layers_to_peft(make):
+    from peft import LoraConfig
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    model = make()
+    names = list(ft.find_targets(model))
+    short = shortest_names(names, model)
+    assert len(short) < len(names)
+    config = LoraConfig(target_modules=short)
+    assert [n for n, _ in model.named_modules() if check_target_module_exists(config, n)] == names
+
+
+def test_short_names_fall_back_to_an_expression_where_no_ending_is_exact():
+    net = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.ModuleDict({"a": nn.Linear(2, 2)})})
+    short = shortest_names(["a"], net)
+    assert isinstance(short, str)
+    assert [n for n in ("a", "b", "b.a") if re.fullmatch(short, n)] == ["a"]
+
+
+def test_an_adapted_layer_is_still_found_by_its_own_kind():
+    import peft
+
+    model = TinyLM()
+    ft.add_adapter_(model, peft.LoraConfig(r=2), "up")
+    assert list(ft.find_targets(model, nn.Linear)) == list(ft.find_targets(TinyLM(), nn.Linear))
+    assert torch.is_tensor(model.blocks[0].up.lora_A["default"].weight)
