@@ -1,5 +1,6 @@
 """Floor: what a technique is, the order of surgery, and which techniques do not go together."""
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -266,6 +267,15 @@ CONFLICTS: tuple[Conflict, ...] = (
         "OptimizerInBackward",
         "each gradient is used and freed during backward, so none is left to be summed and weighed",
         "Use one of them",
+    ),
+    *(
+        Conflict(
+            first,
+            second,
+            "adapters of two kinds in one model have no common file, and would each freeze the other",
+            "Use one of them; for several tasks, add LoRA several times under several names",
+        )
+        for first, second in itertools.combinations(("LoRA", "IA3", "Adapter", "PromptTuning", "PrefixTuning"), 2)
     ),
 )
 

@@ -6,11 +6,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning as L
+import peft
 import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
 from lightning_fasttrain._technique import check_together
+from tests import by_hand
 from tests.nets import TinyLM, concatenate, lm_loss
 
 
@@ -24,6 +27,7 @@ class Case:
         settings: Trainer settings that it needs to show itself.
         optimizer: settings of the optimizer, likewise.
         regroup: batches of the plain run that it must equal, where it changes which batches make a step.
+        by_hand: where it changes training, a plain callback by which the plain run does the same, written out.
     """
 
     make: Callable[[], Technique]
@@ -31,6 +35,7 @@ class Case:
     settings: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     regroup: Callable[[Sequence[Any]], list[Any]] = list
+    by_hand: Callable[[], L.Callback] | None = None
 
     @property
     def name(self) -> str:
@@ -50,6 +55,10 @@ CASES = [
     Case(lambda: ft.ActivationCheckpointing()),
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=tempfile.gettempdir())),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
+    # finetune
+    Case(lambda: ft.LoRA(rank=2), by_hand=by_hand.LoRA),
+    Case(lambda: ft.IA3("up"), by_hand=by_hand.IA3),
+    Case(lambda: ft.Adapter(peft.LoHaConfig(r=2), "blocks.*.down"), by_hand=by_hand.LoHa),
     # loss
     Case(lambda: ft.FusedLossHead("head"), tolerance=1e-5),
     # optim
