@@ -96,6 +96,12 @@ for case in CASES:
         TOGETHER.append(case)
 
 
+def by_hand_of(cases: Iterable[Case]) -> list[L.Callback]:
+    """What a plain run needs in order to do the same as these techniques, in the order of surgery."""
+    by_hand = [case for case in cases if case.by_hand is not None]
+    return [case.by_hand() for case in sorted(by_hand, key=lambda case: case.make().surgery or 0)]
+
+
 def in_a_loop(
     model: TinyLM, batches: Sequence[Any], techniques: Sequence[Technique], *, epochs: int = 1, fabric: Any = None
 ) -> TinyLM:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
-from tests.cases import TOGETHER
+from tests import by_hand
+from tests.cases import TOGETHER, by_hand_of
 from tests.nets import (
     Gradients,
     TinyLM,
@@ -116,8 +117,12 @@ def main(path):
     plan = budget.plan
     found["plan"] = [plan.predicted_bytes, [[b.action, b.saved_bytes, b.forward_ms] for b in plan.blocks]]
     found["plan checked"] = plan.measured_bytes
-    plain, expected, *_ = seeded([], mine)
+    plain, expected, *_ = seeded([by_hand.LoRA()], mine)
+    ours, seen, *_ = seeded([ft.LoRA(rank=2), ft.MicroBatching(2)], mine)
+    found["adapter"] = worst(expected, seen)
+    found["adapter agree"] = agree(ours)
 
+    plain, expected, *_ = seeded(by_hand_of(TOGETHER), mine)
     everything = [case.make() for case in TOGETHER if case.name not in ("TokenWeightedAccumulation",)]
     ours, seen, *_ = seeded(everything, mine)
     found["everything"] = worst(expected, seen)

@@ -11,7 +11,7 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Exactness, Technique
-from tests.cases import BY_NAME, CASES, TOGETHER, Case, in_a_loop, refused
+from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 each = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
@@ -34,8 +34,7 @@ def train(case: Case, techniques=None, *, net=TinyLM, batches=BATCHES, dropout=0
 def plain(case: Case, batches=BATCHES, epochs=1, callbacks=()):
     """The run without the technique; a fused optimizer needs it to clip, so the plain run is unfused."""
     settings = Case(make=case.make, settings=case.settings)
-    by_hand = [case.by_hand()] if case.by_hand else []
-    return train(settings, [*by_hand, *callbacks], batches=case.regroup(batches), epochs=epochs)[0]
+    return train(settings, [*by_hand_of([case]), *callbacks], batches=case.regroup(batches), epochs=epochs)[0]
 
 
 def parts(module):
@@ -156,8 +155,8 @@ def test_everything_is_put_back_after_the_run(case):
 
     switches = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     module, t = train(case)
-    by_hand = [case.by_hand()] if case.by_hand else []
-    bare, u = train(case if case.optimizer == {} else Case(case.make, settings=case.settings), by_hand)
+    unfused = case if case.optimizer == {} else Case(case.make, settings=case.settings)
+    bare, u = train(unfused, by_hand_of([case]))
     assert patched(t, module) == patched(u, bare)
     assert switches == (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
 
@@ -191,9 +190,7 @@ def reference_for(cases):
     batches, settings = BATCHES, {}
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
-    in_order = sorted((case for case in cases if case.by_hand), key=lambda case: case.make().surgery or 0)
-    by_hand = [case.by_hand() for case in in_order]
-    return train(Case(make=CASES[0].make, settings=settings), by_hand, batches=batches)[0]
+    return train(Case(make=CASES[0].make, settings=settings), by_hand_of(cases), batches=batches)[0]
 
 
 @pytest.mark.parametrize(

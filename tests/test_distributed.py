@@ -63,6 +63,11 @@ def test_processes_with_unequal_batches_make_one_plan_for_a_memory_budget(found)
     assert {action for action, *_ in found[0]["plan"][1]} == {"kept"}
 
 
+def test_an_adapter_trains_on_all_ranks_alike(found):
+    assert largest(found, "adapter") < 2e-6
+    assert largest(found, "adapter agree") == 0
+
+
 def test_all_techniques_together(found):
     assert largest(found, "everything") < 1e-5
     assert largest(found, "everything agree") == 0
