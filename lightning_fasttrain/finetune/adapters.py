@@ -7,7 +7,9 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._technique import patch
@@ -240,6 +242,8 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
+        if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
+            stack.enter_context(unset_fake_temporarily())  # PEFT moves what it makes, which modules of fakes cannot
         try:
             peft.inject_adapter_in_model(config, root, adapter_name=name)
         except ValueError as error:

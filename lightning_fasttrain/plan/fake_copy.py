@@ -47,7 +47,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         with mode:
             module.configure_model()
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
-    _settle_(module, mode, dtype)
+    settle_(module, mode, dtype)
     return module
 
 
@@ -74,8 +74,8 @@ def _copied(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         ) from error
 
 
-def _settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Put what is elsewhere on the CPU, and in ``dtype``; tied parameters stay tied."""
+def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Put what is elsewhere, or real, on the CPU without memory, and in ``dtype``; tied parameters stay tied."""
     settled: dict[Tensor, Tensor] = {}  # tensors hash by identity
     for owner in module.modules():
         tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
@@ -86,7 +86,7 @@ def _settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None)
                 wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
                 if tensor not in settled:
                     settled[tensor] = tensor
-                    if tensor.device.type != "cpu" or tensor.dtype != wanted:
+                    if tensor.device.type != "cpu" or tensor.dtype != wanted or not _belongs(tensor, mode):
                         settled[tensor] = _fake(tensor, mode, wanted)
                 table[name] = settled[tensor]
 
