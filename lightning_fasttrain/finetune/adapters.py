@@ -133,7 +133,7 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of all adapters in ``model``, in the order in which they were added."""
-    return list(dict.fromkeys(name for root in adapted(model).values() for name in root.peft_config))  # type: ignore[union-attr]
+    return list(dict.fromkeys(name for root in adapted(model).values() for name in vars(root)["peft_config"]))
 
 
 def use_adapter_(model: nn.Module, name: str | list[str]) -> None:

@@ -1,5 +1,6 @@
 """Activations of a block are recomputed in the backward pass instead of being kept."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
@@ -15,12 +16,13 @@ from lightning_fasttrain._technique import Surgery, Technique, patch
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 
-class CheckpointPolicy:
+class CheckpointPolicy(ABC):
     """Which blocks are recomputed, and what of them is kept.
 
     One of :class:`EveryBlock`, :class:`SelectiveOps` and :class:`~lightning_fasttrain.MemoryBudget`.
     """
 
+    @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
         """Put what recomputes in the place of the blocks' ``forward``; none of them has that yet.
 
@@ -31,7 +33,6 @@ class CheckpointPolicy:
         Returns:
             Qualified name of each block that was changed → how to undo it.
         """
-        raise NotImplementedError
 
 
 class EveryBlock(CheckpointPolicy):

@@ -42,7 +42,8 @@ class BlockCost:
 
     def at_least(self, other: "BlockCost") -> "BlockCost":
         """The larger of both in everything: what holds for the batches of both."""
-        dear = None if None in (self.dear_bytes, other.dear_bytes) else max(self.dear_bytes, other.dear_bytes)  # type: ignore[type-var]
+        a, b = self.dear_bytes, other.dear_bytes
+        dear = None if a is None or b is None else max(a, b)
         return BlockCost(
             max(self.saved_bytes, other.saved_bytes),
             dear,
