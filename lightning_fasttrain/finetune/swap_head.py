@@ -1,0 +1,165 @@
+"""A new head on a trained model: another number of outputs, or another module."""
+
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain.finetune.targets import base_of, find_heads
+
+
+def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:
+    """Put a new head in the place of the model's, in place. Call it before adapters and before the optimizer is made.
+
+    A number makes an ``nn.Linear`` with as many outputs: inputs, bias or none, dtype and device are the old one's,
+    the weights are normal with standard deviation 0.02, the bias is zero. A weight that the old head shared, as with
+    the embedding, stays where else it was, and the new head has its own; this is said. Hugging Face models are told
+    the number of labels or the size of the vocabulary, by which their loss is computed, and no longer tie the head.
+
+    Args:
+        model: any module.
+        new_head: number of outputs, or a module, which is taken as it is.
+        head: qualified name of the head. By default what the models inside return from ``get_output_embeddings()``,
+            else the last linear layer after the model's blocks.
+
+    Returns:
+        Qualified name of the head.
+
+    Raises:
+        TypeError: ``new_head`` is no whole number and no module; the head carries an adapter.
+        ValueError: ``new_head`` is less than 1; no head found, or none of that name; the number of its inputs is not
+            known, or not that of ``new_head``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1000))
+        >>> swap_head_(net, 3), net[2]
+        ('2', Linear(in_features=8, out_features=3, bias=True))
+
+    Source:
+        Yosinski et al. 2014, "How transferable are features in deep neural networks?", https://arxiv.org/abs/1411.1792.
+        The scale of the weights is that of Hugging Face's models (``initializer_range``).
+    """
+    if not isinstance(new_head, nn.Module):
+        positive_int("new_head", new_head)
+    name, told = _find(model, head)
+    old = model.get_submodule(name)
+    if base_of(old) is not old:
+        raise TypeError(explain(f"head '{name}'", "it carries an adapter", "Swap the head before adapters are added"))
+    new = new_head if isinstance(new_head, nn.Module) else _linear_like(old, new_head, name)
+    if isinstance(old, nn.Linear) and isinstance(new, nn.Linear) and new.in_features != old.in_features:
+        raise ValueError(
+            explain(
+                f"new_head has {new.in_features} inputs",
+                f"the features that '{name}' is given are {old.in_features} wide",
+                f"Make it nn.Linear({old.in_features}, {new.out_features})",
+            )
+        )
+    tied = _tied_with(model, old)
+    for place, module in list(model.named_modules(remove_duplicate=False)):
+        if module is old:
+            model.set_submodule(place, new)
+    if tied:
+        say("swap_head_: %s was tied to %s, which stays as it is; the new head has weights of its own", name, tied)
+    if isinstance(old, nn.Linear) and isinstance(new, nn.Linear):
+        _tell_transformers(model, name, told, old.out_features, new.out_features)
+    return name
+
+
+def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
+    """The head's name, and whether the model itself says that it is the one which gives its vocabulary."""
+    modules: dict[str, Any] = dict(model.named_modules())
+    ours = [m.get_output_embeddings() for m in modules.values() if hasattr(type(m), "get_output_embeddings")]
+    told = [name for name, module in modules.items() if any(module is one for one in ours)]
+    if head is not None:
+        meant = dict(model.named_modules(remove_duplicate=False)).get(head)
+        found = [name for name, module in modules.items() if module is meant]
+    else:
+        holders = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+        # of a network that has but one linear layer it is the head, if nothing comes after it
+        found = told or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
+    found = [name for name in found if name]
+    if not found:
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name][-4:]
+        raise ValueError(
+            explain(
+                f"{head=} in {type(model).__name__}",
+                "there is no such layer" if head is not None else "no linear layer comes after the model's blocks",
+                f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}",
+            )
+        )
+    return found[-1], found[-1] in told
+
+
+def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
+    if not isinstance(old, nn.Linear):
+        inside = [f"{name}.{inner}" for inner, module in old.named_modules() if isinstance(module, nn.Linear)]
+        raise ValueError(
+            explain(
+                f"head '{name}' ({type(old).__name__})",
+                "the width of the features that it is given is not known",
+                f"Give a module instead of {outputs}"
+                + (f", or name the layer inside it: head={inside[-1]!r}" if inside else ""),
+            )
+        )
+    weight = old.weight  # a quantised one is packed into whole numbers
+    dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
+    new = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device=weight.device, dtype=dtype)
+    nn.init.normal_(new.weight, std=0.02)
+    if new.bias is not None:
+        nn.init.zeros_(new.bias)
+    return new.train(old.training)
+
+
+def _tied_with(model: nn.Module, old: nn.Module) -> str:
+    own = {id(parameter) for parameter in old.parameters()}
+    inside = {id(module) for module in old.modules()}
+    return ", ".join(
+        f"{name}.{key}" if name else key
+        for name, module in model.named_modules()
+        if id(module) not in inside
+        for key, parameter in module.named_parameters(recurse=False)
+        if id(parameter) in own
+    )
+
+
+def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:
+    """Their losses reshape the logits by what the config says, and their ties are made anew when a model is loaded."""
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    if library is None:  # then no model is one of theirs
+        return
+    modules: dict[str, Any] = dict(model.named_modules())
+    for place, owner in modules.items():
+        if not isinstance(owner, library.PreTrainedModel) or (place and not name.startswith(f"{place}.")):
+            continue
+        config, relative = owner.config, name[len(place) + 1 :] if place else name
+        if told:
+            _set_vocabulary(owner, config.get_text_config(), outputs)
+        elif vars(owner).get("num_labels") == before:
+            if (before == 1) != (outputs == 1):
+                config.problem_type = None  # regression or not: it is found anew from the first labels
+            owner.num_labels = config.num_labels = outputs
+        ties = owner.all_tied_weights_keys
+        mine = [key for key in ties if key.startswith(f"{relative}.")]
+        for key in mine:
+            del ties[key]
+        if mine and not ties:
+            config.tie_word_embeddings = False
+
+
+def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:
+    config.vocab_size = outputs
+    if "vocab_size" in vars(owner):
+        owner.vocab_size = outputs
+    embedding = owner.get_input_embeddings()
+    if isinstance(embedding, nn.Embedding) and embedding.num_embeddings != outputs:
+        warn(
+            explain(
+                f"swap_head_(model, {outputs})",
+                f"the embedding of {type(owner).__name__} has {embedding.num_embeddings} rows, so what save_pretrained "
+                "writes cannot be loaded again by from_pretrained, which makes both of one size",
+                f"For another vocabulary call model.resize_token_embeddings({outputs}) instead",
+            )
+        )

@@ -1,0 +1,459 @@
+"""Group by group from the top down: by hand, in a Trainer, resumed, and in two processes."""
+
+import copy
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import Exactness
+from lightning_fasttrain.finetune.freezing import freeze_
+from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+
+BATCHES = lm_batches(4)
+
+
+class Untied(TinyLM):
+    """A head of its own, so that the head can train while the embedding is frozen."""
+
+    def build(self):
+        super().build()
+        self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+
+
+GROUPS = [["head"], ["blocks.2"], ["blocks.1"], ["blocks.0"], ["embed"]]
+
+
+def by_hand(epochs, thawed_at, optimizer=torch.optim.AdamW):
+    """The same in plain PyTorch: parameters are given to ``requires_grad_`` by the start of their names."""
+    net, step = Untied(), 0
+    opt = optimizer(net.parameters(), lr=0.01)
+    for epoch in range(epochs):
+        for batch in BATCHES:
+            k = thawed_at(epoch, step)
+            for i, (group,) in enumerate(GROUPS):
+                for name, parameter in net.named_parameters():
+                    if name.startswith(group):
+                        parameter.requires_grad_(i < k)
+            opt.zero_grad()
+            net.loss(batch).backward()
+            opt.step()
+            step += 1
+    return net
+
+
+def fit(callbacks, epochs=1, net=None, batches=BATCHES, ckpt_path=None, **settings):
+    net = net or Untied()
+    t = trainer(callbacks, max_epochs=epochs, **settings)
+    t.fit(net, as_loader(batches), ckpt_path=ckpt_path, weights_only=True if ckpt_path else None)
+    return net, t
+
+
+def trains(net):
+    return {name for name, parameter in net.named_parameters() if parameter.requires_grad}
+
+
+class Watch(L.Callback):
+    """What trains in each step, and the parameters that the optimizer has state for."""
+
+    def __init__(self):
+        self.trains, self.states = [], []
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        names = {parameter: name for name, parameter in pl_module.named_parameters()}
+        self.trains.append({name.split(".weight")[0].split(".bias")[0] for name in trains(pl_module)})
+        self.states.append({names[parameter] for parameter in trainer.optimizers[0].state})
+
+
+# --- the groups
+
+
+def test_groups_by_default_are_the_head_each_block_and_the_stem():
+    groups = Unfreezing(Untied()).groups
+    assert [
+        {name.rpartition(".")[0].split(".norm")[0].split(".up")[0].split(".down")[0] for name in g} for g in groups
+    ] == [
+        {"head"},
+        {"blocks.2"},
+        {"blocks.1"},
+        {"blocks.0"},
+        {"embed"},
+    ]
+
+
+def test_what_lies_between_two_blocks_goes_with_the_one_below():
+    layers = [nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)]
+    groups = Unfreezing(nn.Sequential(*layers)).groups
+    assert groups == [
+        ["4.weight", "4.bias"],
+        ["2.weight", "2.bias", "3.weight", "3.bias"],
+        ["0.weight", "0.bias", "1.weight", "1.bias"],
+    ]
+
+
+def test_what_no_group_names_is_the_last():
+    unfreezing = Unfreezing(Untied(), ["head", ["blocks.*"]])
+    assert unfreezing.groups[2] == ["embed.weight"]
+    assert len(unfreezing.groups[1]) == 18
+
+
+def test_a_tied_parameter_goes_with_the_topmost_of_its_places(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
+        unfreezing = Unfreezing(TinyLM())
+    assert [len(group) for group in unfreezing.groups] == [1, 6, 6, 6]  # the stem is the head
+    assert unfreezing.groups[0] == ["head.weight"]
+    assert "embed.weight is thawed as head.weight, to which it is tied" in caplog.text
+
+
+def test_what_was_frozen_before_is_in_no_group_and_stays_frozen():
+    net = Untied()
+    freeze_(net.blocks[1])
+    net.blocks[0].up.bias.requires_grad_(False)
+    unfreezing = Unfreezing(net)
+    assert [len(group) for group in unfreezing.groups] == [1, 6, 5, 1]
+    unfreezing.thaw_to(2)
+    unfreezing.thaw_to(9)
+    assert {name for name, _ in net.named_parameters()} - trains(net) == {
+        "blocks.0.up.bias",
+        *(f"blocks.1.{name}" for name, _ in net.blocks[1].named_parameters()),
+    }
+
+
+# --- thawing
+
+
+def test_thaw_to_names_what_it_changed_and_goes_both_ways():
+    net = Untied()
+    unfreezing = Unfreezing(net, GROUPS)
+    assert len(unfreezing.thaw_to(1)) == 19
+    assert trains(net) == {"head.weight"}
+    assert unfreezing.thaw_to(2) == unfreezing.groups[1]
+    assert unfreezing.thaw_to(2) == []
+    assert unfreezing.thaw_to(1) == unfreezing.groups[1]
+    unfreezing.undo()
+    assert trains(net) == set(dict(net.named_parameters()))
+
+
+def test_norms_are_in_eval_until_their_group_is_thawed():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)], nn.Linear(4, 2))
+    net[2][1].eval()  # by the user, who wants it so
+    unfreezing = Unfreezing(net)
+    unfreezing.thaw_to(1)
+    modes = [[net[i][1].training for i in range(3)]]
+    for k in (2, 3, 4):
+        unfreezing.thaw_to(k)
+        modes.append([net[i][1].training for i in range(3)])
+    assert modes == [[False] * 3, [False] * 3, [False, True, False], [True, True, False]]
+    net.train()
+    unfreezing.thaw_to(1)
+    assert not any(net.train()[i][1].training for i in range(3))
+    unfreezing.undo()
+    assert all(net[i][1].training for i in range(3))
+
+
+def test_a_norm_without_parameters_goes_with_the_group_below():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 2))
+    unfreezing = Unfreezing(net, ["2", "0"])
+    unfreezing.thaw_to(1)
+    assert not net[1].training
+    unfreezing.thaw_to(2)
+    assert net[1].training
+
+
+def test_a_copied_model_is_frozen_by_itself():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    unfreezing = Unfreezing(net, [["2"]])
+    unfreezing.thaw_to(1)
+    twin, unfreezing_twin = copy.deepcopy((net, unfreezing))
+    unfreezing.undo()
+    assert trains(twin) == {"2.weight", "2.bias"}
+    unfreezing_twin.undo()
+    assert twin[1].training
+    assert trains(twin) == trains(net)
+
+
+def test_the_state_is_the_number_of_groups_that_train():
+    net = Untied()
+    unfreezing = Unfreezing(net, GROUPS)
+    unfreezing.thaw_to(1)
+    state = {"thawed": 3, "groups": [list(group) for group in unfreezing.groups]}
+    unfreezing.load_state_dict(state)
+    assert unfreezing.state_dict() == state
+    assert "blocks.1.up.weight" in trains(net)
+    with pytest.raises(ValueError, match="a state of 5 groups for the 2 of this model"):
+        Unfreezing(Untied(), ["head"]).load_state_dict(state)
+
+
+# --- in a Trainer
+
+
+@pytest.mark.parametrize("every", ["epoch", 3])
+def test_the_weights_are_those_of_the_loop_by_hand_bit_for_bit(every):
+    net, _ = fit([GradualUnfreezing(every)], epochs=3)
+    expected = by_hand(3, lambda epoch, step: 1 + (epoch if every == "epoch" else step // every))
+    assert largest_difference(weights(expected), weights(net)) == 0
+    assert largest_difference(weights(expected), weights(by_hand(3, lambda *_: 9))) > 1e-2  # not plain training
+
+
+def test_what_is_frozen_is_bitwise_unchanged_under_weight_decay_and_has_no_state():
+    watch, before = Watch(), weights(Untied())
+    net, _ = fit([GradualUnfreezing(every=2, groups=GROUPS), watch], net=Untied(weight_decay=0.5))
+    changed = {name for name, value in weights(net).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.startswith(("head", "blocks.2"))}
+    assert watch.states[0] == {"head.weight"}
+    assert watch.states[-1] == changed
+
+
+def test_an_optimizer_of_what_requires_a_gradient_gets_all_parameters():
+    class Filters(Untied):
+        def configure_optimizers(self):
+            return torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+    net, t = fit([GradualUnfreezing()], epochs=3, net=Filters())
+    assert len(t.optimizers[0].param_groups[0]["params"]) == 20
+    assert largest_difference(weights(by_hand(3, lambda epoch, _: 1 + epoch)), weights(net)) == 0
+
+
+def test_layer_norms_that_are_equal_are_all_trained():
+    """Those of two blocks are equal by value when they are fresh, which must not make them one."""
+    before = weights(Untied())
+    net, _ = fit([GradualUnfreezing()], epochs=5)
+    assert all(not torch.equal(value, before[name]) for name, value in weights(net).items())
+
+
+@pytest.mark.parametrize("every", ["epoch", 3])
+@pytest.mark.parametrize("saved_after", [4, 5, 6])  # steps: at the end of an epoch, and within one
+def test_resumed_equals_uninterrupted_bit_for_bit(every, saved_after, tmp_path):
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == saved_after:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    # One batch over and over: a plain loader starts its epoch again, and which data come is not the question here.
+    whole, resumed, batches = Watch(), Watch(), BATCHES[:1] * 4
+    expected, _ = fit([GradualUnfreezing(every), Save(), whole], epochs=3, batches=batches)
+    net, _ = fit([GradualUnfreezing(every), resumed], epochs=3, batches=batches, ckpt_path=tmp_path / "half.ckpt")
+    assert resumed.trains == whole.trains[saved_after:]
+    assert resumed.states == whole.states[saved_after:]
+    assert largest_difference(weights(expected), weights(net)) == 0
+
+
+def test_groups_are_thawed_between_windows_of_accumulation():
+    watch = Watch()
+    fit([GradualUnfreezing(1), watch], epochs=2, accumulate_grad_batches=2)
+    assert [len(names) for names in watch.trains] == [1, 1, 4, 4, 7, 7, 10, 10]  # modules with parameters that train
+
+
+def test_a_second_fit_is_as_the_first_and_all_trains_again_afterwards():
+    technique = GradualUnfreezing()
+    first, _ = fit([technique], epochs=2)
+    again, t = fit([copy.deepcopy(technique)], epochs=2)
+    assert largest_difference(weights(first), weights(again)) == 0
+    assert trains(again) == set(dict(again.named_parameters()))
+    t.validate(again, as_loader(BATCHES), verbose=False)
+
+
+def test_a_copy_made_in_mid_run_holds_no_model():
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            self.copied = copy.deepcopy(trainer.callbacks[0])
+
+    copies = Copies()
+    fit([GradualUnfreezing(), copies])
+    assert copies.copied._unfreezing is None
+    assert (
+        largest_difference(*(weights(fit([made], epochs=2)[0]) for made in (copies.copied, GradualUnfreezing()))) == 0
+    )
+
+
+def test_everything_is_put_back_after_a_failure():
+    class Fails(Untied):
+        def training_step(self, batch, batch_idx):
+            self.trained = trains(self)
+            raise RuntimeError("no")
+
+    net = Fails()
+    net.blocks[0].up.bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="no"):
+        fit([GradualUnfreezing()], net=net)
+    assert net.trained == {"head.weight"}
+    assert {name for name, _ in net.named_parameters()} - trains(net) == {"blocks.0.up.bias"}
+
+
+def test_frozen_norms_keep_their_statistics_through_training_and_validation():
+    class WithNorm(Untied):
+        def build(self):
+            super().build()
+            self.blocks[0].down = nn.Sequential(self.blocks[0].down, nn.Flatten(0, 1), nn.BatchNorm1d(8), Unflatten())
+
+        def on_train_epoch_end(self):
+            self.modes = [*getattr(self, "modes", []), (self.blocks[0].down[2].training, self.head.training)]
+            self.counts = [*getattr(self, "counts", []), int(self.blocks[0].down[2].num_batches_tracked)]
+
+    net = WithNorm()
+    trainer([GradualUnfreezing()], max_epochs=5).fit(net, as_loader(BATCHES), as_loader(BATCHES))
+    assert net.modes == [(False, True)] * 3 + [(True, True)] * 2
+    assert net.counts == [0, 0, 0, 4, 8]
+
+
+class Unflatten(nn.Module):
+    def forward(self, x):
+        return x.unflatten(0, (-1, 5))
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        lambda: [ft.ActivationCheckpointing()],
+        lambda: [ft.MicroBatching(1)],
+        lambda: [ft.OptimizerInBackward()],
+        lambda: [ft.EagerGradientRelease(), ft.ActivationCheckpointing(ft.SelectiveOps())],
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True])
+def test_with_other_techniques_it_is_the_same_bit_for_bit(others, turned):
+    techniques = [GradualUnfreezing(3), *others()]
+    net, _ = fit(techniques[::-1] if turned else techniques, epochs=3)
+    expected = by_hand(3, lambda epoch, step: 1 + step // 3)
+    assert largest_difference(weights(expected), weights(net)) == 0
+
+
+def test_micro_batches_and_compiled_blocks_are_close():
+    torch._dynamo.reset()
+    net, _ = fit([ft.MicroBatching(3), GradualUnfreezing(3), ft.CompileBlocks(backend="aot_eager")], epochs=3)
+    expected = by_hand(3, lambda epoch, step: 1 + step // 3)
+    assert largest_difference(weights(expected), weights(net)) <= 1e-5
+
+
+def test_nothing_more_is_done_in_a_step_than_to_compare_two_numbers(monkeypatch):
+    calls = []
+    original = Unfreezing.thaw_to
+    monkeypatch.setattr(Unfreezing, "thaw_to", lambda self, k: (calls.append(k), original(self, k))[1])
+    fit([GradualUnfreezing(3)], epochs=3)
+    assert calls == [1, 2, 3, 4, 5]  # the last for teardown, which thaws all
+
+
+def test_one_line_says_how_far_it_is(caplog):
+    with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
+        fit([GradualUnfreezing()], epochs=2)
+    assert [m for m in caplog.messages if "Unfreezing" in m] == [
+        "GradualUnfreezing: 1 of 5 groups train",
+        "GradualUnfreezing: 2 of 5 groups train",
+    ]
+
+
+def test_one_group_of_everything_is_plain_training():
+    net, _ = fit([GradualUnfreezing(groups=["*"])], epochs=2)
+    assert largest_difference(weights(by_hand(2, lambda *_: 9)), weights(net)) == 0
+    assert GradualUnfreezing().exactness is Exactness.CHANGES_TRAINING
+
+
+def test_parameters_that_no_optimizer_has_are_warned_of():
+    class HeadOnly(Untied):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.head.parameters(), lr=0.01)
+
+    with pytest.warns(ft.FastTrainWarning, match=r"19 parameters such as blocks.2.norm.weight are in no optimizer"):
+        fit([GradualUnfreezing()], net=HeadOnly())
+
+
+# --- refusals
+
+
+class OnCPU(FSDPStrategy):
+    """Lightning refuses the class itself where there is no CUDA."""
+
+
+@pytest.mark.parametrize("strategy", [ModelParallelStrategy, OnCPU])
+def test_strategies_that_take_the_parameters_over_are_refused(strategy):
+    t = trainer(strategy=strategy(), devices=1)
+    t.state.fn = "fit"
+    with pytest.raises(ValueError, match=f"GradualUnfreezing with {strategy.__name__}: it takes the parameters over"):
+        GradualUnfreezing().attach(t, Untied())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"every": 0}, ValueError, "every=0"),
+        ({"every": 1.5}, TypeError, "every=1.5"),
+        ({"every": "step"}, ValueError, "every='step'.*Use one of 'epoch'"),
+        ({"groups": "head"}, TypeError, "groups='head': it must be a list"),
+        ({"groups": []}, ValueError, r"groups=\[\]: a group without a name"),
+        ({"groups": ["head", []]}, ValueError, "a group without a name"),
+        ({"groups": ["head"], "blocks": "blocks.*"}, ValueError, "Give one of them"),
+    ],
+)
+def test_bad_arguments_are_refused_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        GradualUnfreezing(**arguments)
+
+
+def test_a_group_that_is_in_an_earlier_one_or_frozen_is_refused():
+    with pytest.raises(ValueError, match="group 1 of 2: its 6 parameters are frozen already, or in a group before"):
+        Unfreezing(Untied(), ["blocks.*", "blocks.1"])
+
+
+def test_a_pattern_that_matches_nothing_is_refused_before_training_with_near_names():
+    net = Untied()
+    with pytest.raises(ValueError, match="'haed' matches nothing in Untied.*Near names: head"):
+        fit([GradualUnfreezing(groups=["haed"])], net=net)
+    assert trains(net) == set(dict(net.named_parameters()))
+
+
+def test_a_model_in_which_nothing_may_train_is_refused():
+    net = Untied()
+    freeze_(net)
+    with pytest.raises(ValueError, match="no parameter requires a gradient"):
+        Unfreezing(net)
+
+
+@pytest.mark.parametrize("k", [0, True, 1.0])
+def test_a_number_of_groups_that_is_none_is_refused(k):
+    with pytest.raises((TypeError, ValueError), match=f"k={k}"):
+        Unfreezing(Untied()).thaw_to(k)
+
+
+# --- two processes
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("ddp") / "found.json"
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*command, "-m", "tests.finetune.ddp_unfreezing", str(path)],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("run", ["epoch", "steps", "views", "unused", "static", "micro"])
+def test_under_ddp_it_is_one_process_with_the_joint_batch(found, run):
+    assert max(rank[run]["difference"] for rank in found) < 2e-6
+    assert max(rank[run]["between ranks"] for rank in found) == 0
+    assert {tuple(rank[run]["trains"]) for rank in found} == {(1, 7, 13)}  # parameters, in each epoch
+
+
+def test_under_ddp_the_wrapper_is_made_anew_when_something_changed_and_the_old_one_is_freed(found):
+    assert {rank["epoch"]["wrappers"] for rank in found} == {3}
+    assert {rank["epoch"]["alive"] for rank in found} == {1}
+
+
+def test_under_ddp_a_buffer_that_each_rank_has_for_itself_stays_so(found):
+    assert [rank["steps"]["own buffer"] for rank in found] == [0.0, 1.0]
