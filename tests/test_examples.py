@@ -48,6 +48,11 @@ def test_the_budget_benchmark_keeps_its_limits(tmp_path):
 
 
 @pytest.mark.slow
+def test_the_galore_example_predicts_a_llama():
+    assert last_line("galore_memory.py", "12").startswith("a Llama of 7B in bfloat16, predicted: AdamW 25.1 GiB")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
 def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):

@@ -1,0 +1,293 @@
+"""GaLore: AdamW whose state for a matrix is that of its gradient in a low-rank subspace."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+
+SUBSPACES = ("exact", "sketched")
+
+
+class GaLoreAdamW(Optimizer):
+    r"""AdamW that keeps its two moments of a matrix in a subspace of ``rank`` dimensions; all weights still train.
+
+    For a matrix of m ≤ n (a tall one is treated the other way round) and its gradient G, with P the m × r leading
+    left singular vectors of a G that is at most ``update_every`` steps old:
+
+        R = PᵀG (r × n),   U = Adam's update of R,   W ← (1 − lr·weight_decay) W + scale · P U
+
+    So the state is r·(m + 2n) numbers, where AdamW has 2·m·n. When P is refreshed the moments stay as they are, in
+    coordinates of the old P: so does the reference, and Adam forgets them in some steps. Each column of the new P
+    gets the sign with which it points along the one before, as the sign that a library gives it means nothing.
+
+    Groups that have a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
+    :func:`~lightning_fasttrain.galore_groups` makes both. A plain optimizer in all else: schedulers, clipping,
+    accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state is tensors only, in the
+    parameters' dtype, of a size known before (:func:`~lightning_fasttrain.galore_state_bytes`), and resumes exactly.
+    Under DDP each process finds the same P for itself, from the gradient that they share.
+
+    Args:
+        params: groups. Those to be projected hold matrices only, and have ``rank``, and if they want ``update_every``
+            (default 200, in steps), ``scale`` (default 0.25) and ``subspace`` (``"exact"``, or ``"sketched"``: a random
+            sketch of the gradient finds nearly the same P, much quicker where the rank is far below the matrix's size).
+        lr: learning rate, of all groups that have none of their own.
+        betas: decay of the two moments, a step.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, as in AdamW.
+        foreach: many tensors at once; None means on CUDA. False needs the least memory during the step.
+
+    Raises:
+        ValueError: no group has a rank; in a group with one: something else than a real, whole matrix, a rank above
+            its smaller side, a setting that is out of range. On loading: a state of some other optimizer.
+        RuntimeError: in ``step``: a sparse gradient, one that is no matrix any more, one without singular vectors.
+
+    Example:
+        >>> from torch import nn
+        >>> from lightning_fasttrain.optim import galore_groups
+        >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 256) for _ in range(2)])
+        >>> optimizer = GaLoreAdamW(galore_groups(net, rank=8), lr=1e-3)
+        >>> net(torch.ones(3, 1, 64)).square().mean().backward()
+        >>> optimizer.step()
+        >>> {name: tuple(value.shape) for name, value in optimizer.state[net[0].linear1.weight].items()}
+        {'step': (), 'projection': (64, 8), 'exp_avg': (256, 8), 'exp_avg_sq': (256, 8)}
+
+    Source:
+        Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection",
+        https://arxiv.org/abs/2403.03507, and its reference ``galore_torch``. Here Adam is PyTorch's own (the reference
+        adds ``eps`` before the bias correction, and decays weights after the update). The singular vectors are the
+        eigenvectors of G·Gᵀ. The sketch is that of Halko et al. 2011, https://arxiv.org/abs/0909.4061.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        foreach: bool | None = None,
+    ) -> None:
+        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "foreach": foreach}
+        super().__init__(params, {**adam, "rank": None, "update_every": 200, "scale": 0.25, "subspace": "exact"})
+        if all(group["rank"] is None for group in self.param_groups):
+            raise ValueError(
+                explain(
+                    f"GaLoreAdamW with {len(self.param_groups)} groups of which none has a rank",
+                    "no gradient would be projected, so this would be plain AdamW",
+                    "Use GaLoreAdamW(galore_groups(model, rank=128)), or torch.optim.AdamW",
+                )
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except Exception:
+            self.param_groups.pop()
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if any("rank" not in group for group in state_dict["param_groups"]):
+            raise ValueError(
+                explain(
+                    "a state without ranks for GaLoreAdamW",
+                    "it was saved by another optimizer, whose moments are in no subspace",
+                    "Load the weights alone, and start with a fresh optimizer",
+                )
+            )
+        super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if not parameters:
+                continue
+            _refuse_gradients(parameters, group)
+            with torch.autocast(parameters[0].device.type, enabled=False):
+                for some in [parameters] if _in_lists(parameters, group) else [[p] for p in parameters]:
+                    self._step_plain(some, group) if group["rank"] is None else self._step_projected(some, group)
+        return loss
+
+    def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self._adam(parameters, parameters, gradients, group, group["weight_decay"])
+
+    def _step_projected(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        small = []
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            state = self.state[parameter]
+            step = int(state["step"]) if state else 0  # kept on the CPU, so nothing waits for the device
+            if step % group["update_every"] == 0:
+                state.setdefault("step", _zero())
+                found = _leading_subspace(gradient, group["rank"], group["subspace"], step)
+                state["projection"] = _with_signs_of(state["projection"], found) if step else found
+            small.append(_towards(gradient, state["projection"]))
+        # Adam on parameters that are zero leaves in them just its update.
+        updates = [torch.zeros_like(gradient) for gradient in small]
+        self._adam(parameters, updates, small, group, weight_decay=0.0)
+        for parameter, update in zip(parameters, updates, strict=True):
+            if group["weight_decay"] != 0:
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            projection = self.state[parameter]["projection"]
+            factors = (update, projection.T) if _is_tall(parameter) else (projection, update)
+            parameter.addmm_(*factors, alpha=group["scale"])
+
+    def _adam(
+        self,
+        parameters: list[Tensor],
+        updated: list[Tensor],
+        gradients: list[Tensor],
+        group: dict[str, Any],
+        weight_decay: float,
+    ) -> None:
+        """PyTorch's AdamW on ``updated``, with the state that is kept for ``parameters``."""
+        states = [self.state[parameter] for parameter in parameters]
+        for state, gradient in zip(states, gradients, strict=True):
+            if "exp_avg" not in state:
+                state.setdefault("step", _zero())
+                state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+                state["exp_avg_sq"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        adamw(
+            updated,
+            gradients,
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            [state["step"] for state in states],
+            foreach=_in_lists(parameters, group),
+            fused=False,
+            has_complex=any(gradient.is_complex() for gradient in gradients),
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=weight_decay,
+            eps=group["eps"],
+            maximize=False,
+        )
+
+
+def _zero() -> Tensor:
+    return torch.zeros((), dtype=torch.float32)
+
+
+def _in_lists(parameters: list[Tensor], group: dict[str, Any]) -> bool:
+    return group["foreach"] if group["foreach"] is not None else parameters[0].is_cuda
+
+
+def _is_tall(matrix: Tensor) -> bool:
+    return matrix.shape[0] >= matrix.shape[1]
+
+
+def _towards(gradient: Tensor, projection: Tensor) -> Tensor:
+    return gradient @ projection if _is_tall(gradient) else projection.T @ gradient
+
+
+def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tensor:
+    """Orthonormal columns that span most of ``gradient`` along its shorter side; the strongest comes first."""
+    wide = gradient.T if _is_tall(gradient) else gradient
+    wide = wide.to(torch.promote_types(wide.dtype, torch.float32), copy=True)
+    largest = torch.linalg.vector_norm(wide, float("inf"))
+    wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))  # or the squares of small ones vanish
+    try:
+        basis = None
+        if how == "sketched" and rank + 8 < wide.shape[0]:  # eight more than wanted: Halko et al. advise five to ten
+            generator = torch.Generator(wide.device).manual_seed(seed)  # alike on all processes, and after resuming
+            noise = torch.randn(wide.shape[1], rank + 8, generator=generator, device=wide.device, dtype=wide.dtype)
+            basis = torch.linalg.qr(wide @ noise).Q
+            for _ in range(2):
+                basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
+            wide = basis.T @ wide
+        vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
+    except torch.linalg.LinAlgError as error:
+        raise RuntimeError(
+            explain(
+                f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors",
+                "it is not finite, or too far from being well conditioned",
+                "Look for NaN in the loss, and clip the gradients",
+            )
+        ) from error
+    return (vectors if basis is None else basis @ vectors).to(gradient.dtype).contiguous()
+
+
+def _with_signs_of(previous: Tensor, found: Tensor) -> Tensor:
+    """Signs of singular vectors are arbitrary, but the first moment keeps its own."""
+    agree = (previous * found).sum(0) >= 0
+    return torch.where(agree, found, -found)
+
+
+def check_settings(group: dict[str, Any]) -> None:
+    """Refuse settings of a projected group that are out of range, with ``ValueError`` or ``TypeError``."""
+    positive_int("rank", group["rank"])
+    positive_int("update_every", group["update_every"])
+    one_of("subspace", group["subspace"], SUBSPACES)
+    if not group["scale"] > 0:
+        raise ValueError(explain(f"scale={group['scale']}", "projected weights would not be trained", "Try 0.25"))
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name, fits, allowed in (
+        ("lr", group["lr"] >= 0, "at least 0"),
+        ("betas", all(0 <= beta < 1 for beta in group["betas"]), "from 0 to below 1"),
+        ("eps", group["eps"] >= 0, "at least 0"),
+        ("weight_decay", group["weight_decay"] >= 0, "at least 0"),
+    ):
+        if not fits:
+            raise ValueError(explain(f"{name}={group[name]}", f"it must be {allowed}", "Start from the default"))
+    if group["rank"] is None:
+        return
+    check_settings(group)
+    unfit = (
+        (lambda p: p.ndim != 2, "only a matrix has a low-rank subspace", "Put it in a group without rank"),
+        (torch.is_complex, "only real matrices are known to train so", "Put it in a group without rank"),
+        (
+            is_traceable_wrapper_subclass,
+            "it is quantised or split over devices, so that its singular vectors are nowhere at hand",
+            "Use torch.optim.AdamW with FSDP or tensor parallelism, or train with DDP",
+        ),
+        (
+            lambda p: group["rank"] > min(p.shape),
+            f"rank={group['rank']} is above its smaller side",
+            "Use a smaller rank, or galore_groups(model, rank), which leaves such matrices out",
+        ),
+    )
+    for i, parameter in enumerate(group["params"]):
+        what = f"parameter {group['param_names'][i] if 'param_names' in group else i} of a group with a rank"
+        for is_unfit, why, way_out in unfit:
+            if is_unfit(parameter):
+                described = f"{what}, a {type(parameter).__name__} of shape {tuple(parameter.shape)}"
+                raise ValueError(explain(described, why, way_out))
+
+
+def _refuse_gradients(parameters: list[Tensor], group: dict[str, Any]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            raise RuntimeError(
+                explain(
+                    f"a sparse gradient of shape {tuple(parameter.shape)}",
+                    "AdamW's moments are dense",
+                    "Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for this parameter",
+                )
+            )
+        if group["rank"] is not None and parameter.ndim != 2:
+            raise RuntimeError(
+                explain(
+                    f"a matrix that was to be projected has become one of shape {tuple(parameter.shape)}",
+                    "the strategy has flattened it, so there are no rows and columns left",
+                    "Use a strategy that keeps parameters whole, such as DDP, or torch.optim.AdamW",
+                )
+            )

@@ -1,0 +1,121 @@
+"""What GaLore projects in a model, and how much state it will need."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._surgery import Blocks, find_blocks
+from lightning_fasttrain.optim.galore import check_settings
+
+STEP_BYTES = 4  # one float32 a parameter
+
+
+def galore_groups(
+    model: nn.Module,
+    rank: int = 128,
+    *,
+    update_every: int = 200,
+    scale: float = 0.25,
+    blocks: Blocks | None = None,
+    subspace: str = "exact",
+    frozen: bool = True,
+) -> list[dict[str, Any]]:
+    """Two groups for GaLore: the matrices of the model's blocks, which are projected, and all other parameters.
+
+    They are for :class:`~lightning_fasttrain.GaLoreAdamW`. As in the paper, embeddings, the head, norms and biases are
+    not projected. Neither are matrices for which ``rank`` is so high that it would save nothing, and this is said.
+    A parameter that several modules share is listed once.
+
+    Args:
+        model: any module, also one on the meta device, for :func:`galore_state_bytes`.
+        rank: of the subspaces.
+        update_every: steps from one refresh of the subspaces to the next.
+        scale: factor of the projected updates.
+        blocks: whose matrices are projected: a class, a class name, a pattern of names, or several
+            (:func:`~lightning_fasttrain.find_blocks`); by default the repeated blocks of the model.
+        subspace: ``"exact"`` or ``"sketched"``, see :class:`~lightning_fasttrain.GaLoreAdamW`.
+        frozen: also list parameters that are frozen now. They need no memory until they are thawed.
+
+    Returns:
+        The groups ``"galore"`` and, if anything is left, ``"plain"``.
+
+    Raises:
+        ValueError: there is nothing to project, or a setting is out of range.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(64, 4, 256) for _ in range(2)])
+        >>> [(group["name"], len(group["params"])) for group in galore_groups(net, rank=8)]
+        [('galore', 8), ('plain', 16)]
+
+    Source:
+        See :class:`~lightning_fasttrain.GaLoreAdamW`.
+    """
+    settings = {"rank": rank, "update_every": update_every, "scale": scale, "subspace": subspace}
+    check_settings(settings)
+    inside = [f"{name}." if name else "" for name in find_blocks(model, blocks)]
+    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    projected, rest, too_small = [], [], {}
+    for name, parameter in model.named_parameters():
+        if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
+            continue
+        is_matrix = parameter.ndim == 2 and parameter not in embeddings and name.startswith(tuple(inside))
+        saves = is_matrix and rank < min(parameter.shape) and _numbers(parameter, rank) < 2 * parameter.numel()
+        (projected if saves else rest).append(parameter)
+        if is_matrix and not saves:
+            too_small[name] = tuple(parameter.shape)
+    examples = ", ".join(f"{name} {shape[0]} × {shape[1]}" for name, shape in list(too_small.items())[:3])
+    if not projected:
+        raise ValueError(
+            explain(
+                f"galore_groups(rank={rank}) on {type(model).__name__}",
+                f"it would save memory for none of its {len(too_small)} matrices in blocks ({examples})"
+                if too_small
+                else f"there is no matrix that could be projected in {len(inside)} blocks",
+                "Use a smaller rank" if too_small else "Name the modules whose matrices are to be projected: blocks=",
+            )
+        )
+    if too_small:
+        say("galore_groups: rank=%s saves nothing for %s of the matrices: %s", rank, len(too_small), examples)
+    groups: list[dict[str, Any]] = [{"params": projected, "name": "galore", **settings}]
+    return [*groups, {"params": rest, "name": "plain"}] if rest else groups
+
+
+def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
+    """Bytes of state that GaLore will have for these groups, once each parameter has had a gradient.
+
+    Exactly, for :class:`~lightning_fasttrain.GaLoreAdamW`. A group without a rank counts as AdamW's, so that
+    ``galore_state_bytes([{"params": parameters}])`` is AdamW's state. Frozen parameters count nothing. A step holds
+    a little more for its duration: copies of the projected gradients and of their updates, and in the step of a
+    refresh one gradient in float32 with its subspace's equations.
+
+    Args:
+        groups: what :func:`galore_groups` returns, or ``optimizer.param_groups``; meta tensors are fine.
+
+    Returns:
+        Bytes, with the four of each parameter's step.
+
+    Example:
+        >>> import torch
+        >>> matrix = nn.Parameter(torch.zeros(64, 256))
+        >>> galore_state_bytes([{"params": [matrix]}])  # 4 · 2·64·256 + 4
+        131076
+        >>> galore_state_bytes([{"params": [matrix], "rank": 8}])  # 4 · 8·(64 + 2·256) + 4
+        18436
+
+    Source:
+        Table 1 of the paper, see :class:`~lightning_fasttrain.GaLoreAdamW`.
+    """
+    return sum(
+        parameter.element_size() * _numbers(parameter, group.get("rank")) + STEP_BYTES
+        for group in groups
+        for parameter in group["params"]
+        if parameter.requires_grad
+    )
+
+
+def _numbers(parameter: Tensor, rank: int | None) -> int:
+    if rank is None:
+        return 2 * parameter.numel()
+    return rank * (min(parameter.shape) + 2 * max(parameter.shape))

@@ -1,0 +1,202 @@
+"""Parameter groups for fine-tuning: learning rates by depth, and those of LoRA+."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._surgery import Blocks, find_blocks
+
+_NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
+
+def layer_decay_groups(
+    model: nn.Module,
+    lr: float,
+    decay: float = 0.9,
+    weight_decay: float = 0.01,
+    *,
+    blocks: Blocks | None = None,
+    head: str | Iterable[str] = (),
+    frozen: bool = True,
+) -> list[dict[str, Any]]:
+    """Groups whose learning rate falls with the distance from the head, for any optimizer.
+
+    With L blocks, the head learns at ``lr``, block i (the first is 1) at lr · decay^(L + 1 − i), and the stem at
+    lr · decay^(L + 1). The stem is what the model lists before its first block (embeddings, the first convolution),
+    the head what it lists after the last one (the final norm, the classifier), and what lies between two blocks goes
+    with the earlier one. Which is which is said in one line. A parameter that several modules share is listed once,
+    where the model names it first: a head that is tied to the embeddings is in the stem.
+
+    Norms, biases, embeddings and the stem's bare tensors (position embeddings, a class token) have no weight decay.
+
+    Args:
+        model: any module with repeated blocks.
+        lr: learning rate of the head.
+        decay: from one layer to the next below, above 0; 1 gives all the same.
+        weight_decay: of the matrices and kernels.
+        blocks: as for :func:`~lightning_fasttrain.find_blocks`; by default the repeated blocks of the model.
+        head: names of modules that are the head wherever they are listed, such as ``"classifier"`` in a LightningModule
+            that makes it before its backbone.
+        frozen: also list parameters that are frozen now. They take no memory, and train once they are thawed, which
+            an optimizer that has never seen them cannot offer. Quantised weights are left out in any case.
+
+    Returns:
+        From stem to head, up to two groups each, without empty ones: ``"name"`` is ``"stem"``, the block's qualified
+        name or ``"head"``, with ``"/no_decay"`` for those without weight decay.
+
+    Raises:
+        ValueError: a rate out of range, no blocks, a head that is not there, nothing to train.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> for group in layer_decay_groups(net, lr=0.8, decay=0.5):
+        ...     print(group["name"], len(group["params"]), group["lr"], group["weight_decay"])
+        stem/no_decay 1 0.1 0.0
+        1 1 0.2 0.01
+        1/no_decay 1 0.2 0.0
+        2 1 0.4 0.01
+        2/no_decay 1 0.4 0.0
+        head/no_decay 2 0.8 0.0
+
+    Source:
+        Howard and Ruder 2018 (ULMFiT), https://arxiv.org/abs/1801.06146; with these exponents as in Bao et al. 2021
+        (BEiT), https://arxiv.org/abs/2106.08254.
+    """
+    _refuse_rates(lr, weight_decay)
+    if not 0 < decay <= 1:
+        raise ValueError(
+            explain(f"decay={decay}", "it is the ratio of a layer's rate to that of the one above", "Use 0.75 to 0.95")
+        )
+    layers = ["stem", *find_blocks(model, blocks), "head"]
+    members: dict[tuple[int, bool], list[Tensor]] = {}
+    outside: dict[int, dict[str, None]] = {0: {}, len(layers) - 1: {}}  # dicts, as ordered sets
+    undecayed = _never_decayed(model)
+    for name, parameter, layer in _with_layers(model, layers, [head] if isinstance(head, str) else list(head)):
+        if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
+            continue
+        bare = layer == 0 and "weight" not in name.rpartition(".")[2]
+        decayed = not (parameter.ndim < 2 or bare or name.endswith("bias") or parameter in undecayed)
+        members.setdefault((layer, not decayed), []).append(parameter)
+        if layer in outside:
+            outside[layer][name.rpartition(".")[0] or name] = None
+    if not members:
+        raise ValueError(
+            explain(f"{type(model).__name__} with frozen=False", "all its parameters are frozen", "Thaw some first")
+        )
+    stem, top = (", ".join(names) or "nothing" for names in outside.values())
+    note_once(f"layer_decay_groups: the stem is {stem}; then {len(layers) - 2} blocks; the head is {top}")
+    return [
+        {
+            "params": members[layer, spared],
+            "name": f"{layers[layer]}/no_decay" if spared else layers[layer],
+            "lr": lr * decay ** (len(layers) - 1 - layer),
+            "weight_decay": 0.0 if spared else weight_decay,
+        }
+        for layer, spared in sorted(members)
+    ]
+
+
+def lora_plus_groups(
+    model: nn.Module, lr: float, ratio: float = 16.0, weight_decay: float = 0.0, *, embedding_lr: float = 1e-6
+) -> list[dict[str, Any]]:
+    """LoRA+: the B matrices of adapters learn ``ratio`` times as fast as the A matrices, for any optimizer.
+
+    As in the reference implementation, one-dimensional parameters (DoRA's magnitudes, trained biases and norms) go
+    with B, adapters of embeddings have a rate of their own, and all else that trains, such as a new head, goes with A.
+    Frozen parameters are left out.
+
+    Args:
+        model: a model with adapters whose parameters are named as by PEFT (``lora_A``, ``lora_B``).
+        lr: learning rate of A.
+        ratio: of B's learning rate to that of A.
+        weight_decay: of matrices; one-dimensional parameters have none.
+        embedding_lr: learning rate of both factors where the adapted layer is an embedding.
+
+    Returns:
+        The groups ``"A"``, ``"embedding"``, ``"B"`` and ``"B/no_decay"``, without empty ones.
+
+    Raises:
+        ValueError: a rate out of range; no B matrix that trains.
+
+    Example:
+        >>> net = nn.ModuleDict({"lora_A": nn.Linear(8, 2, bias=False), "lora_B": nn.Linear(2, 8, bias=False)})
+        >>> [(group["name"], group["lr"]) for group in lora_plus_groups(net, lr=0.25, ratio=4)]
+        [('A', 0.25), ('B', 1.0)]
+
+    Source:
+        Hayou et al. 2024, "LoRA+: Efficient Low Rank Adaptation of Large Models", https://arxiv.org/abs/2402.12354.
+        Held against PEFT's ``create_loraplus_optimizer``.
+    """
+    _refuse_rates(lr, weight_decay)
+    if not ratio > 0:
+        raise ValueError(explain(f"{ratio=}", "B would not be trained", "Use 1 for plain LoRA, or about 16"))
+    if not embedding_lr >= 0:
+        raise ValueError(explain(f"{embedding_lr=}", "a learning rate is at least 0", "Use 1e-6"))
+    rates = {"A": lr, "embedding": embedding_lr, "B": lr * ratio, "B/no_decay": lr * ratio}
+    members: dict[str, list[Tensor]] = {name: [] for name in rates}
+    found = [name for name, _ in model.named_parameters() if "lora_B" in name or "lora_embedding_B" in name]
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if "lora_embedding_" in name:
+            members["embedding"].append(parameter)
+        elif parameter.ndim == 1:
+            members["B/no_decay"].append(parameter)
+        else:
+            members["B" if "lora_B" in name else "A"].append(parameter)
+    if not members["B"] and not members["embedding"]:
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} has {f'{len(found)} B matrices, all frozen' if found else 'no lora_B'}",
+                "there is no adapter to train",
+                "Switch the adapter on first" if found else "Add LoRA to the model before its optimizer is made",
+            )
+        )
+    return [
+        {
+            "params": parameters,
+            "name": name,
+            "lr": rates[name],
+            "weight_decay": 0.0 if name == "B/no_decay" else weight_decay,
+        }
+        for name, parameters in members.items()
+        if parameters
+    ]
+
+
+def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterable[tuple[str, Tensor, int]]:
+    """Every parameter with its name and the index in ``layers`` of the layer that it belongs to."""
+    modules = dict(model.named_modules())
+    for name in head:
+        if name not in modules:
+            children = ", ".join(name for name, _ in model.named_children())
+            raise ValueError(
+                explain(f"head={name!r}", f"{type(model).__name__} has no such module", f"Its children are {children}")
+            )
+    named = list(model.named_parameters())
+    of_block = [
+        next((i for i, block in enumerate(layers[1:-1], 1) if name.startswith(f"{block}.")), None) for name, _ in named
+    ]
+    last = max((position for position, block in enumerate(of_block) if block is not None), default=-1)
+    layer = 0
+    for position, (name, parameter) in enumerate(named):
+        if any(name.startswith(f"{prefix}.") for prefix in head):
+            yield name, parameter, len(layers) - 1
+            continue
+        block = of_block[position]
+        layer = block if block is not None else layer if position < last else len(layers) - 1
+        yield name, parameter, layer
+
+
+def _never_decayed(model: nn.Module) -> set[Tensor]:
+    return {p for m in model.modules() if isinstance(m, _NORMS + _EMBEDDINGS) for p in m.parameters(recurse=False)}
+
+
+def _refuse_rates(lr: float, weight_decay: float) -> None:
+    if not lr > 0:
+        raise ValueError(explain(f"{lr=}", "nothing would be trained", "Use the rate that the head is to have"))
+    if not weight_decay >= 0:
+        raise ValueError(explain(f"{weight_decay=}", "weights would grow", "Use 0 for none"))

@@ -1,0 +1,265 @@
+"""Who is in which group, at which rate: worked out by hand, and against PEFT for LoRA+."""
+
+import logging
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+from lightning_fasttrain._messages import note_once
+from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
+from tests.nets import TinyLM, fit, largest_difference, lm_batches, weights
+
+# PEFT asks transformers by a name that it is about to drop.
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+def names_in(net, groups):
+    of = {parameter: name for name, parameter in net.named_parameters()}
+    return {group["name"]: [of[parameter] for parameter in group["params"]] for group in groups}
+
+
+def rates(groups, key="lr"):
+    return {group["name"]: group[key] for group in groups}
+
+
+def assert_each_once(net, groups):
+    listed = [parameter for group in groups for parameter in group["params"]]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == set(net.parameters())
+    assert len({group["name"] for group in groups}) == len(groups)
+
+
+def tiny_bert():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+def tiny_llama(**settings):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2, vocab_size=16, **settings
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+class Residual(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv, self.bn = nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width)
+
+
+class Stages(nn.Module):
+    """As a ResNet or a Swin: blocks in stages, with something between the stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.stage1 = nn.Sequential(Residual(4), Residual(4))
+        self.between = nn.Conv2d(4, 8, 1)
+        self.stage2 = nn.Sequential(Residual(8), Residual(8))
+        self.fc = nn.Linear(8, 2)
+
+
+# By depth
+
+
+def test_the_tiny_language_model_by_hand():
+    net = TinyLM(depth=2)
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5, weight_decay=0.1)
+    assert names_in(net, groups) == {
+        "stem/no_decay": ["embed.weight"],  # the head is tied to it
+        "blocks.0": ["blocks.0.up.weight", "blocks.0.down.weight"],
+        "blocks.0/no_decay": [f"blocks.0.{p}" for p in ("norm.weight", "norm.bias", "up.bias", "down.bias")],
+        "blocks.1": ["blocks.1.up.weight", "blocks.1.down.weight"],
+        "blocks.1/no_decay": [f"blocks.1.{p}" for p in ("norm.weight", "norm.bias", "up.bias", "down.bias")],
+    }
+    assert list(rates(groups).values()) == [0.125, 0.25, 0.25, 0.5, 0.5]
+    assert list(rates(groups, "weight_decay").values()) == [0.0, 0.1, 0.0, 0.1, 0.0]
+    assert_each_once(net, groups)
+
+
+def test_bert_by_hand():
+    net = tiny_bert()
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5)
+    names = names_in(net, groups)
+    assert list(rates(groups).items()) == [
+        ("stem/no_decay", 0.125),
+        ("bert.encoder.layer.0", 0.25),
+        ("bert.encoder.layer.0/no_decay", 0.25),
+        ("bert.encoder.layer.1", 0.5),
+        ("bert.encoder.layer.1/no_decay", 0.5),
+        ("head", 1.0),
+        ("head/no_decay", 1.0),
+    ]
+    assert all(name.startswith("bert.embeddings.") for name in names["stem/no_decay"])
+    assert names["head"] == ["bert.pooler.dense.weight", "classifier.weight"]
+    assert_each_once(net, groups)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_by_hand(tied):
+    net = tiny_llama(tie_word_embeddings=tied)
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5)
+    names = names_in(net, groups)
+    assert names["stem/no_decay"] == ["model.embed_tokens.weight"]
+    assert names["head/no_decay"] == ["model.norm.weight"]
+    assert names.get("head", []) == ([] if tied else ["lm_head.weight"])
+    assert rates(groups)["model.layers.0"] == 0.25
+    assert_each_once(net, groups)
+
+
+def test_what_lies_between_blocks_goes_with_the_earlier_one():
+    net = Stages()
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5)
+    names = names_in(net, groups)
+    assert names["stem"] == ["conv.weight"]
+    assert names["stem/no_decay"] == ["token", "conv.bias"]
+    assert names["stage1.1"] == ["stage1.1.conv.weight", "between.weight"]
+    assert names["head"] == ["fc.weight"]
+    assert [rates(groups)[f"stage{i}.{j}"] for i, j in ((1, 0), (1, 1), (2, 0), (2, 1))] == [0.5**4, 0.5**3, 0.25, 0.5]
+    assert_each_once(net, groups)
+
+
+class Classifier(L.LightningModule):
+    """Makes its head before its backbone."""
+
+    def __init__(self):
+        super().__init__()
+        self.classifier = nn.Linear(8, 2)
+        self.backbone = TinyLM(depth=2)
+
+
+def test_a_head_that_is_listed_first_can_be_named():
+    net = Classifier()
+    unnamed = layer_decay_groups(net, lr=1.0, decay=0.5)
+    assert "classifier.weight" in names_in(net, unnamed)["stem"]
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5, head="classifier")
+    assert names_in(net, groups)["head"] == ["classifier.weight"]
+    assert rates(groups)["head"] == 1.0
+    assert "stem" not in names_in(net, groups)
+    assert_each_once(net, groups)
+
+
+def test_which_is_stem_and_which_is_head_is_said(caplog):
+    note_once.cache_clear()
+    with caplog.at_level(logging.INFO, "lightning_fasttrain"):
+        layer_decay_groups(tiny_bert(), lr=1.0)
+    assert "the stem is bert.embeddings.word_embeddings, " in caplog.text
+    assert "then 2 blocks; the head is bert.pooler.dense, classifier" in caplog.text
+
+
+def test_frozen_ones_are_listed_unless_they_are_unwanted_and_quantised_ones_never():
+    net = TinyLM(depth=2)
+    net.blocks[0].requires_grad_(False)
+    net.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
+    with_frozen = names_in(net, layer_decay_groups(net, lr=1.0))
+    assert "codes" not in {name for names in with_frozen.values() for name in names}
+    assert "blocks.0.up.weight" in with_frozen["blocks.0"]
+    without = layer_decay_groups(net, lr=1.0, decay=0.5, frozen=False)
+    assert rates(without)["stem/no_decay"] == 0.125  # the depth counts frozen blocks, too
+    assert not [name for names in names_in(net, without).values() for name in names if name.startswith("blocks.0.")]
+
+
+def test_without_decay_the_training_is_the_plain_one():
+    class Net(TinyLM):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(layer_decay_groups(self, lr=0.01, decay=1.0, weight_decay=0.0))
+
+    batches = lm_batches(4)
+    plain = fit(TinyLM(weight_decay=0.0), batches)
+    assert largest_difference(weights(plain), weights(fit(Net(), batches))) == 0
+
+
+def test_blocks_and_matrices_with_names_that_begin_alike_are_kept_apart():
+    net = nn.ModuleList([nn.Linear(2, 2) for _ in range(11)])
+    names = names_in(net, layer_decay_groups(net, lr=1.0))
+    assert names["1"] == ["1.weight"]
+    assert names["10"] == ["10.weight"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"decay": 0}, "decay=0: it is the ratio"),
+        ({"decay": 1.1}, "decay=1.1"),
+        ({"decay": float("nan")}, "decay=nan"),
+        ({"lr": 0}, "lr=0: nothing would be trained"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
+        ({"head": "classifier"}, "head='classifier': TinyLM has no such module. Its children are embed, blocks, head"),
+        ({"blocks": "Conv2d"}, "matches nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        layer_decay_groups(TinyLM(), **{"lr": 1.0, **settings})
+
+
+def test_a_model_without_blocks_or_with_nothing_to_train_is_refused():
+    with pytest.raises(ValueError, match="no repeated blocks"):
+        layer_decay_groups(nn.Linear(2, 2), lr=1.0)
+    with pytest.raises(ValueError, match="TinyLM with frozen=False: all its parameters are frozen"):
+        layer_decay_groups(TinyLM().requires_grad_(False), lr=1.0, frozen=False)
+
+
+# LoRA+
+
+
+ADAPTERS = {
+    "linear": {"target_modules": ["q_proj", "v_proj"]},
+    "embedding": {"target_modules": ["q_proj", "embed_tokens"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True},
+    "bias": {"target_modules": ["q_proj"], "lora_bias": True},
+    "head": {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "norm"]},
+}
+
+
+@pytest.mark.parametrize("settings", ADAPTERS.values(), ids=ADAPTERS.keys())
+def test_every_rate_is_that_of_pefts_own_function(settings):
+    peft = pytest.importorskip("peft")
+    from peft.optimizers import create_loraplus_optimizer
+
+    net = peft.get_peft_model(tiny_llama(attention_bias=True), peft.LoraConfig(r=2, **settings))
+    theirs = create_loraplus_optimizer(net, torch.optim.SGD, lr=0.5, loraplus_lr_ratio=8.0)
+    expected = {p: group["lr"] for group in theirs.param_groups for p in group["params"]}
+    groups = lora_plus_groups(net, lr=0.5, ratio=8.0)
+    assert {p: group["lr"] for group in groups for p in group["params"]} == expected
+    assert len(expected) == sum(len(group["params"]) for group in groups)
+    assert set(expected) == {p for p in net.parameters() if p.requires_grad}
+
+
+def test_weight_decay_is_of_matrices_only():
+    peft = pytest.importorskip("peft")
+    net = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, use_dora=True, **ADAPTERS["linear"]))
+    groups = lora_plus_groups(net, lr=0.5, weight_decay=0.1)
+    assert rates(groups, "weight_decay") == {"A": 0.1, "B": 0.1, "B/no_decay": 0.0}
+    assert {p.ndim for group in groups if group["weight_decay"] == 0 for p in group["params"]} == {1}
+
+
+def test_a_model_without_adapters_or_with_frozen_ones_is_refused():
+    peft = pytest.importorskip("peft")
+    with pytest.raises(ValueError, match="TinyLM has no lora_B: there is no adapter to train. Add LoRA"):
+        lora_plus_groups(TinyLM(), lr=0.1)
+    net = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, **ADAPTERS["linear"])).requires_grad_(False)
+    with pytest.raises(ValueError, match="4 B matrices, all frozen: .*Switch the adapter on"):
+        lora_plus_groups(net, lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"ratio": 0}, "ratio=0: B would not be trained"),
+        ({"ratio": -1}, "ratio=-1"),
+        ({"lr": -1}, "lr=-1"),
+        ({"weight_decay": -1}, "weight_decay=-1"),
+        ({"embedding_lr": -1}, "embedding_lr=-1"),
+    ],
+)
+def test_rates_that_cannot_be_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lora_plus_groups(TinyLM(), **{"lr": 0.1, **settings})
