@@ -5,6 +5,8 @@ import importlib.metadata
 from types import ModuleType
 from typing import Any
 
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+
 # Published with a credential stealer that ran on import (CVE-2026-44484).
 _STOLE_CREDENTIALS = {"2.6.2", "2.6.3"}
 
@@ -37,7 +39,8 @@ def require(module: str, extra: str) -> ModuleType:
         'json'
     """
     try:
-        return importlib.import_module(module)
+        with unset_fake_temporarily():  # some make tables when imported, which must be real in a prediction too
+            return importlib.import_module(module)
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
             f"{module} is not installed: it comes with the extra '{extra}'. pip install 'lightning-fasttrain[{extra}]'."

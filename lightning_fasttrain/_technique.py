@@ -270,6 +270,15 @@ CONFLICTS: tuple[Conflict, ...] = (
     ),
     *(
         Conflict(
+            "QLoRA",
+            other,
+            "QLoRA is QuantizedBase and LoRA already",
+            "Use QLoRA alone, or QuantizedBase and the adapter of your choice",
+        )
+        for other in ("QuantizedBase", "LoRA", "IA3", "Adapter", "PromptTuning", "PrefixTuning")
+    ),
+    *(
+        Conflict(
             first,
             second,
             "adapters of two kinds in one model have no common file, and would each freeze the other",

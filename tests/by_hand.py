@@ -1,7 +1,9 @@
 """What techniques that change training do, written out as one would without them: what they are compared with."""
 
+import bitsandbytes as bnb
 import lightning as L
 import peft
+import torch
 
 
 class Inject(L.Callback):
@@ -11,6 +13,7 @@ class Inject(L.Callback):
         raise NotImplementedError
 
     def setup(self, trainer, pl_module, stage):
+        pl_module.is_loaded_in_8bit = True  # PEFT asks this before it looks at a layer's class
         if not hasattr(pl_module, "peft_config"):
             peft.inject_adapter_in_model(self.config(), pl_module)
 
@@ -28,3 +31,26 @@ class IA3(Inject):
 class LoHa(Inject):
     def config(self):
         return peft.LoHaConfig(r=2, target_modules=["down"])
+
+
+class QuantizedBase(L.Callback):
+    """In int8, as bitsandbytes' own 4-bit layers are wrong at this width on some CPUs."""
+
+    def setup(self, trainer, pl_module, stage):
+        for block in pl_module.blocks:
+            for name in ("up", "down"):
+                old = getattr(block, name)
+                if isinstance(old, bnb.nn.Linear8bitLt):
+                    continue
+                with torch.random.fork_rng():  # its first weights are drawn for nothing
+                    new = bnb.nn.Linear8bitLt(old.in_features, old.out_features, has_fp16_weights=False)
+                new.load_state_dict(old.state_dict())
+                new.bias.requires_grad_(False)
+                setattr(block, name, new.to("cpu"))
+
+
+class QLoRA(L.Callback):
+    def setup(self, trainer, pl_module, stage):
+        if not hasattr(pl_module, "peft_config"):
+            QuantizedBase().setup(trainer, pl_module, stage)
+            LoRA().setup(trainer, pl_module, stage)

@@ -56,11 +56,15 @@ CASES = [
     Case(lambda: ft.ActivationOffload(min_mib=0, folder=tempfile.gettempdir())),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
     # finetune
+    Case(lambda: ft.QuantizedBase("int8"), by_hand=by_hand.QuantizedBase),
     Case(lambda: ft.LoRA(rank=2), by_hand=by_hand.LoRA),
+    Case(lambda: ft.QLoRA(rank=2, kind="int8"), by_hand=by_hand.QLoRA),
     Case(lambda: ft.IA3("up"), by_hand=by_hand.IA3),
     Case(lambda: ft.Adapter(peft.LoHaConfig(r=2), "blocks.*.down"), by_hand=by_hand.LoHa),
+    Case(lambda: ft.GradualUnfreezing(groups=["*"])),  # one group of everything is plain training
     # loss
     Case(lambda: ft.FusedLossHead("head"), tolerance=1e-5),
+    Case(lambda: ft.Distillation(TinyLM(depth=2), alpha=0.0, head="head")),  # with α = 0 the plain training
     # optim
     Case(lambda: ft.EagerGradientRelease()),
     Case(
@@ -129,6 +133,8 @@ def in_a_loop(
                 step = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(step)
         if "OptimizerInBackward" in has:
             stack.callback(ft.optimize_in_backward_(optimizer, clip_value=0.02))
+        if "Distillation" in has:
+            step = has["Distillation"].distil(step)
         timer = ft.StepTimer("cpu") if "StepMeter" in has else None
         for _ in range(epochs):
             loader = ft.prefetch_to_device(batches, "cpu") if "DevicePrefetch" in has else batches

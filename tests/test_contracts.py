@@ -125,7 +125,7 @@ def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
 
 
 def surgery_on(net):
-    return [(id(module), id(vars(module).get("forward"))) for module in net.modules()]
+    return [(id(module), type(module), id(vars(module).get("forward"))) for module in net.modules()]
 
 
 @each
@@ -212,6 +212,8 @@ def test_every_pair_together(pair):
     assert largest_difference(weights(reference_for(pair)), weights(module)) <= tolerance
 
 
+# A frozen first block has an input without gradient, and MemoryTimeline names each block: both are compiled apart.
+@pytest.mark.filterwarnings("ignore:CompileBlocks: .* recompilations")
 @pytest.mark.parametrize("turned", [False, True])
 def test_all_at_once_in_any_order(turned):
     everything = Case(make=CASES[0].make, optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)

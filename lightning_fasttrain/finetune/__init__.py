@@ -1,14 +1,22 @@
 """Decides which parameters exist and train, and how the frozen rest is kept."""
 
+from lightning_fasttrain.finetune._quantized_layer import dequantized_weight, quantized_bytes
 from lightning_fasttrain.finetune.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters import (
     adapter_names,
     add_adapter_,
     base_model,
+    count_parameters,
     enable_adapters_,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.base_fingerprint import base_fingerprint
 from lightning_fasttrain.finetune.freezing import freeze_, freeze_except_, thaw_
+from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from lightning_fasttrain.finetune.load_quantized import load_quantized
 from lightning_fasttrain.finetune.lora import IA3, Adapter, LoRA
+from lightning_fasttrain.finetune.qlora import QLoRA
+from lightning_fasttrain.finetune.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
+from lightning_fasttrain.finetune.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.swap_head import swap_head_
 from lightning_fasttrain.finetune.targets import find_heads, find_targets

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int, require
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
 
 BACKENDS = ("auto", "chunked", "liger", "torch")
 
@@ -85,7 +86,7 @@ def linear_cross_entropy(
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    size = positive_int("chunk", chunk) if chunk is not None else _chunk_size(hidden, weight)
+    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(hidden, weight)
     arguments = (hidden, weight, bias, targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
     if backend in ("auto", "chunked"):
         loss = _Chunked.apply(*arguments, size)
@@ -123,12 +124,6 @@ def _check(
         )
 
 
-def _chunk_size(hidden: Tensor, weight: Tensor) -> int:
-    """So many tokens that their logits take about the room of all hidden states; at least 128, to keep kernels busy."""
-    tokens, classes = max(1, hidden.shape[0]), weight.shape[0]
-    return min(tokens, max(128, tokens * hidden.shape[1] // classes))
-
-
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -148,8 +143,8 @@ class _Chunked(torch.autograd.Function):
         options = (smoothing, z_loss, softcap)
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.size, ctx.reduction = options, size, reduction
-        sums = _Sums(hidden, weight, bias, needs) if reduction != "none" and any(needs) else None
-        loss = torch.empty(len(targets), dtype=_at_least_float32(hidden), device=hidden.device)
+        sums = GradientSums(hidden, weight, bias, needs) if reduction != "none" and any(needs) else None
+        loss = torch.empty(len(targets), dtype=at_least_float32(hidden), device=hidden.device)
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             chunk = hidden[part]
@@ -163,12 +158,13 @@ class _Chunked(torch.autograd.Function):
             return loss
         # The gradients saved are those of the sum, in float32 where they add up over tokens; the mean's factor meets
         # them in the backward, together with a loss scaler's, so that they neither overflow nor vanish in float16.
-        # The mean of nothing is NaN, as always.
-        factor = counted.sum().to(loss.dtype).reciprocal() if reduction == "mean" else loss.new_ones(())
+        # The mean of nothing is NaN, as always, and its gradient 0.
+        number = counted.sum().to(loss.dtype) if reduction == "mean" else loss.new_ones(())
+        factor = number.clamp(min=1).reciprocal()
         if sums is not None:
             ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
-        return loss.sum() * factor
+        return loss.sum() * number.reciprocal()
 
     @staticmethod
     @once_differentiable
@@ -176,9 +172,9 @@ class _Chunked(torch.autograd.Function):
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors
             share = grad * factor
-            return *(_times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
+            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
         hidden, weight, bias, targets, counted = ctx.saved_tensors
-        sums = _Sums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
         for start in range(0, len(targets), ctx.size):
             part = slice(start, start + ctx.size)
             chunk = hidden[part]
@@ -186,40 +182,6 @@ class _Chunked(torch.autograd.Function):
             sums.add(part, d_logits.mul_(grad[part, None]), chunk, weight)
         found = zip((sums.hidden, sums.weight, sums.bias), (hidden, weight, bias), strict=True)
         return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
-
-
-class _Sums:
-    """Gradients, added up chunk by chunk; in float32, which is what one large matrix product does inside."""
-
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needs: Any) -> None:
-        dtype = _at_least_float32(hidden)
-        self.hidden = torch.empty_like(hidden) if needs[0] else None
-        self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] else None
-        self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
-
-    def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
-        if self.bias is not None:
-            self.bias += d_logits.sum(dim=0)
-        d_logits = d_logits.to(hidden.dtype)
-        if self.hidden is not None:
-            self.hidden[part] = d_logits @ weight
-        if self.weight is None:
-            return
-        if d_logits.is_cuda and d_logits.dtype != self.weight.dtype:  # low precision in, float32 out
-            self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
-        else:
-            self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
-
-
-def _times(gradient: Tensor | None, share: Tensor, dtype: torch.dtype | None) -> Tensor | None:
-    """The product, rounded once, to the dtype of what it is the gradient of."""
-    if gradient is None:
-        return None
-    return torch.mul(gradient, share, out=torch.empty_like(gradient, dtype=dtype))
-
-
-def _at_least_float32(tensor: Tensor) -> torch.dtype:
-    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def _loss_of(
@@ -234,7 +196,7 @@ def _loss_of(
     """Loss of each token of a chunk, and its gradient with respect to the product ``hidden @ weight.T + bias``."""
     smoothing, z_loss, softcap = options
     logits = F.linear(hidden, weight, bias)
-    logits = logits.to(_at_least_float32(logits))
+    logits = logits.to(at_least_float32(logits))
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
     classes = logits.shape[1]

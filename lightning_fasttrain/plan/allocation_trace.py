@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.run.memory_quantized import quantized_tensors
 
 FOR_EVER = 2**62
 
@@ -200,8 +201,8 @@ class AllocationTrace(TorchDispatchMode):
                 if parameter.requires_grad:
                     hook = partial(self._mark_gradient, name)
                     hooks.callback(parameter.register_post_accumulate_grad_hook(hook).remove)
-            for name, buffer in model.named_buffers():
-                self.mark(buffer, "parameters", name)
+            for name, tensor in (*model.named_buffers(), *quantized_tensors(model)):
+                self.mark(tensor, "parameters", name)
             yield
 
     def _enter(self, name: str, *_: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune._quantized_layer import fake_parts, is_quantized
 
 Factory = Callable[[], nn.Module]
 
@@ -63,7 +64,7 @@ def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
 def _copied(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
-            return copy.deepcopy(module)
+            return copy.deepcopy(module, _quantized_parts(module, mode))
     except Exception as error:
         raise TypeError(
             explain(
@@ -72,6 +73,11 @@ def _copied(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
                 "Give a function that builds it: lambda: MyModule(...)",
             )
         ) from error
+
+
+def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+    with mode:
+        return {key: part for m in module.modules() if is_quantized(m) for key, part in fake_parts(m).items()}
 
 
 def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:

@@ -1,5 +1,6 @@
 """The memory that a training step will need, without needing it."""
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, apply, check_together
 from lightning_fasttrain.data import DevicePrefetch, MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.data.accumulate_gradients import loss_of
+from lightning_fasttrain.finetune import QLoRA, QuantizedBase
 from lightning_fasttrain.model import ActivationCheckpointing
 from lightning_fasttrain.optim import (
     EagerGradientRelease,
@@ -30,10 +32,10 @@ from lightning_fasttrain.optim import (
 )
 from lightning_fasttrain.plan.allocation_trace import AllocationTrace
 from lightning_fasttrain.plan.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module
+from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module, settle_
 from lightning_fasttrain.plan.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.memory_report import MemoryReport, report
-from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT
+from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -47,6 +49,7 @@ _LEFT_OUT = {
     "CompileBlocks": "compiled code fuses operations",
     "ActivationOffload": "what waits in host memory is counted as if it stayed",
 }
+_UNCOUNTED = {"Distillation": "the teacher and its loss are not counted, so this is a lower bound"}
 
 Loss = Callable[[Any, Any], Any]
 
@@ -114,11 +117,14 @@ def predict_memory(
     on_cuda = device == "cuda"
     trace = AllocationTrace(GRANULE if on_cuda else 1, {} if on_cuda else CPU_WORKSPACE, KEPT)
     _refuse_measured(techniques)
-    surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in _LEFT_OUT]
+    surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in {**_LEFT_OUT, **_UNCOUNTED}]
     with isolate_rng(include_cuda=False), _explained(), ExitStack() as undo:
-        net = fake_module(module, mode, torch.bfloat16 if precision == "bf16-true" else None)
+        dtype = torch.bfloat16 if precision == "bf16-true" else None
+        net = fake_module(module, mode, dtype)
         undo.enter_context(mode)
-        undo.enter_context(apply(net, surgeons))
+        undo.enter_context(apply(net, [_as_trained(t, precision, on_cuda) for t in surgeons]))
+        settle_(net, mode, dtype)  # what adapters have added
+        trace.workspace = {**trace.workspace, **quantized_workspace()}
         stepper = _make_optimizer(net, optimizer)
         habits = _habits(techniques, stepper)
         undo.enter_context(trace)
@@ -248,6 +254,16 @@ def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) ->
                 trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 
 
+def _as_trained(technique: Technique, precision: str, on_cuda: bool) -> Technique:
+    """A technique that asks the Trainer for its precision is told, since there is none."""
+    base = technique.base if isinstance(technique, QLoRA) else technique
+    if isinstance(base, QuantizedBase) and base.compute_dtype == "auto" and base.kind != "int8":
+        technique = copy.deepcopy(technique)
+        base = technique.base if isinstance(technique, QLoRA) else technique
+        base.compute_dtype = torch.bfloat16 if on_cuda or precision.startswith("bf16") else "auto"
+    return technique
+
+
 def _refuse_measured(techniques: Sequence[Technique]) -> None:
     for technique in techniques:
         if isinstance(technique, ActivationCheckpointing) and isinstance(technique.policy, MemoryBudget):
@@ -265,6 +281,7 @@ def _notes(techniques: Sequence[Technique], trace: AllocationTrace) -> tuple[str
     notes = [
         f"{name} is left out: {_LEFT_OUT[name]}, so this is an upper bound." for name in names if name in _LEFT_OUT
     ]
+    notes += [f"{name} is left out: {_UNCOUNTED[name]}." for name in names if name in _UNCOUNTED]
     if any(isinstance(technique, MicroBatching) and technique.adaptive for technique in techniques):
         notes.append("MicroBatching('auto') is taken with the number of parts it begins with.")
     if trace.assumed:

@@ -12,11 +12,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain import data, loss, model, optim, run
+from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique
 
-ROOMS = (data, loss, model, optim, run)
+ROOMS = (data, finetune, loss, model, optim, run)
 
 
 def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, Any]:

@@ -5,6 +5,8 @@ own, with the channels in blocks of 16. Left out are 1 × 1 convolutions of few 
 copies, and the transposed operands of bfloat16 matrix products, a few per cent of a step.
 """
 
+import math
+import sys
 from typing import Any
 
 from torch import Tensor, bfloat16, ops
@@ -61,5 +63,18 @@ CPU_WORKSPACE: dict[Any, Workspace] = {
     ops.aten.mkldnn_rnn_layer.default: _lstm,
     ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
 }
+
+
+def quantized_workspace() -> dict[Any, Workspace]:
+    """A product with weights in 4 bits makes a whole weight of them, and whole constants of its blocks."""
+    if "bitsandbytes" not in sys.modules:
+        return {}
+
+    def dequantized(arguments: Any, _: Any) -> int:
+        inputs, (rows, columns), block = arguments[0], arguments[2], arguments[4]
+        return inputs.element_size() * rows * columns + 4 * math.ceil(rows * columns / block)
+
+    return {ops.bitsandbytes.gemm_4bit.default: dequantized}
+
 
 KEPT: dict[Any, Kept] = {ops.aten.mkldnn_rnn_layer.default: _kept_by_lstm}

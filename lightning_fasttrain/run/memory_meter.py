@@ -19,6 +19,7 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.run.memory_quantized import quantized_tensors
 
 _Change = tuple[int, int, int]  # time in ns, address, bytes: negative when freed
 _HELD = 0
@@ -37,7 +38,8 @@ class PeakMemory:
 
     Args:
         device: ``"cpu"`` or a CUDA device.
-        held: what is in memory at entry: modules (parameters, buffers, gradients), optimizers (their state), tensors,
+        held: what is in memory at entry: modules (parameters, buffers, gradients, what
+            quantised layers keep), optimizers (their state), tensors,
             and lists, tuples and mappings of these. Shared storages count once.
 
     Blocks may lie inside one another on CUDA, where each has its own peak.
@@ -198,7 +200,7 @@ def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
     elif isinstance(held, nn.Module):
         for parameter in held.parameters():
             yield from _storages((parameter, parameter.grad))
-        yield from _storages(list(held.buffers()))
+        yield from _storages([*held.buffers(), *(tensor for _, tensor in quantized_tensors(held))])
     elif isinstance(held, Optimizer):
         yield from _storages(held.state)
     elif isinstance(held, Mapping):

@@ -21,6 +21,7 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain.run.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.memory_files import check_kinds, save_memory_record
 from lightning_fasttrain.run.memory_meter import _storages
+from lightning_fasttrain.run.memory_quantized import quantized_tensors
 from lightning_fasttrain.run.memory_record import Allocation, MemoryRecord, format_bytes
 
 
@@ -160,8 +161,8 @@ class MemoryRecording:
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for parameter, name in names.items():
             self._see("parameters", name, parameter, watch)
-        for name, buffer in self._model.named_buffers():
-            self._see("parameters", name, buffer, watch)
+        for name, tensor in (*self._model.named_buffers(), *quantized_tensors(self._model)):
+            self._see("parameters", name, tensor, watch)
         for parameter, name in names.items():
             self._see("gradients", name, parameter.grad, watch)
         for optimizer in self._optimizers:

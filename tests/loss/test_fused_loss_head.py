@@ -263,6 +263,7 @@ def test_in_a_trainer_beside_other_techniques(others):
     assert largest_difference(ends[0], weights(HuggingFace(build()))) > 1e-3
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # PEFT asks for it
 def test_a_model_that_peft_has_wrapped():
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM", init_lora_weights=False)

@@ -2,6 +2,7 @@ import dataclasses
 import json
 import threading
 
+import bitsandbytes
 import lightning as L
 import pytest
 import torch
@@ -13,6 +14,7 @@ from transformers import BatchEncoding
 import lightning_fasttrain as ft
 from lightning_fasttrain import MemoryReport, PeakMemory, predict_memory
 from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.run.memory_record import CATEGORIES
 from tests.nets import TinyLM, fit, lm_batches
 
@@ -213,6 +215,64 @@ def test_it_is_the_peak_of_the_real_trainer(techniques):
     meter = ft.MemoryMeter()
     fit(TinyLM(), batches, [*techniques, meter])
     predicted = predict_memory(TinyLM, batches[0], techniques=techniques, device="cpu")
+    assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
+
+
+def quantised(kind, precision="32-true"):
+    """As the Trainer of this precision would have it."""
+    in_bf16 = precision == "bf16-mixed" and kind != "int8"
+    return QuantizedBase(kind, compute_dtype=torch.bfloat16 if in_bf16 else "auto")
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])  # the latter has layers of 352 inputs, no multiple of 64
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "parts", "precision"),
+    [("nf4", False, 1, "32-true"), ("nf4", True, 2, "bf16-mixed"), ("int8", False, 1, "32-true")],
+)
+def test_quantised_within_five_per_cent_of_the_measured_peak(name, kind, checkpointing, parts, precision):
+    techniques, specimen = [ft.ActivationCheckpointing()] if checkpointing else [], SMALL[name]
+    report = predict_memory(
+        specimen.module,
+        specimen.batch(),
+        techniques=[*techniques, QuantizedBase(kind), ft.MicroBatching(parts)],
+        precision=precision,
+        device="cpu",
+    )
+    expected = measured(specimen, [*techniques, quantised(kind, precision)], parts, precision)
+    assert report.peak_bytes == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_constants_of_quantised_layers_are_parameters(kind):
+    layers = [linear(96, 160), linear(160, 64), linear(64, 8)]
+    report = of_chain(*layers, batch=torch.zeros(4, 96), techniques=[QuantizedBase(kind)])
+    expected = quantized_bytes(160, 96, kind) + quantized_bytes(64, 160, kind) + 4 * 64 * 8
+    assert report.peaks["parameters"] == expected
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_model_that_is_quantised_already(kind):
+    specimen = SMALL["llama"]
+    expected = predict_memory(specimen.module, specimen.batch(), techniques=[quantised(kind)], device="cpu")
+    module = specimen.module()
+    quantize_base_(module, kind)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    assert predict_memory(module, specimen.batch(), device="cpu").peak_bytes == expected.peak_bytes
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_prediction_leaves_no_fake_tables_in_bitsandbytes(monkeypatch):
+    monkeypatch.setattr(bitsandbytes.functional, "name2qmap", {})
+    of_chain(linear(), linear(), batch=torch.zeros(4, 256), techniques=[QuantizedBase()])
+    net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
+    quantize_base_(net)
+    assert torch.isfinite(net(torch.ones(1, 256))).all()
+
+
+def test_quantised_it_is_the_peak_of_the_real_trainer():
+    batches, meter = lm_batches(4, size=60, length=50), ft.MemoryMeter()
+    fit(TinyLM(), batches, [QuantizedBase(), meter])
+    predicted = predict_memory(TinyLM, batches[0], techniques=[QuantizedBase()], device="cpu")
     assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
 
 

@@ -1,0 +1,148 @@
+"""Tensors in safetensors files: which are there, and reading them one by one."""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._messages import explain
+
+Where = str | os.PathLike[str]
+INDEX = "model.safetensors.index.json"
+WHOLE = "model.safetensors"
+_LARGEST_INDEX = 100 * 2**20
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file, not read yet."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
+    """What is in a file, in several, or in a folder with one file or an index; nothing but headers is read.
+
+    Raises:
+        FileNotFoundError: no such file, or a folder without one.
+        ValueError: a file that is cut short or no safetensors, a name in two files, or an index that cannot be read,
+            names a file outside of its folder, or a tensor that is not in the file.
+    """
+    if isinstance(where, str | os.PathLike):
+        path = Path(where)
+        if path.is_dir():
+            path = path / INDEX if (path / INDEX).exists() else path / WHOLE
+        if path.name.endswith(".index.json"):
+            return _indexed(path)
+        return _in_file(path)
+    found: dict[str, StoredTensor] = {}
+    for one in where:
+        for name, tensor in find_tensors(one).items():
+            if name in found:
+                both = f"{found[name].path} and {tensor.path}"
+                raise ValueError(explain(f"{name!r} is in {both}", "only one can be the right one", "Give one of them"))
+            found[name] = tensor
+    return found
+
+
+def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]]:
+    """Read them one by one, file after file. A tensor may lie in the mapped file: copy what is to be kept."""
+    by_path: dict[Path, list[str]] = {}
+    for name, tensor in stored.items():
+        by_path.setdefault(tensor.path, []).append(name)
+    for path, names in by_path.items():
+        with _opened(path) as file:
+            for name in names:
+                yield name, file.get_tensor(name)
+
+
+def _in_file(path: Path) -> dict[str, StoredTensor]:
+    found = {}
+    with _opened(path) as file:
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            part = file.get_slice(name)
+            if part.get_dtype() not in _DTYPES:
+                raise ValueError(
+                    explain(f"{name!r} in {path} is in {part.get_dtype()}", "torch has no such type", "Convert it")
+                )
+            found[name] = StoredTensor(path, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+    return found
+
+
+def _opened(path: Path) -> Any:
+    safetensors: Any = require("safetensors", extra="finetune")
+    if not path.is_file():
+        raise FileNotFoundError(
+            explain(
+                f"{path}", "there is no such file", f"Name a .safetensors file, or a folder with {WHOLE} or {INDEX}"
+            )
+        )
+    try:
+        return safetensors.safe_open(str(path), framework="pt")
+    except safetensors.SafetensorError as error:
+        raise ValueError(
+            explain(f"{path} cannot be read", f"it is cut short, or no safetensors file ({error})", "Fetch it again")
+        ) from error
+
+
+def _indexed(path: Path) -> dict[str, StoredTensor]:
+    """Read the index of a folder of shards; what it names is not trusted to lie in the folder."""
+    if not path.is_file():
+        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Check the name"))
+    if path.stat().st_size > _LARGEST_INDEX:
+        raise ValueError(explain(f"{path} has {path.stat().st_size} bytes", "no index is so large", "Fetch it again"))
+    try:
+        names = json.loads(path.read_bytes())["weight_map"]
+        if not all(isinstance(name, str) and isinstance(file, str) for name, file in names.items()):
+            raise TypeError("weight_map maps something else than names")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            explain(f"{path} cannot be read", f"it is no index of shards ({error})", "Fetch it again")
+        ) from error
+    shards = {file: _in_file(_inside(path, file)) for file in sorted(set(names.values()))}
+    absent = [f"{name} in {file}" for name, file in names.items() if name not in shards[file]]
+    if absent:
+        raise ValueError(explain(f"{path} names {absent[0]}", "it is not there", "Fetch the files again"))
+    return {name: shards[file][name] for name, file in names.items()}
+
+
+def _inside(index: Path, file: str) -> Path:
+    folder = index.parent.resolve()
+    roots = [folder]
+    if folder.parent.name == "snapshots":  # Hugging Face's cache, whose files are links to its blobs
+        roots.append(folder.parent.parent / "blobs")
+    path = index.parent / file
+    plain = file == Path(file).name and "\\" not in file and file.endswith(".safetensors")
+    if not plain or not any(path.resolve().is_relative_to(root) for root in roots):
+        raise ValueError(
+            explain(f"{index} names {file!r}", "that is no .safetensors file in its folder", "Do not use this model")
+        )
+    return path

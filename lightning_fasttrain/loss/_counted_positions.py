@@ -1,0 +1,90 @@
+"""Which positions a mean loss averages over, read from what a step and its model were given."""
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lightning_fasttrain._messages import note_once
+
+IGNORED = -100
+_NAMES = ("labels", "targets")
+
+
+def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
+    """What there is to tell the positions that count, as booleans, the best first.
+
+    Args:
+        batch: what the step was given.
+        arguments: what ``model`` was given, by name.
+        model: the one that made the logits.
+    """
+    config = getattr(model, "config", None) if hasattr(type(model), "can_generate") else None
+    one_sided = config is not None and not getattr(config, "is_encoder_decoder", False)
+    if is_integer(shifted := arguments.get("shift_labels")):
+        yield shifted != IGNORED
+    for name in _NAMES:
+        labels: Any = arguments.get(name)
+        if is_integer(labels):
+            # Hugging Face's causal models predict the next label at each position, and nothing at the last.
+            if one_sided and type(model).can_generate():  # type: ignore[attr-defined]
+                labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
+            yield labels != IGNORED
+    if (labels := labels_in(batch)) is not None:
+        yield labels != IGNORED
+    name = "attention_mask" if config is None or one_sided else "decoder_attention_mask"
+    for given in (arguments, batch):
+        mask = given.get(name) if isinstance(given, Mapping) else None
+        if isinstance(mask, Tensor):
+            yield mask != 0
+
+
+def of_logits(masks: Iterable[Tensor], shape: torch.Size) -> tuple[Tensor | None, bool]:
+    """The first of the ``masks`` that fits logits of this shape, and whether their classes are the second axis.
+
+    They are the last, (..., V), unless the mask tells that they are (B, V, ...), as ``cross_entropy`` has it.
+    """
+    for mask in masks:
+        if mask.shape == shape[:-1]:
+            return mask, False
+        if mask.shape == (*shape[:1], *shape[2:]):
+            return mask, True
+        note_once(f"distillation: labels or mask {tuple(mask.shape)} say nothing about logits {tuple(shape)}")
+    return None, False
+
+
+def of_feature(masks: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
+    """The first of the ``masks`` whose axes are the first ones of this shape."""
+    return next((mask for mask in masks if mask.ndim < len(shape) and mask.shape == shape[: mask.ndim]), None)
+
+
+def labels_in(batch: Any) -> Tensor | None:
+    """The labels by which ``count_targets`` weighs micro-batches."""
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type | Mapping):
+        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    if isinstance(batch, Mapping):
+        for name in _NAMES:
+            if is_integer(batch.get(name)):
+                return batch[name]
+        inner = list(batch.values())
+    elif isinstance(batch, list | tuple):
+        inner = list(batch)
+        for value in reversed(inner):
+            if is_integer(value):
+                return value
+    else:
+        return None
+    found = (labels_in(value) for value in reversed(inner) if not isinstance(value, Tensor))
+    return next((labels for labels in found if labels is not None), None)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether ``value`` is a tensor of whole numbers with at least one axis."""
+    return (
+        isinstance(value, Tensor)
+        and value.ndim > 0
+        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
+    )

@@ -1,0 +1,288 @@
+"""Student and teacher held together, and steps that learn from both."""
+
+import copy
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import WrappedForward, wrapper_on
+from lightning_fasttrain.loss._counted_positions import masks_in, of_feature, of_logits
+from lightning_fasttrain.loss._taps import PROJECTIONS, Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss._teacher import Teacher
+from lightning_fasttrain.loss.fused_loss_head import FusedHead
+from lightning_fasttrain.loss.linear_kl_divergence import divergence
+
+Features = Mapping[str, str | tuple[str, nn.Module]]
+Mask = Callable[[Any], Tensor]
+_HEAD = "the head"
+
+
+class Distiller:
+    """A function of steps: ``step = distil(step)``. For its arguments see :func:`~lightning_fasttrain.distilling`.
+
+    Attributes:
+        parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached; what there was of them.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        student: nn.Module,
+        teacher: nn.Module,
+        *,
+        temperature: float,
+        alpha: float,
+        head: str | None,
+        teacher_head: str | None,
+        features: Features,
+        feature_weight: float,
+        mask: Mask | None,
+    ) -> None:
+        _refuse_a_trained_teacher(model, teacher)
+        self.model, self.student, self.mask = model, student, mask
+        self.temperature, self.alpha, self.feature_weight = temperature, alpha, feature_weight
+        self.pairs = {name: to if isinstance(to, str) else to[0] for name, to in features.items()}
+        self.projected = {name for name, to in features.items() if not isinstance(to, str)}
+        self.head = head_of(student, head, "head")
+        if teacher_head is None and head in dict(teacher.named_modules()):
+            teacher_head = head
+        modules = {name: named(student, name, "features") for name in self.pairs}
+        self.names = list(inspect.signature(type(student).forward).parameters)[1:]
+        self.listening, self.seen = False, Seen()
+        self.calls: list[_Call] = []
+        self.parts: dict[str, Tensor] = {}
+        with ExitStack() as undo:
+            self.teacher = Teacher(teacher, teacher_head, self.pairs.values())
+            undo.callback(self.teacher.undo)
+            if alpha > 0:
+                _refuse_other_classes(self.head, self.teacher.head)
+            for name, module in modules.items():
+                undo.callback(Tap(module, name, self.seen).install())
+            undo.callback(Student(student, self).install())
+            self.undo_all = undo.pop_all()
+
+    def undo(self) -> None:
+        self.undo_all.close()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy undoes nothing of the original's
+        return {**self.__dict__, "undo_all": ExitStack(), "calls": [], "listening": False, "parts": {}}
+
+    def __call__(self, step: Callable[..., Any]) -> "DistilledStep":
+        return DistilledStep(self, step)
+
+    def run_student(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The student's forward inside a step. The teacher goes first, while there are no activations in memory."""
+        device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
+        call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
+        call.logits, call.features = self.teacher.run(args, kwargs, device)
+        with self.seen.watching(), self.seen.hooked(self.head, _HEAD):
+            call.output = forward(*args, **kwargs)
+        self.calls.append(call)
+        return call.output
+
+    def mix(self, own: Tensor, batch: Any) -> Tensor:
+        """The loss of a step, in which the student was called."""
+        if len(self.calls) != 1:
+            raise RuntimeError(
+                explain(
+                    f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients",
+                    "the teacher is compared with one call a step",
+                    "Name with student= the module whose output is compared, and call it once",
+                )
+            )
+        call = self.calls[0]
+        masks = list(masks_in(batch, call.arguments, self.student)) if self.mask is None else [self.mask(batch)]
+        loss = (1 - self.alpha) * own
+        self.parts = {"own": own.detach()}
+        if self.alpha > 0:
+            kl = self._divergence(call, masks)
+            loss, self.parts["kl"] = loss + self.alpha * kl, kl.detach()
+        elif not self.pairs:  # nothing is learnt, but how far it is can be watched
+            with torch.no_grad():
+                self.parts["kl"] = self._divergence(call, masks)
+        if self.pairs:
+            total = torch.stack([self._distance(name, call, masks) for name in self.pairs]).sum()
+            loss, self.parts["features"] = loss + self.feature_weight * total, total.detach()
+        return loss
+
+    def _divergence(self, call: "_Call", masks: list[Tensor]) -> Tensor:
+        student = logits_of(call.output, self._linear_head(), self.seen.at.get(_HEAD), call.autocast)
+        teacher = call.logits
+        if student is None or teacher is None:
+            whose, module = ("student", self.student) if student is None else ("teacher", self.teacher.module)
+            raise TypeError(
+                explain(
+                    f"{type(module).__name__}, the {whose}, returned no logits",
+                    "they are looked for in its output: itself, its 'logits', or the first of a tuple",
+                    "Name the layer that makes them with head=, or use alpha=0 and features=",
+                )
+            )
+        shape = torch.Size((*student.hidden.shape[:-1], student.classes))
+        mask, classes_second = of_logits(masks, shape)
+        if self.mask is not None and mask is None:
+            raise ValueError(
+                explain(
+                    f"mask= returned {tuple(masks[0].shape)} for logits {tuple(shape)}",
+                    "it says of each position whether it counts",
+                    "Return one boolean for each",
+                )
+            )
+        if classes_second and student.weight is teacher.weight is None:
+            student, teacher = (one._replace(hidden=one.hidden.movedim(1, -1)) for one in (student, teacher))
+        return divergence(student, teacher, temperature=self.temperature, mask=mask)
+
+    def _linear_head(self) -> nn.Module | None:
+        head = self.head
+        if head is None:  # one that was fused by name, perhaps
+            fused = [module for module in self.student.modules() if wrapper_on(module, FusedHead)]
+            head = fused[0] if len(fused) == 1 else None
+        plain = type(head) is nn.Linear and not is_traceable_wrapper_subclass(head.weight)
+        return head if plain else None
+
+    def _distance(self, name: str, call: "_Call", masks: list[Tensor]) -> Tensor:
+        to = self.pairs[name]
+        ours, theirs = feature_in(self.seen.at.get(name, (None, None))[1]), call.features.get(to)
+        if ours is None or theirs is None:
+            raise TypeError(
+                explain(
+                    f"features: '{name if ours is None else to}' gave no tensor",
+                    "it was not called by its model, or returned none first",
+                    "Name a layer that returns its hidden states",
+                )
+            )
+        mask = of_feature(masks, ours.shape)
+        if name in self.projected:
+            projection: Any = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
+            dtype = next((p.dtype for p in projection.parameters()), ours.dtype)
+            ours = projection(ours.to(dtype))
+        if ours.shape != theirs.shape:
+            wide = f"nn.Linear({ours.shape[-1]}, {theirs.shape[-1]})"
+            raise ValueError(
+                explain(
+                    f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}",
+                    "hidden states are compared number by number",
+                    f"Give a module that maps one onto the other, which is learnt: {{'{name}': ('{to}', {wide})}}",
+                )
+            )
+        wide_enough = torch.promote_types(ours.dtype, torch.float32)
+        distance = (ours.to(wide_enough) - theirs.to(wide_enough)).square()
+        if mask is None:
+            return distance.mean()
+        distance = distance.flatten(mask.ndim).mean(dim=-1)
+        return torch.where(mask, distance, 0).sum() / mask.sum().clamp(min=1)  # a part of a batch may have none
+
+
+class _Call:
+    """One call of the student, and what the teacher has to say to it."""
+
+    output: Any
+    logits: Any
+    features: dict[str, Tensor | None]
+
+    def __init__(self, arguments: dict[str, Any], autocast: torch.dtype | None) -> None:
+        self.arguments, self.autocast = arguments, autocast
+
+
+class Student(WrappedForward):
+    """The student's forward: inside a step, with gradients, its teacher is asked too."""
+
+    def __init__(self, module: nn.Module, distiller: Distiller) -> None:
+        super().__init__(module)
+        self.distiller = distiller
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.distiller.listening and torch.is_grad_enabled():
+            return self.distiller.run_student(self.inner, args, kwargs)
+        return self.inner(*args, **kwargs)
+
+
+class DistilledStep:
+    """A step whose loss is mixed with what the teacher says.
+
+    An object, not a closure, so that a copy of a model whose step it is trains itself and not the original.
+    """
+
+    def __init__(self, distiller: Distiller, step: Callable[..., Any]) -> None:
+        self.distiller, self.__wrapped__ = distiller, step  # by this name, inspect finds the signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        distiller = self.distiller
+        if not torch.is_grad_enabled():
+            return self.__wrapped__(*args, **kwargs)
+        distiller.listening = True
+        try:
+            output = self.__wrapped__(*args, **kwargs)
+            distiller.listening = False
+            if output is None:  # the step is left out
+                return None
+            loss = distiller.mix(_loss_in(output), next(iter((*args, *kwargs.values())), None))
+        finally:
+            distiller.listening = False
+            distiller.calls.clear()
+            distiller.seen.clear()  # nothing holds on to the graph
+        return _with_loss(output, loss)
+
+
+def _loss_in(output: Any) -> Tensor:
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    else:
+        loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            explain(
+                f"the step returned {type(output).__name__}",
+                "its loss is mixed with the teacher's, and there is no loss tensor in it",
+                "Return the loss, or a dict with a 'loss'",
+            )
+        )
+    return loss
+
+
+def _with_loss(output: Any, loss: Tensor) -> Any:
+    if isinstance(output, Tensor):
+        return loss
+    output = copy.copy(output)
+    if isinstance(output, Mapping):
+        output["loss"] = loss  # type: ignore[index]
+    else:
+        output.loss = loss
+    return output
+
+
+def projection_key(name: str) -> str:
+    """What the projection of a feature is called among the model's modules, whose names have no dots."""
+    return name.replace(".", "/") or "output"
+
+
+def _refuse_a_trained_teacher(model: nn.Module, teacher: nn.Module) -> None:
+    trained = {parameter: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    shared = [trained[parameter] for parameter in teacher.parameters() if parameter in trained]
+    if shared or any(module is teacher for module in model.modules()):
+        raise ValueError(
+            explain(
+                f"the teacher, a {type(teacher).__name__}, is part of the model"
+                + (f": they share '{shared[0]}'" if shared else ""),
+                "it would change while it teaches, or be in checkpoints, the optimizer and DDP",
+                "Give it to Distillation alone, not to the module; to learn from itself, copy.deepcopy(model)",
+            )
+        )
+
+
+def _refuse_other_classes(head: nn.Module | None, teacher_head: nn.Module | None) -> None:
+    if isinstance(head, nn.Linear) and isinstance(teacher_head, nn.Linear):
+        ours, theirs = head.out_features, teacher_head.out_features
+        if ours != theirs:
+            raise ValueError(
+                explain(
+                    f"the student has {ours} classes, the teacher {theirs}",
+                    "their probabilities are compared class by class",
+                    "Bring them to one vocabulary; where only its padding differs, resize_token_embeddings does it",
+                )
+            )

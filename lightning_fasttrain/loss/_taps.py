@@ -1,0 +1,175 @@
+"""Names in a model, and what goes in and out of its modules."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
+
+PROJECTIONS = "distillation_projections"
+
+
+class Seen:
+    """What taps have seen of one forward: module's name → (first input, output)."""
+
+    def __init__(self) -> None:
+        self.open = False
+        self.at: dict[str, tuple[Any, Any]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        self.open, self.at = True, {}
+        try:
+            yield
+        finally:
+            self.open = False
+
+    @contextmanager
+    def hooked(self, module: nn.Module | None, name: str) -> Iterator[None]:
+        """Within it, a module is seen from the outside of whatever stands, or will be put, in place of its forward."""
+        if module is None:
+            yield
+            return
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            if "then" not in kwargs:  # with it, a fused head computes its loss
+                self.at[name] = (next(iter(args), None), output)
+
+        handle = module.register_forward_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    def clear(self) -> None:
+        self.at = {}
+
+    def __getstate__(self) -> dict[str, Any]:  # activations are not for copies
+        return {"open": False, "at": {}}
+
+
+class Tap(WrappedForward):
+    """Notes what goes in and out of a module, when that is asked for; of several calls, the last."""
+
+    def __init__(self, module: nn.Module, name: str, seen: Seen) -> None:
+        super().__init__(module)
+        self.name, self.seen = name, seen
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.inner(*args, **kwargs)
+        if self.seen.open:
+            self.seen.at[self.name] = (next(iter(args), None), output)
+        return output
+
+
+def named(model: nn.Module, name: str, argument: str) -> nn.Module:
+    """The module of this name; ``argument`` is what the error calls it.
+
+    Raises:
+        ValueError: there is none; the message lists near ones.
+    """
+    modules = dict(model.named_modules())
+    if name not in modules:
+        near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3) or [key for key in modules if key][:4]
+        raise ValueError(
+            explain(
+                f"{argument}={name!r} in {type(model).__name__}",
+                "there is no such module",
+                f"Near it are {', '.join(map(repr, near)) or 'none'}",
+            )
+        )
+    return modules[name]
+
+
+def student_of(model: nn.Module, name: str | None) -> nn.Module:
+    """The module of ``model`` whose output is compared with the teacher's."""
+    if name is not None:
+        return named(model, name, "student")
+    told: dict[str, nn.Module] = {}
+    for key, module in model.named_modules():
+        if hasattr(type(module), "get_output_embeddings") and not any(
+            other == "" or key.startswith(f"{other}.") for other in told
+        ):
+            told[key] = module
+    if len(told) > 1:
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}",
+                "one of them is compared with the teacher",
+                "Say which: student='...'",
+            )
+        )
+    if told:
+        return next(iter(told.values()))
+    if isinstance(model, L.LightningModule):
+        children = [m for key, m in model.named_children() if key != PROJECTIONS and any(True for _ in m.parameters())]
+        if len(children) == 1 and type(children[0]) not in (nn.ModuleList, nn.ModuleDict):
+            return children[0]
+    return model
+
+
+def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | None:
+    """The layer that makes the logits: by name, or as Hugging Face's models tell it; None if nobody says."""
+    if name is not None:
+        return named(model, name, argument)
+    told = (m.get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings"))  # type: ignore[operator]
+    return next((head for head in told if head is not None), None)
+
+
+def logits_in(output: Any) -> Any:
+    """The logits in what a model returned: itself, its ``logits``, or the first of a tuple that has axes; or None."""
+    if isinstance(output, Mapping):
+        return output.get("logits")
+    if isinstance(output, list | tuple):
+        return next((one for one in output if isinstance(one, Tensor | DeferredLogits) and one.ndim > 0), None)
+    if isinstance(output, Tensor | DeferredLogits):
+        return output if output.ndim > 0 else None
+    return getattr(output, "logits", None)
+
+
+def feature_in(output: Any) -> Tensor | None:
+    """The hidden states in what a layer returned: itself, or the first tensor of a tuple or mapping."""
+    if isinstance(output, Tensor):
+        return output
+    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    return next((one for one in parts if isinstance(one, Tensor)), None)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def logits_of(
+    output: Any, head: nn.Module | None, tapped: tuple[Any, Any] | None, autocast: torch.dtype | None
+) -> LogitsOf | None:
+    """The logits that a model returned, made of the inputs of its head where that is known to be the same.
+
+    Args:
+        output: what the model returned. Where there are no logits in it, they are what its head returned.
+        head: the layer that made them, if it is a plain linear one.
+        tapped: first input and output of ``head``.
+        autocast: in which the model was run.
+    """
+    logits = logits_in(output)
+    hidden, made = tapped or (None, None)
+    logits = made if logits is None else logits
+    factor, cap = 1.0, None
+    if isinstance(logits, DeferredLogits):
+        hidden, cap = logits.hidden, logits.cap
+        factor = logits.factor if cap is None else logits.factor * cap
+    elif logits is not made or not isinstance(hidden, Tensor):  # something was done to them since
+        return LogitsOf(logits) if isinstance(logits, Tensor) else None
+    if not isinstance(head, nn.Linear):
+        return LogitsOf(logits) if isinstance(logits, Tensor) else None
+    bias: Tensor | None = head.bias
+    if factor != 1:
+        hidden, bias = hidden * factor, None if bias is None else bias * factor
+    return LogitsOf(hidden, head.weight, bias, cap, dtype=autocast)

@@ -1,0 +1,168 @@
+"""The teacher of a distillation: run beside the student, and no part of it."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.loss._taps import Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
+
+AnyTeacher = nn.Module | str | os.PathLike[str] | Callable[[], nn.Module]
+_HEAD = "the head"
+
+
+def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
+    """The teacher itself; of a path or a function what it gives, without drawing the run's random numbers."""
+    if isinstance(teacher, nn.Module):
+        return teacher
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    # Sharded strategies build the student where there is no memory; of the teacher nobody would fill it in.
+    with torch.random.fork_rng(list(devices)), torch.device("cpu"):
+        made = teacher() if callable(teacher) else _from_directory(Path(teacher), student)
+    if not isinstance(made, nn.Module):
+        raise TypeError(
+            explain(f"the function for the teacher returned {type(made).__name__}", "it is run", "Return a module")
+        )
+    return made
+
+
+def _from_directory(path: Path, student: nn.Module) -> nn.Module:
+    if not path.is_dir():
+        raise ValueError(
+            explain(f"teacher={str(path)!r}", "there is no such directory", "Give one that save_pretrained wrote")
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(
+            explain(
+                f"teacher={str(path)!r}",
+                "there is no safetensors file in it, and pickles are not opened",
+                "Save it with model.save_pretrained(directory)",
+            )
+        )
+    transformers = require("transformers", extra="finetune")
+    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    for name in dir(transformers):  # the same task as the student's, whatever the architecture
+        models = getattr(getattr(transformers, name), "_model_mapping", None) if name.startswith("AutoModel") else None
+        if models is None or type(config) not in models or not _lists(models, student):
+            continue
+        auto = getattr(transformers, name)
+        options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
+        return auto.from_pretrained(path, config=config, **options)
+    raise ValueError(
+        explain(
+            f"teacher={str(path)!r} for {type(student).__name__}",
+            f"no task of Hugging Face's has both that class and a {type(config).__name__}",
+            "Give the teacher as a module, or a function that makes it",
+        )
+    )
+
+
+def _lists(models: Any, student: nn.Module) -> bool:
+    kind: Any = type(getattr(student, "config", None))
+    if kind not in models:
+        return False
+    listed = models[kind]
+    return isinstance(student, tuple(listed) if isinstance(listed, list | tuple) else listed)
+
+
+class _Deferring(WrappedForward):
+    """The teacher's head, which need not make its logits while it teaches."""
+
+    module: nn.Linear
+
+    def __init__(self, module: nn.Linear, seen: Seen) -> None:
+        super().__init__(module)
+        self.seen, self.on = seen, True
+
+    def __call__(self, input: Tensor) -> Any:
+        if (
+            not (self.on and self.seen.open)
+            or torch.compiler.is_compiling()
+            or is_traceable_wrapper_subclass(self.module.weight)
+        ):
+            return self.inner(input)
+        dtype = autocast_dtype(input.device) or input.dtype
+        # A loss of the teacher's own, which Hugging Face's compute where there are labels, is nobody's business.
+        return DeferredLogits(input, self.module.out_features, dtype, lambda *_, **__: input.new_zeros(()))
+
+
+class Teacher:
+    """A module that is run in eval, without a graph, on the student's device.
+
+    What is done to it is undone: it goes back to where it was, into the modes it was in.
+    """
+
+    def __init__(self, module: nn.Module, head: str | None, features: Iterable[str]) -> None:
+        self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
+        self.head = head_of(module, head, "teacher_head")
+        taps = [Tap(named(module, name, "features"), name, self.seen) for name in features]
+        self.deferring = _Deferring(self.head, self.seen) if type(self.head) is nn.Linear else None
+        if self.deferring is not None:
+            self.undo_all.callback(self.deferring.install())
+            taps.append(Tap(self.deferring.module, _HEAD, self.seen))
+        for tap in taps:
+            self.undo_all.callback(tap.install())
+        for one in module.modules():
+            self.undo_all.callback(setattr, one, "training", one.training)
+            config = getattr(one, "config", None)
+            if getattr(config, "use_cache", False) is True:  # keys and values of every layer, for nobody
+                self.undo_all.callback(patch(config, "use_cache", False))
+        module.eval()
+        tensors = [*module.parameters(), *module.buffers()]
+        self.home = tensors[0].device if tensors else None
+        self.dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
+
+    def __deepcopy__(self, memo: Any) -> "Teacher":
+        return self  # nothing changes it, so a copy of the student has the same one
+
+    def undo(self) -> None:
+        self.undo_all.close()
+        if self.home is not None:
+            self._to(self.home)
+
+    def _to(self, device: torch.device) -> None:
+        first = next((x for x in self.module.parameters()), None)
+        if first is not None and first.device != device:
+            self.module.to(device)
+
+    def run(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
+    ) -> tuple[LogitsOf | None, dict[str, Tensor | None]]:
+        """Logits and features for these arguments of the student's."""
+        self._to(device)
+
+        def fit(value: Any) -> Any:
+            floating = isinstance(value, Tensor) and value.is_floating_point()
+            return value.to(self.dtype) if floating and self.dtype is not None else value
+
+        args, kwargs = tree_map(fit, (args, kwargs))
+        with torch.no_grad(), self.seen.watching():
+            output = self._output(args, kwargs)
+            head = self.head if self.deferring is not None else None
+            logits = logits_of(output, head, self.seen.at.pop(_HEAD, None), autocast_dtype(device))
+        features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}
+        self.seen.clear()
+        return None if logits is None else logits.detached(), features
+
+    def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        try:
+            return self.module(*args, **kwargs)
+        except (RuntimeError, AttributeError, TypeError) as error:
+            if self.deferring is None or not self.deferring.on or isinstance(error, torch.OutOfMemoryError):
+                raise
+            self.deferring.on = False
+            output = self.module(*args, **kwargs)  # raises again unless it was for want of the numbers
+            note_once(f"distillation: {type(self.module).__name__} uses its logits, so as a teacher it makes them")
+            return output

@@ -1,0 +1,328 @@
+"""A student learns from what a teacher predicts, not only from the labels."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo, WrappedForward
+from lightning_fasttrain._technique import Exactness, Surgery, Technique, patch
+from lightning_fasttrain.loss._distiller import (
+    DistilledStep,
+    Distiller,
+    Features,
+    Mask,
+    Student,
+    projection_key,
+)
+from lightning_fasttrain.loss._taps import PROJECTIONS, student_of
+from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
+
+
+@contextmanager
+def distilling(
+    model: nn.Module,
+    teacher: AnyTeacher,
+    *,
+    student: str | None = None,
+    temperature: float = 2.0,
+    alpha: float = 0.5,
+    head: str | None = None,
+    teacher_head: str | None = None,
+    features: Features | None = None,
+    feature_weight: float = 1.0,
+    mask: Mask | None = None,
+) -> Iterator[Distiller]:
+    r"""Within it, steps can be made to learn from ``teacher`` too.
+
+    Yields a function of steps, ``step = distil(step)``. The new step takes the same batch, calls the old one, and
+    returns the same with its loss mixed:
+
+    .. math:: (1 - α) \, \mathrm{own} + α T^2 \, \mathrm{KL}(\mathrm{teacher} \Vert \mathrm{student})
+              + w \sum_{\mathrm{features}} \mathrm{MSE}
+
+    The teacher is run on what the student is called with, once a step, in eval and without a graph, on the student's
+    device and in its autocast, in its own dtype. It draws no random numbers. It is in neither the model's
+    ``state_dict`` nor its parameters, and DDP does not see it. It is not run where gradients are off, as in validation.
+
+    Logits are compared a few tokens at a time, see :func:`~lightning_fasttrain.linear_kl_divergence`: of the teacher
+    they never exist if its head is a plain ``nn.Linear`` that is known; of the student neither, beside
+    :func:`~lightning_fasttrain.fuse_loss_head_`.
+
+    Averages are taken over the positions that count. These are, by the first of the following that has their shape:
+
+    1. ``labels`` other than -100 that the student is called with (or ``targets``, ``shift_labels``), moved by one
+       where it is a causal model of Hugging Face's, whose own loss does so;
+    2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.count_targets` finds them;
+    3. the ``attention_mask`` (``decoder_attention_mask`` with encoder and decoder) of the student's arguments or of
+       the batch;
+    4. none: all count.
+
+    So with ``count_targets``, or ``count_next_tokens`` where labels are moved, micro-batches add up exactly. With a
+    mask alone, weigh them by ``count=lambda batch: batch["attention_mask"].sum()``. A feature without the labels'
+    axes, (B, D) beside labels (B, T), is averaged over samples; then micro-batches add up if these are equal in count.
+
+    Args:
+        model: what is trained, a ``LightningModule`` for example. Enter this before its optimizer is made.
+        teacher: a module; a directory that ``save_pretrained`` wrote (safetensors only, nothing is downloaded), opened
+            for the same task as the student's; or a function that makes the module. Of a ``LightningModule``, the same
+            part is taken as of the student.
+        student: qualified name of the module whose output is compared. By default the Hugging Face model in ``model``,
+            or the only child with parameters of a ``LightningModule``, or ``model`` itself. A step calls it once.
+        temperature: T; the higher, the more the teacher's small probabilities count.
+        alpha: α, from 0, the own loss alone, to 1, the teacher's alone. With 0 and ``features``, no logits are needed.
+        head: qualified name, in the student, of the layer that makes the logits. Hugging Face's models tell it.
+        teacher_head: the same in the teacher; by default ``head``, if it has that too.
+        features: hidden states to match: name in the student → name in the teacher. Where their shapes differ,
+            name → (name, module): the module, such as ``nn.Linear(384, 768)``, maps the student's onto the teacher's
+            and is learnt. It is given, not guessed, since widths are known once the model has run, and by then the
+            optimizer exists. A copy of it becomes part of ``model.distillation_projections``: the optimizer, DDP and
+            checkpoints know it, and it stays when the ``with`` ends.
+        feature_weight: w.
+        mask: batch → which positions count, (...) booleans, in place of the rules above.
+
+    Yields:
+        The function of steps. Its ``parts`` are the last step's ``own``, ``kl`` (with T²) and ``features``, detached.
+
+    Raises:
+        TypeError, ValueError: unfit settings; unknown names, near ones listed; vocabularies that differ; a teacher
+            that is trained with the student.
+        TypeError, ValueError, RuntimeError: in a step: no loss in what it returned, no logits, features that differ
+            in shape, a student that was not called once.
+
+    Example:
+        >>> import torch
+        >>> net, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
+        >>> with distilling(net, teacher, alpha=1.0) as distil:
+        ...     step = distil(lambda batch: net(batch).square().mean())
+        ...     loss = step(torch.ones(2, 4))
+        >>> torch.equal(loss, distil.parts["kl"])
+        True
+
+    Source:
+        Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531; features:
+        Romero et al. 2015, "FitNets", https://arxiv.org/abs/1412.6550. Checked against loops that make both logits.
+    """
+    settings = Distillation(
+        teacher,
+        student=student,
+        temperature=temperature,
+        alpha=alpha,
+        head=head,
+        teacher_head=teacher_head,
+        features=features,
+        feature_weight=feature_weight,
+        mask=mask,
+    )
+    distiller = settings.distil_(model)
+    try:
+        yield distiller
+    finally:
+        distiller.undo()
+
+
+class Distillation(Technique):
+    """The loss of ``training_step`` becomes a mixture with what a teacher says; see :func:`distilling`.
+
+    The teacher is loaded, and projections are made, right after ``configure_model``; all is undone at teardown, except
+    for projections. ``training_step`` returns its loss, or a dict with one, as always, and what becomes of it is logged
+    at each step: ``distillation/own``, ``distillation/kl`` (with T²), ``distillation/features``.
+
+    In a Fabric or bare loop, after ``apply(model, [distillation])``, make the step with
+    ``step = distillation.distil(step)``, or use :func:`distilling`.
+
+    Args:
+        teacher: as for :func:`distilling`, like all that follow. A path or a function, unlike a module, is opened
+            anew in each run and each process, and let go of at its end.
+        student: qualified name in the ``LightningModule``.
+        temperature: T.
+        alpha: α.
+        head: the student's.
+        teacher_head: the teacher's.
+        features: hidden states to match.
+        feature_weight: w.
+        mask: batch → which positions count.
+
+    Raises:
+        TypeError, ValueError: settings out of their range; in ``fit``: names or vocabularies that do not fit, manual
+            optimisation, or a teacher that is part of the model.
+
+    Example:
+        >>> teacher = nn.Linear(4, 3)
+        >>> distillation = Distillation(teacher, temperature=4.0, alpha=0.9)
+
+    Source:
+        See :func:`distilling`.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never whole"
+    in_a_loop: ClassVar[str] = "with distilling(model, teacher) as distil: step = distil(step)"
+
+    def __init__(
+        self,
+        teacher: AnyTeacher,
+        *,
+        student: str | None = None,
+        temperature: float = 2.0,
+        alpha: float = 0.5,
+        head: str | None = None,
+        teacher_head: str | None = None,
+        features: Features | None = None,
+        feature_weight: float = 1.0,
+        mask: Mask | None = None,
+    ) -> None:
+        if not (isinstance(teacher, nn.Module | str | os.PathLike) or callable(teacher)):
+            raise TypeError(explain(f"teacher={teacher!r}", "it is run", "Give a module, a directory or a function"))
+        if not 0 <= alpha <= 1:
+            raise ValueError(explain(f"alpha={alpha}", "it is the teacher's share of the loss", "Use 0 to 1"))
+        if not temperature > 0:
+            raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+        if not feature_weight >= 0:
+            raise ValueError(
+                explain(f"feature_weight={feature_weight}", "it would drive features apart", "Use 0 or more")
+            )
+        if mask is not None and not callable(mask):
+            raise TypeError(explain(f"mask={mask!r}", "it is called with a batch", "Give a function"))
+        self.teacher, self.student, self.temperature, self.alpha = teacher, student, temperature, alpha
+        self.head, self.teacher_head, self.feature_weight, self.mask = head, teacher_head, feature_weight, mask
+        self.features = _checked(features or {})
+        self._stage: str | None = None
+        self._distiller: Distiller | None = None
+
+    def distil_(self, model: nn.Module) -> Distiller:
+        """Bring ``model`` and the teacher together; the result makes steps, and has a method ``undo``."""
+        student = student_of(model, self.student)
+        if distiller_on(student) is not None:
+            raise ValueError(
+                explain(f"{type(student).__name__} has a teacher", "a step asks one", "End the first distillation")
+            )
+        _add_projections_(model, self.features)
+        teacher = load_teacher(self.teacher, student)
+        if isinstance(teacher, L.LightningModule):
+            same = self.student if self.student in dict(teacher.named_modules()) else None
+            teacher = student_of(teacher, same)
+        return Distiller(
+            model,
+            student,
+            teacher,
+            temperature=self.temperature,
+            alpha=self.alpha,
+            head=self.head,
+            teacher_head=self.teacher_head,
+            features=self.features,
+            feature_weight=self.feature_weight,
+            mask=self.mask,
+        )
+
+    def distil(self, step: Callable[..., Any]) -> DistilledStep:
+        """The step whose loss is mixed, once ``apply`` has brought model and teacher together."""
+        if self._distiller is None:
+            raise RuntimeError(
+                explain("distil(step)", "there is no model yet", "Call ft.apply(model, [distillation]) before")
+            )
+        return self._distiller(step)
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
+        stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None
+        if stage == "fit" and not pl_module.automatic_optimization:
+            self._stage = None
+            raise ValueError(
+                explain(
+                    "Distillation with automatic_optimization=False",
+                    "the loss that training_step returns is not the one that is trained",
+                    "Use `with distilling(self, teacher) as distil` and distil(step) inside your training_step",
+                )
+            )
+
+        def undo() -> None:
+            self._stage = None
+
+        return undo
+
+    def apply(self, model: nn.Module) -> Undo | None:
+        if self._stage not in (None, "fit"):  # only what a checkpoint of the training run holds
+            _add_projections_(model, self.features)
+            return None
+        there = distiller_on(student_of(model, self.student))
+        if there is not None:  # applied twice is once
+            self._distiller = there
+            return self._forget
+        with ExitStack() as stack:
+            self._distiller = distiller = self.distil_(model)
+            stack.callback(self._forget)
+            stack.callback(distiller.undo)
+            if self._stage == "fit":
+                assert isinstance(model, L.LightningModule)
+                stack.callback(patch(model, "training_step", _LoggedStep(distiller, model.training_step)))
+            return stack.pop_all().close
+
+    def _forget(self) -> None:
+        self._distiller = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_distiller": None, "_stage": None}
+
+
+class _LoggedStep(DistilledStep):
+    """``training_step``, with the parts of its loss logged: by step alone, so that nothing needs the batch's size."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().__call__(*args, **kwargs)
+        module: Any = self.distiller.model
+        if output is not None and module._trainer is not None:
+            for name, value in self.distiller.parts.items():
+                module.log(f"distillation/{name}", value, on_step=True, on_epoch=False)
+        return output
+
+
+def _checked(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
+    wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module for a value"
+    if not isinstance(features, Mapping):
+        raise TypeError(explain(f"features={features!r}", "it maps names to names", wanted))
+    checked: dict[str, str | tuple[str, nn.Module]] = {}
+    for name, to in features.items():
+        pair = (to, None) if isinstance(to, str) else tuple(to) if isinstance(to, tuple | list) else ()
+        fits = len(pair) == 2 and isinstance(pair[0], str) and (pair[1] is None or isinstance(pair[1], nn.Module))
+        if not isinstance(name, str) or not fits:
+            raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "it maps names to names", wanted))
+        checked[name] = to if isinstance(to, str) else (pair[0], pair[1])  # type: ignore[assignment]
+    return checked
+
+
+def distiller_on(student: nn.Module) -> Distiller | None:
+    """What holds this module and its teacher together, if something does."""
+    holder = student.__dict__.get("forward")
+    while isinstance(holder, WrappedForward):
+        if isinstance(holder, Student):
+            return holder.distiller
+        holder = holder.previous
+    return None
+
+
+def _add_projections_(model: nn.Module, features: Features) -> None:
+    given = {projection_key(name): to[1] for name, to in features.items() if not isinstance(to, str)}
+    if not given:
+        return
+    if isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+        raise ValueError(
+            explain(
+                f"features with a projection in a {type(model).__name__}",
+                "the projection would become one of its layers",
+                "Put the model into a module of your own",
+            )
+        )
+    held = model._modules.get(PROJECTIONS)
+    if not isinstance(held, nn.ModuleDict):
+        held = nn.ModuleDict()
+        model.add_module(PROJECTIONS, held)
+    first = next(model.parameters(), None)
+    for key, module in given.items():
+        if key not in held:
+            held[key] = copy.deepcopy(module).to(None if first is None else first.device)

@@ -1,0 +1,316 @@
+"""How far a student's predictions are from a teacher's, a few tokens at a time: neither's logits are ever whole."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
+
+
+class LogitsOf(NamedTuple):
+    """What logits :math:`c \\tanh((W h + b) / c)` are made of; without W, h are the logits themselves."""
+
+    hidden: Tensor
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    softcap: float | None = None
+    dtype: torch.dtype | None = None  # in which the product is taken, outside of autocast
+
+    @property
+    def classes(self) -> int:
+        return self.hidden.shape[-1] if self.weight is None else self.weight.shape[0]
+
+    def rows(self, part: slice) -> Tensor:
+        """Those of some tokens, in float32 at least; maybe memory of the caller's."""
+        logits = self.hidden[part] if self.weight is None else F.linear(self.hidden[part], self.weight, self.bias)
+        logits = logits.to(at_least_float32(logits))
+        return logits if self.softcap is None else torch.tanh_(logits / self.softcap).mul_(self.softcap)
+
+    def cast(self) -> "LogitsOf":
+        """As autocast would cast them for ``F.linear``; a custom function has no autocast in its backward."""
+        device = self.hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
+        if self.weight is None or dtype is None:
+            return self
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
+    def flat(self) -> "LogitsOf":
+        return self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
+
+    def detached(self) -> "LogitsOf":
+        weight, bias = (None if x is None else x.detach() for x in (self.weight, self.bias))
+        return self._replace(hidden=self.hidden.detach(), weight=weight, bias=bias)
+
+
+def linear_kl_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    teacher_hidden: Tensor,
+    teacher_weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    teacher_bias: Tensor | None = None,
+    softcap: float | None = None,
+    teacher_softcap: float | None = None,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    r""":math:`T^2 \, \mathrm{KL}(p \Vert q)` of a teacher's p and a student's q, without either's logits.
+
+    With logits :math:`z = c \tanh((W h + b) / c)` (:math:`c` = ``softcap``; none by default), :math:`q =
+    \mathrm{softmax}(z / T)` and p likewise. The factor T² keeps gradients of one size whatever T is.
+
+    Both logits are made for ``chunk`` tokens at a time and used at once: for ``"mean"`` and ``"sum"`` the gradients
+    are computed with them in the forward, so nothing is computed twice; for ``"none"`` they are made again in the
+    backward. Peak memory is the gradients plus a few chunks, whatever the number of tokens.
+
+    Args:
+        hidden: the student's (..., D), in any floating dtype.
+        weight: (V, D); it may be tied to an embedding, frozen, or used elsewhere too.
+        teacher_hidden: (..., E); the teacher's width may be another one.
+        teacher_weight: (V, E). Nothing of the teacher's gets a gradient.
+        bias: (V,).
+        teacher_bias: (V,).
+        softcap: largest absolute logit, as in Gemma 2.
+        teacher_softcap: likewise.
+        temperature: T; the higher, the more the teacher's small probabilities count.
+        mask: (...), which tokens count in the loss and in its mean, such as ``labels != -100``. By default all.
+        reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"`` for one value a token, (...).
+        chunk: tokens whose logits live at once. By default so many that they take about the room of ``hidden``.
+
+    Returns:
+        The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
+
+    Raises:
+        ValueError: shapes or arguments that do not go together.
+
+    Example:
+        >>> hidden, weight, theirs, head = torch.randn(5, 4), torch.randn(9, 4), torch.randn(5, 6), torch.randn(9, 6)
+        >>> loss = linear_kl_divergence(hidden, weight, theirs, head, temperature=2.0)
+        >>> q, p = (hidden @ weight.T / 2).log_softmax(-1), (theirs @ head.T / 2).log_softmax(-1)
+        >>> torch.allclose(loss, 4 * F.kl_div(q, p, log_target=True, reduction="batchmean"))
+        True
+
+    Source:
+        Hinton et al. 2015, "Distilling the Knowledge in a Neural Network", https://arxiv.org/abs/1503.02531. Gradients
+        in the forward: Liger Kernel, https://arxiv.org/abs/2410.10989. Checked against ``F.kl_div`` of both logits.
+    """
+    student = LogitsOf(hidden, weight, bias, softcap)
+    teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+    return divergence(student, teacher, temperature=temperature, mask=mask, reduction=reduction, chunk=chunk)
+
+
+def kl_divergence(
+    logits: Tensor,
+    teacher_logits: Tensor,
+    *,
+    temperature: float = 1.0,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """:func:`linear_kl_divergence` of logits that exist: their float32 copies and probabilities never whole.
+
+    Args:
+        logits: the student's, (..., V).
+        teacher_logits: (..., V); they get no gradient.
+        temperature: as for :func:`linear_kl_divergence`.
+        mask: as for :func:`linear_kl_divergence`.
+        reduction: as for :func:`linear_kl_divergence`.
+        chunk: tokens at once. By default a sixteenth of them, or 128.
+
+    Returns:
+        As for :func:`linear_kl_divergence`.
+
+    Raises:
+        ValueError: shapes or arguments that do not go together.
+
+    Example:
+        >>> kl_divergence(torch.zeros(2, 3), torch.zeros(2, 3))
+        tensor(0.)
+    """
+    student, teacher = LogitsOf(logits), LogitsOf(teacher_logits)
+    return divergence(student, teacher, temperature=temperature, mask=mask, reduction=reduction, chunk=chunk)
+
+
+def divergence(
+    student: LogitsOf,
+    teacher: LogitsOf,
+    *,
+    temperature: float,
+    mask: Tensor | None = None,
+    reduction: str = "mean",
+    chunk: int | None = None,
+) -> Tensor:
+    """Either of the above, for any two kinds of logits."""
+    one_of("reduction", reduction, ("mean", "sum", "none"))
+    _check(student, teacher, temperature, mask)
+    shape = student.hidden.shape[:-1]
+    student, teacher = student.cast().flat(), teacher.detached().cast().flat()
+    if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
+        student = student.detached()
+    if chunk is not None:
+        size = positive_int("chunk", chunk)
+    elif student.weight is None:
+        size = max(128, len(student.hidden) // 16)
+    else:
+        size = chunk_size(student.hidden, student.weight)
+    counted = None if mask is None else mask.reshape(-1) != 0
+    tensors = (*student[:3], *teacher[:3], counted)
+    loss: Any = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)
+    return loss.reshape(shape) if reduction == "none" else loss
+
+
+def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
+    if not temperature > 0:
+        raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
+    for whose, one in (("student", student), ("teacher", teacher)):
+        if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
+            raise ValueError(
+                explain(
+                    f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}",
+                    "they must be (..., D) and (V, D)",
+                    "Check which of them is transposed",
+                )
+            )
+        if one.bias is not None and one.bias.shape != (one.classes,):
+            raise ValueError(
+                explain(f"{whose}: bias {tuple(one.bias.shape)}", "there is one a class", f"Give ({one.classes},)")
+            )
+        if one.softcap is not None and one.softcap <= 0:
+            raise ValueError(
+                explain(f"{whose}: softcap={one.softcap}", "it bounds the size of logits", "Use a positive number")
+            )
+    if student.classes != teacher.classes:
+        raise ValueError(
+            explain(
+                f"the student has {student.classes} classes, the teacher {teacher.classes}",
+                "their probabilities are compared class by class",
+                "Bring them to one vocabulary first; where only its padding differs, resize_token_embeddings does it",
+            )
+        )
+    shape = student.hidden.shape[:-1]
+    if teacher.hidden.shape[:-1] != shape:
+        raise ValueError(
+            explain(
+                f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher",
+                "they are compared token by token",
+                "Run both on the same inputs",
+            )
+        )
+    if mask is not None and (mask.shape != shape or mask.is_floating_point()):
+        raise ValueError(
+            explain(
+                f"mask {tuple(mask.shape)} of {mask.dtype} for {tuple(shape)} tokens",
+                "it says of each token whether it counts",
+                "Give booleans of their shape, such as labels != -100",
+            )
+        )
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        teacher_hidden: Tensor,
+        teacher_weight: Tensor | None,
+        teacher_bias: Tensor | None,
+        counted: Tensor | None,
+        softcap: float | None,
+        teacher_softcap: float | None,
+        temperature: float,
+        reduction: str,
+        size: int,
+    ) -> Tensor:
+        student = LogitsOf(hidden, weight, bias, softcap)
+        teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, teacher_softcap)
+        ctx.softcaps = softcap, teacher_softcap
+        ctx.temperature, ctx.size = temperature, size
+        # The gradient of logits that exist is as large as they are: it is made in the backward, where it goes on.
+        ctx.again = reduction == "none" or weight is None
+        needs = ctx.needs_input_grad[:3]
+        sums = None
+        if weight is not None and not ctx.again and any(needs):
+            sums = GradientSums(hidden, weight, bias, needs)
+        loss = torch.empty(len(hidden), dtype=at_least_float32(hidden), device=hidden.device)
+        for start in range(0, len(loss), size):
+            part = slice(start, start + size)
+            loss[part], d_logits = _loss_of(student, teacher, part, counted, temperature, sums is not None)
+            if sums is not None:
+                assert weight is not None
+                sums.add(part, d_logits, hidden[part], weight)
+        if reduction == "mean" and counted is not None:
+            number = counted.sum().to(loss.dtype)
+        else:
+            number = loss.new_full((), len(loss) if reduction == "mean" else 1)
+        factor = number.clamp(min=1).reciprocal()  # the mean of nothing is NaN, as always, and its gradient 0
+        if ctx.again:
+            tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor)
+            ctx.save_for_backward(*tensors)
+        elif sums is not None:  # of the sum, in float32; the mean's factor meets them in the backward, and is exact
+            ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+            ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
+        return loss if reduction == "none" else loss.sum() * number.reciprocal()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if not ctx.again:
+            factor, *grads = ctx.saved_tensors
+            share = grad * factor
+            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 9
+        hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor = ctx.saved_tensors
+        student = LogitsOf(hidden, weight, bias, ctx.softcaps[0])
+        teacher = LogitsOf(teacher_hidden, teacher_weight, teacher_bias, ctx.softcaps[1])
+        share = (grad * factor).expand(len(hidden))
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for start in range(0, len(hidden), ctx.size):
+            part = slice(start, start + ctx.size)
+            _, d_logits = _loss_of(student, teacher, part, counted, ctx.temperature, True)
+            d_logits.mul_(share[part, None])
+            if weight is None:
+                sums.hidden[part] = d_logits  # type: ignore[index]
+            else:
+                sums.add(part, d_logits, hidden[part], weight)
+        found: Any = zip((sums.hidden, sums.weight, sums.bias), (hidden, weight, bias), strict=True)
+        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 9
+
+
+def _loss_of(
+    student: LogitsOf,
+    teacher: LogitsOf,
+    part: slice,
+    counted: Tensor | None,
+    temperature: float,
+    with_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Loss of each token of a chunk, and its gradient with respect to the student's ``hidden @ weight.T + bias``."""
+    logits = student.rows(part)
+    slope = None
+    if student.softcap is not None and with_gradient:
+        slope = torch.sub(1, (logits / student.softcap).square_())
+    log_q = torch.log_softmax(logits / temperature, dim=1)
+    del logits
+    log_p = torch.log_softmax(teacher.rows(part) / temperature, dim=1).to(log_q.dtype)
+    p = log_p.exp()
+    losses = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(dim=1).mul_(temperature**2)  # 0 · log 0 = 0
+    gradient = log_q.exp_().sub_(p).mul_(temperature) if with_gradient else losses
+    if slope is not None:
+        gradient.mul_(slope)
+    if counted is not None:
+        left_out = ~counted[part]
+        losses.masked_fill_(left_out, 0)
+        if with_gradient:
+            gradient.masked_fill_(left_out[:, None], 0)
+    return losses, gradient

@@ -1,0 +1,41 @@
+"""What quantised layers hold beside their parameters and buffers."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+
+def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The constants and tables of bitsandbytes' linear layers, which no ``parameters()`` and no ``buffers()`` shows.
+
+    Example:
+        >>> import bitsandbytes as bnb
+        >>> layer = bnb.nn.Linear4bit(64, 64, compress_statistics=False).to("cpu")
+        >>> [(name, tensor.numel()) for name, tensor in quantized_tensors(layer)]
+        [('weight.absmax', 64), ('weight.quant_map', 16)]
+    """
+    bnb: Any = sys.modules.get("bitsandbytes")  # while nothing has imported it, nothing is made of it
+    if bnb is None:
+        return
+    for prefix, module in model.named_modules():
+        held: dict[str, Any] = {}
+        if isinstance(module, bnb.nn.Linear4bit):
+            held = _of_4bit(module.weight.quant_state)
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _of_4bit(state: Any) -> dict[str, Any]:
+    if state is None:  # quantised when it is first moved
+        return {}
+    held = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:
+        held["weight.nested_absmax"] = state.state2.absmax
+        held["weight.nested_quant_map"] = state.state2.code
+        held["weight.nested_offset"] = state.offset
+    return held

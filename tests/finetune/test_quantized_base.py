@@ -1,0 +1,457 @@
+import sys
+import weakref
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import FastTrainWarning, PeakMemory
+from lightning_fasttrain.finetune import (
+    QuantizedBase,
+    dequantized_weight,
+    keep_quantized_,
+    quantize_base_,
+    quantized_bytes,
+)
+from lightning_fasttrain.finetune._quantized_layer import KINDS, quantization_of
+from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+BLOCKS = [f"blocks.{i}.{name}" for i in range(3) for name in ("up", "down")]
+
+
+def linear(inputs=96, outputs=40, bias=True, dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(inputs, outputs, bias=bias, dtype=dtype))
+
+
+def llama(**settings):
+    return LlamaConfig(
+        **{
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "vocab_size": 256,
+            **settings,
+        }
+    )
+
+
+# --- the numbers
+
+# Dettmers et al. 2023, appendix E.
+NF4 = [-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+       -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634,
+       0.33791524171829224, 0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0]  # fmt: skip
+
+
+@pytest.mark.parametrize("inputs", [96, 77, 128, 16, 3])  # so that blocks go on from one row to the next, or not
+def test_nf4_is_the_nearest_of_sixteen_numbers_times_the_largest_of_64(inputs):
+    net = linear(inputs, 41)
+    weight = net[0].weight.detach().flatten()
+    quantize_base_(net, double_quant=False)
+    expected = []
+    for block in weight.split(64):
+        table = torch.tensor(NF4) * block.abs().max()
+        expected.append(table[(block[:, None] - table).abs().argmin(dim=1)])
+    weight = torch.cat(expected).view(41, inputs)
+    assert torch.allclose(dequantized_weight(net[0]), weight, atol=1e-6)
+    x = torch.randn(5, inputs)
+    assert torch.allclose(net(x), F.linear(x, weight, net[0].bias), atol=1e-4)
+
+
+def test_int8_is_the_nearest_127th_of_the_largest_in_a_row():
+    net = linear()
+    weight = net[0].weight.detach().clone()
+    quantize_base_(net, "int8")
+    step = weight.abs().amax(dim=1, keepdim=True) / 127
+    steps = dequantized_weight(net[0]) / step
+    assert torch.allclose(steps, steps.round(), atol=0.07)  # weights are rounded to float16 first
+    assert ((steps - weight / step).abs() < 0.57).all()
+    assert torch.equal(steps.abs().amax(dim=1).round(), torch.full((40,), 127.0))
+
+
+# nf4 and fp4: of a normal distribution in blocks of 64. int8: the largest of 512 is 3.25 on average, and rounding to a
+# 127th of it makes an error of 1/√12 of that.
+@pytest.mark.parametrize(("kind", "expected"), [("nf4", 0.092), ("fp4", 0.122), ("int8", 3.25 / 127 / 12**0.5)])
+@pytest.mark.parametrize("double_quant", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_relative_error_of_normal_weights(kind, expected, double_quant, dtype):
+    net = linear(512, 256, dtype=dtype)
+    nn.init.normal_(net[0].weight, std=0.02)
+    before = net[0].weight.detach().float()
+    quantize_base_(net, kind, double_quant=double_quant)
+    error = (dequantized_weight(net[0]).float() - before).norm() / before.norm()
+    assert float(error) == pytest.approx(expected, rel=0.03)
+
+
+@each_kind
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(5, 96), (2, 3, 96)])
+def test_output_and_gradient_are_those_of_the_dequantised_weight(kind, dtype, shape):
+    net = linear(dtype=dtype)
+    quantize_base_(net, kind)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    y = net(x)
+    upstream = torch.randn_like(y)
+    (got,) = torch.autograd.grad(y, x, upstream)
+    weight = dequantized_weight(net[0]).to(dtype)
+    expected = F.linear(x, weight, net[0].bias)
+    tolerance = {"atol": 1e-5, "rtol": 1e-5} if dtype is torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    assert y.dtype == got.dtype == dtype
+    assert torch.allclose(y, expected, **tolerance)
+    assert torch.allclose(got, upstream @ weight, **tolerance)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_under_autocast_inputs_keep_their_gradient_and_nothing_changes_its_dtype(kind):
+    net = linear()
+    quantize_base_(net, kind, compute_dtype=torch.bfloat16 if kind == "nf4" else "auto")
+    before = {name: value.dtype for name, value in net.state_dict().items()}
+    x = torch.randn(4, 96, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = net(x)
+    y.float().sum().backward()
+    expected = F.linear(x, dequantized_weight(net[0]), net[0].bias.float())
+    assert torch.allclose(y.float(), expected, atol=2e-2)
+    assert x.grad.dtype == torch.float32
+    assert before == {name: value.dtype for name, value in net.state_dict().items()}
+
+
+def test_weights_of_zeros_stay_zeros():
+    for kind in KINDS:
+        net = linear(bias=False)
+        nn.init.zeros_(net[0].weight)
+        quantize_base_(net, kind)
+        assert torch.equal(net(torch.randn(3, 96)), torch.zeros(3, 40))
+
+
+# --- which layers
+
+
+def test_the_blocks_are_quantised_and_frozen_and_the_rest_trains():
+    net = TinyLM()
+    report = quantize_base_(net)
+    assert list(report.quantized) == BLOCKS
+    assert report.left == {"head": "a head"}
+    trained = {name for name, p in net.named_parameters() if p.requires_grad}
+    assert trained == {"embed.weight"} | {f"blocks.{i}.norm.{p}" for i in range(3) for p in ("weight", "bias")}
+
+
+def test_the_heads_of_hugging_face_models_are_left():
+    net = LlamaForCausalLM(llama())
+    report = quantize_base_(net, "int8")
+    assert (len(report.quantized), report.left) == (14, {"lm_head": "a head"})
+    assert type(net.lm_head) is nn.Linear
+
+
+def test_skip_takes_names_patterns_and_classes_one_or_several():
+    def left(skip):
+        return {name for name, why in quantize_base_(TinyLM(), skip=skip).left.items() if why == "skip"}
+
+    assert left("blocks.1.up") == left(["blocks.1.up"]) == {"blocks.1.up"}
+    assert left("**.down") == {f"blocks.{i}.down" for i in range(3)}
+    assert left(["blocks.0", "blocks.2.*"]) == {n for n in BLOCKS if ".1." not in n}
+    assert left(["blocks.0", nn.Embedding]) == {"blocks.0.up", "blocks.0.down"}
+
+
+def test_what_cannot_be_quantised_is_left_with_the_reason():
+    class Mine(nn.Linear):
+        pass
+
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(4)], Mine(64, 64), nn.Linear(64, 64).double())
+    net.append(nn.Linear(9, 9))
+    net[3].weight = net[2].weight
+    left = quantize_base_(net).left
+    assert left["2"] == "it shares its weight with 3"
+    assert left["3"] == "it shares its weight with 2"
+    assert left["4"] == "it is a Mine, not a plain nn.Linear"
+    assert left["5"] == "its weight is in torch.float64"
+    assert left["6"] == "a head"
+
+
+def test_a_layer_used_twice_stays_one():
+    layer = nn.Linear(64, 64)
+    net = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Tanh()), "head": nn.Linear(64, 2)})
+    quantize_base_(net)
+    assert net["a"] is net["b"][0] is layer
+    assert layer.weight.dtype is torch.uint8
+
+
+def test_hooks_of_a_layer_stay():
+    net, seen = linear(), []
+    net[0].register_forward_hook(lambda module, args, out: seen.append(out.shape))
+    quantize_base_(net)
+    net(torch.randn(2, 96))
+    assert seen == [(2, 40)]
+
+
+def test_layers_with_adapters_are_left_and_it_is_said():
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)])
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["1"]), net)
+    with pytest.warns(FastTrainWarning, match="Quantise first"):
+        report = quantize_base_(net)
+    assert report.quantized == ("0",)
+    assert report.left["1.base_layer"] == "an adapter is on it already"
+    assert not [name for name in report.left if "lora" in name]
+
+
+def test_layers_under_adapters_that_were_quantised_before_are_recognised():
+    net = TinyLM()
+    quantize_base_(net)
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["up"], r=2), net)
+    report = quantize_base_(net)
+    assert (len(report.already), report.quantized) == (6, ())
+
+
+@each_kind
+def test_twice_is_once(kind):
+    net = TinyLM()
+    quantize_base_(net, kind)
+    before, objects = weights(net), {name: id(p) for name, p in net.named_parameters()}
+    report = quantize_base_(net, kind)
+    assert (report.quantized, list(report.already)) == ((), BLOCKS)
+    assert objects == {name: id(p) for name, p in net.named_parameters()}
+    assert all(torch.equal(before[name], value) for name, value in weights(net).items())
+    assert len(net.blocks[0].up._load_state_dict_pre_hooks) == len(net.blocks[0].up._forward_pre_hooks) == 1
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_model_that_hugging_face_loaded_quantised_is_recognised(bits, tmp_path):
+    LlamaForCausalLM(llama()).save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True) if bits == 4 else BitsAndBytesConfig(load_in_8bit=True)
+    net = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=how, device_map={"": "cpu"})
+    ids = torch.arange(6)[None]
+    expected = net.train()(ids).logits
+    technique = QuantizedBase("nf4")
+    technique.apply(net)
+    assert (len(technique.report.already), technique.report.quantized) == (14, ())
+    assert torch.equal(net(ids).logits, expected)
+    assert net.load_state_dict(net.state_dict())
+
+
+def test_a_layer_of_bitsandbytes_that_waits_for_its_first_move_is_quantised_now():
+    import bitsandbytes as bnb
+
+    for layer in (bnb.nn.Linear4bit(64, 64), bnb.nn.Linear8bitLt(64, 64, has_fp16_weights=False)):
+        report = quantize_base_(nn.Sequential(layer, nn.Linear(64, 2)))
+        assert report.already == ("0",)
+        assert not layer.weight.is_floating_point()
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (128, 256), (37, 100), (1, 64), (3, 65), (1000, 17)])
+@pytest.mark.parametrize("double_quant", [False, True])
+@each_kind
+def test_the_formula_gives_the_bytes_of_the_tensors(shape, kind, double_quant):
+    net = nn.Sequential(nn.Linear(shape[1], shape[0], bias=False))
+    report = quantize_base_(net, kind, double_quant=double_quant)
+    held = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in quantization_of(net[0]).values()}
+    assert sum(held.values()) == report.bytes_after == quantized_bytes(*shape, kind, double_quant=double_quant)
+    assert report.bytes_before == 4 * shape[0] * shape[1]
+
+
+def test_bytes_of_a_large_layer_in_bits_per_weight():
+    numbers = 4096 * 4096
+    assert quantized_bytes(4096, 4096) * 8 / numbers == pytest.approx(4 + 8 / 64 + 32 / (64 * 256), abs=1e-3)  # 4.127
+    assert quantized_bytes(4096, 4096, double_quant=False) * 8 / numbers == pytest.approx(4.5, abs=1e-3)
+    assert quantized_bytes(4096, 4096, "int8") * 8 / numbers == pytest.approx(8, abs=1e-2)
+
+
+@each_kind
+def test_the_old_weights_are_gone_and_one_layer_more_lives_meanwhile(kind):
+    net = nn.Sequential(*[nn.Linear(256, 256, bias=False) for _ in range(12)])
+    one = 256 * 256 * 4
+    old = [weakref.ref(layer.weight) for layer in net[:-1]]
+    with PeakMemory("cpu", net) as quantising:
+        report = quantize_base_(net, kind)
+    assert not any(weight() is not None for weight in old)
+    assert quantising.added_bytes < 7 * one  # the temporaries of fp4
+    with PeakMemory("cpu", net) as after:
+        pass
+    assert after.peak_bytes == report.bytes_after + one  # the last one, a head
+
+
+# --- in training
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gradients_still_flow_after_a_validation(kind):
+    net = linear(64, 64)
+    quantize_base_(net, kind)
+    with torch.no_grad():
+        net.eval()(torch.randn(2, 64))
+    x = torch.randn(2, 64, requires_grad=True)
+    before = weights(net)
+    net.train()(x).sum().backward()
+    assert x.grad.abs().sum() > 0
+    assert all(torch.equal(before[name], value) for name, value in weights(net).items())
+
+
+def test_a_validation_of_any_number_of_outputs():
+    net = linear(64, 37)
+    quantize_base_(net)
+    with torch.no_grad():
+        assert torch.equal(net.eval()(torch.ones(1, 64)), net.train()(torch.ones(1, 64)))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_torch_encoders_give_the_same_in_eval(masked):
+    layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
+    net = nn.TransformerEncoder(layer, 2)
+    quantize_base_(net)
+    x = torch.randn(2, 5, 64)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if masked else None
+    expected = net.train()(x, src_key_padding_mask=mask)
+    with torch.no_grad():
+        got = net.eval()(x, src_key_padding_mask=mask)
+    kept = torch.ones(2, 5, dtype=torch.bool) if mask is None else ~mask
+    assert torch.allclose(got[kept], expected[kept], atol=1e-5)
+
+
+@each_kind
+def test_a_fit_trains_the_rest_and_a_second_one_goes_on(kind):
+    module, technique = TinyLM(), QuantizedBase(kind)
+    first = fit(module, lm_batches(3), [technique])
+    base = {name: value for name, value in weights(first).items() if ".up." in name or ".down." in name}
+    losses = float(module.losses[0]), float(module.losses[-1])
+    fit(module, lm_batches(3), [technique], max_epochs=8)
+    assert float(module.losses[-1]) < min(losses)
+    assert all(torch.equal(value, weights(module)[name]) for name, value in base.items())
+    assert len(technique.report.already) == 6
+
+
+def test_the_same_in_trainer_lazy_model_and_bare_loop():
+    runs = [fit(net(), lm_batches(3), [QuantizedBase()]) for net in (TinyLM, LazyLM)]
+    torch.manual_seed(11)
+    bare = TinyLM()
+    ft.apply(bare, [QuantizedBase()])
+    optimizer = bare.configure_optimizers()
+    for batch in lm_batches(3):
+        optimizer.zero_grad()
+        bare.loss(batch).backward()
+        optimizer.step()
+    expected = weights(bare)
+    assert all(torch.equal(expected[name], value) for run in runs for name, value in weights(run).items())
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"),
+    [("32-true", torch.float32), ("bf16-mixed", torch.bfloat16), ("bf16-true", torch.bfloat16)],
+)
+def test_the_trainers_precision_is_what_products_are_computed_in(precision, dtype):
+    module = fit(TinyLM(), lm_batches(2), [QuantizedBase()], precision=precision)
+    assert module.blocks[0].up.compute_dtype is dtype
+    assert torch.isfinite(module.losses[-1])
+
+
+def test_compute_dtype_is_the_weights_own_or_as_given():
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        net = linear(dtype=dtype)
+        quantize_base_(net)
+        assert net[0].compute_dtype is dtype
+    net = linear()
+    quantize_base_(net, compute_dtype=torch.bfloat16)
+    assert net[0].compute_dtype is net[0].bias.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_with_checkpointing_and_compiled_blocks(kind):
+    plain = fit(TinyLM(), lm_batches(3), [QuantizedBase(kind)])
+    torch._dynamo.reset()
+    techniques = [ft.CompileBlocks(backend="aot_eager"), QuantizedBase(kind), ft.ActivationCheckpointing()]
+    module = fit(TinyLM(), lm_batches(3), techniques)
+    for name, value in weights(plain).items():
+        assert torch.allclose(value.float(), weights(module)[name].float(), atol=1e-5), name
+
+
+def test_validation_in_between_changes_nothing():
+    runs = []
+    for validated in (False, True):
+        torch.manual_seed(11)
+        module = TinyLM()
+        loaders = {"val_dataloaders": as_loader(lm_batches(1))} if validated else {}
+        trainer([QuantizedBase()], max_epochs=2).fit(module, as_loader(lm_batches(3)), **loaders)
+        runs.append(weights(module))
+    assert all(torch.equal(runs[0][name], value) for name, value in runs[1].items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@each_kind
+def test_quantised_on_the_cpu_and_moved_to_cuda_and_back(kind):
+    net = linear(128, 64)
+    quantize_base_(net, kind)
+    x = torch.randn(4, 128)
+    expected = net(x)
+    net.cuda()
+    assert torch.allclose(net(x.cuda()).cpu(), expected, atol=0.05)
+    net.cpu()
+    assert torch.equal(net(x), expected)
+
+
+# --- refusals
+
+
+def refusal(kind, *arguments, **settings):
+    with pytest.raises(kind) as error:
+        quantize_base_(*arguments, **settings)
+    return str(error.value)
+
+
+def test_unknown_words():
+    assert "'nf4', 'fp4', 'int8'" in refusal(ValueError, TinyLM(), "nf3")
+    assert "compute_dtype=torch.float64" in refusal(ValueError, TinyLM(), compute_dtype=torch.float64)
+    assert "Leave it out" in refusal(ValueError, TinyLM(), "int8", compute_dtype=torch.float32)
+    with pytest.raises(ValueError, match="nf3"):
+        QuantizedBase("nf3")
+
+
+def test_a_skip_that_matches_nothing_or_is_nothing():
+    message = refusal(ValueError, TinyLM(), skip=["**.up", "**.router"])
+    assert "skip='**.router' matches nothing" in message
+    assert "Block ×3" in message
+    assert "skip=3" in refusal(TypeError, TinyLM(), skip=[3])
+    assert "skip=<class 'int'>" in refusal(TypeError, TinyLM(), skip=int)
+
+
+def test_nothing_to_quantise():
+    assert "no nn.Linear" in refusal(ValueError, nn.Sequential(nn.Conv2d(3, 3, 3)))
+    assert "lm_head (a head)" in refusal(ValueError, GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2)))
+    adapted = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), adapted)
+    with pytest.raises(ValueError, match="Quantise before adapters"):
+        quantize_base_(adapted)
+
+
+def test_a_model_without_weights():
+    with torch.device("meta"):
+        net = linear()
+    assert "load_quantized" in refusal(ValueError, net)
+
+
+def test_bitsandbytes_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    assert "lightning-fasttrain[finetune]" in refusal(ModuleNotFoundError, TinyLM())
+
+
+def test_nothing_is_changed_by_a_refusal():
+    net = TinyLM()
+    before = weights(net)
+    refusal(ValueError, net, skip="router")
+    assert all(torch.equal(before[name], value) for name, value in weights(net).items())
+
+
+def test_only_quantised_layers_are_kept_and_read():
+    with pytest.raises(TypeError, match="quantize_base_"):
+        keep_quantized_(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="no quantised weight"):
+        dequantized_weight(nn.Linear(2, 2))
