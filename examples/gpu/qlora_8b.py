@@ -2,6 +2,7 @@
 Trainer of transformers, at the same settings, in one run.
 
     python examples/gpu/qlora_8b.py [--batch 4] [--length 2048] [--out examples/results/qlora_8b_gpu.json]
+    python examples/gpu/qlora_8b.py --predict        # without a GPU: the memory alone, in half a minute
 
 The weights are random, as memory and speed do not depend on them; both sides start from the same ones, quantised to
 nf4 with double quantisation, adapt all linear layers with rank 16 in bfloat16 and recompute every block. Full
@@ -213,14 +214,16 @@ def main():
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128_256)
+    parser.add_argument("--predict", action="store_true", help="predictions only; needs no GPU")
     parser.add_argument("--side", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, default=Path("examples/results/qlora_8b_gpu.json"))
+    parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    options.out = options.out or Path(f"examples/results/qlora_8b_{'predicted' if options.predict else 'gpu'}.json")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.side:
         run_side(options, device)
         return
-    if device == "cpu" and options.width > 512:
+    if device == "cpu" and options.width > 512 and not options.predict:
         sys.exit("no CUDA device: nothing to measure; for a try: --layers 2 --width 128 --vocabulary 512 --length 64")
     report = {
         "hardware": hardware(),
@@ -234,7 +237,7 @@ def main():
         "predicted": predicted(options),
         "measured": [],
     }
-    for side in ("peft + transformers", "ours", "ours + FusedLossHead"):
+    for side in () if options.predict else ("peft + transformers", "ours", "ours + FusedLossHead"):
         process = subprocess.run(
             [sys.executable, __file__, *sys.argv[1:], "--side", side], capture_output=True, text=True
         )
