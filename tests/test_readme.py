@@ -24,7 +24,7 @@ def test_the_table_of_techniques_is_the_codes():
 
 
 def test_its_python_is_python():
-    assert len(blocks("python")) == 4
+    assert len(blocks("python")) == 5
     for block in blocks("python"):
         ast.parse(block)
 

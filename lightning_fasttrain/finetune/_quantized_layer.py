@@ -203,6 +203,8 @@ def settle_8bit_(layer: Any, *_: Any) -> None:
     if type(weight) is nn.Parameter:
         layer.weight = weight = _int8_parameter(weight.data)
     if weight.CB is not None:
+        if weight.SCB is None:  # PEFT's DoRA moves the weight in each forward, which leaves the constants behind
+            weight.SCB = layer.state.SCB
         layer.init_8bit_state()
     if layer.state.CB.device != weight.device:
         layer.state.CB, layer.state.SCB = weight.data, layer.state.SCB.to(weight.device)

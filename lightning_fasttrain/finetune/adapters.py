@@ -1,6 +1,7 @@
 """Small trainable layers beside a frozen model: put in, found again, switched, and left out of a forward."""
 
 import copy
+import importlib.util
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._technique import patch
+from lightning_fasttrain.finetune._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.freezing import freeze_
+from lightning_fasttrain.finetune.prompt_forward import prompts_on
 from lightning_fasttrain.finetune.targets import (
     Targets,
     _kinds,
@@ -91,6 +94,8 @@ def add_adapter_(
     if whole:
         config.modules_to_save = _without_namesakes([one.removeprefix(prefix) for one in whole], root)
     there: dict[str, Any] = vars(root).get("peft_config", {})
+    if there:
+        refuse_merged(root, f"adding adapter '{name}'")
     if _is_there(there, name, config):
         _train_mode(root)
         return list(found)
@@ -102,6 +107,7 @@ def add_adapter_(
             holder = model.get_submodule(parent)
             on_error.callback(setattr, holder, last, getattr(holder, last))
         _inject(peft, config, root, name)
+        _in_float32_(root, name)
         on_error.pop_all()
     _train_mode(root)
     trained, total = count_parameters(model)
@@ -157,13 +163,19 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
 
     names = [name] if isinstance(name, str) else list(name)
     there = adapter_names(model)
+    refuse_merged(model, f"using {', '.join(names)}")
     for one in names:
         if one not in there:
             raise ValueError(
                 explain(f"adapter '{one}'", "there is none of that name", f"There are: {', '.join(there)}")
             )
-    for root in adapted(model).values():
+    roots = {root: prompts_on(root) for root in adapted(model).values()}
+    if len(names) > 1 and any(roots.values()):
+        raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
+    for root, prompts in roots.items():
         set_adapter(root, names)
+        if prompts is not None:
+            prompts.use(names[0])
 
 
 @contextmanager
@@ -182,6 +194,7 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
         False
     """
     adapted(model)
+    refuse_merged(model, "base_model(model)")
     trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT sets it when adapters are switched
     layers: list[Any] = list(_switches(model))
     on = [layer for layer in layers if not layer.disable_adapters]
@@ -199,6 +212,7 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
 def enable_adapters_(model: nn.Module, on: bool = True) -> None:
     """Switch the model's adapters on or off until further notice; :func:`base_model` does so for a ``with``."""
     adapted(model)
+    refuse_merged(model, f"enable_adapters_(model, {on})")
     for layer in _switches(model):
         layer.enable_adapters(on)
 
@@ -224,7 +238,24 @@ def adapter_parameters(model: nn.Module) -> set[str]:
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             base = "base_layer." if isinstance(module, BaseTunerLayer) else "original_module."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
+        if prompts_on(module) is not None:
+            prefix = f"{name}." if name else ""
+            encoders: Any = module.get_submodule("prompt_encoder")
+            brought |= {f"{prefix}prompt_encoder.{key}" for key in encoders.state_dict()}
     return brought
+
+
+def refuse_merged(model: nn.Module, what: str) -> None:
+    """Refuse what goes wrong unseen while an adapter is in the weights, where PEFT takes it out without being asked.
+
+    Raises:
+        ValueError: one is merged.
+    """
+    layers: list[Any] = [layer for layer in _switches(model) if isinstance(layer, nn.Module)]
+    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
+    if merged:
+        why = f"{', '.join(merged)} is merged into the weights already"
+        raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
 def _switches(model: nn.Module) -> Iterator[Any]:
@@ -234,6 +265,8 @@ def _switches(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             yield module
+        if (prompts := prompts_on(module)) is not None:
+            yield prompts
 
 
 def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
@@ -256,6 +289,15 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
             ) from error
 
 
+def _in_float32_(root: nn.Module, name: str) -> None:
+    """PEFT gives an adapter the dtype that a quantised layer computes in; small steps would be rounded away in it."""
+    for layer in _switches(root):
+        if isinstance(layer, nn.Module) and is_quantized(layer._modules.get("base_layer") or layer):
+            for key, parameter in layer.named_parameters():
+                if name in key.split(".") and parameter.is_floating_point() and not key.startswith("base_layer."):
+                    parameter.data = parameter.data.float()
+
+
 def _check_config(peft: Any, config: Any) -> None:
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
         return
@@ -263,7 +305,9 @@ def _check_config(peft: Any, config: Any) -> None:
     if isinstance(config, L.Callback):
         raise TypeError(explain(f"config={given}", "this is a technique", f"Use apply(model, [{given}(...)])"))
     prompts = "it puts tokens before the input, not layers beside the model's"
-    why = prompts if isinstance(config, peft.PeftConfig) else "it is no configuration of PEFT"
+    if isinstance(config, peft.PeftConfig):
+        raise TypeError(explain(f"config={given}", prompts, "Use add_prompt_(model, config)"))
+    why = "it is no configuration of PEFT"
     raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
 
 
@@ -289,6 +333,8 @@ def _check_layers(found: dict[str, nn.Module], config: Any) -> None:
                     f"Target '{name.rpartition('.')[0]}'",
                 )
             )
+        if is_quantized(layer):
+            _check_quantized(name, config)
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
         if isinstance(rank, int) and rank > smallest:
             raise ValueError(
@@ -298,6 +344,19 @@ def _check_layers(found: dict[str, nn.Module], config: Any) -> None:
                     f"Use rank={smallest} or less, or leave '{name}' out",
                 )
             )
+
+
+def _check_quantized(name: str, config: Any) -> None:
+    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
+    start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
+    if isinstance(start, str) and start.startswith(("pissa", "corda")):
+        why = "it begins with a decomposition of the weight, and this one is packed"
+        way_out = "Use variant='lora', or add the adapter to the model in full precision"
+        raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
+    package = type(config).__module__.removesuffix(".config")
+    if importlib.util.find_spec(f"{package}.bnb") is None:
+        why = "PEFT has no such layer for quantised weights"
+        raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or a plain base"))
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

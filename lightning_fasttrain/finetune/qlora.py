@@ -1,24 +1,28 @@
 """LoRA on a base in 4 or 8 bits, in one line."""
 
+import copy
 from collections.abc import Iterable
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Blocks
 from lightning_fasttrain._technique import Surgery
 from lightning_fasttrain.finetune.lora import LoRA
 from lightning_fasttrain.finetune.quantized_base import QuantizedBase
-from lightning_fasttrain.finetune.targets import ALL_LINEAR, Targets
+from lightning_fasttrain.finetune.targets import ALL_LINEAR, Targets, find_targets
 
 
 class QLoRA(LoRA):
     """Quantise the model's linear layers, freeze everything, and train thin matrices beside them.
 
-    The same as :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together. A model of
-    7 billion parameters, 84 GiB and more with AdamW in float32, then trains in a tenth of that and less. Where
-    activations are most of what is left, add :class:`~lightning_fasttrain.ActivationCheckpointing`.
+    The same as :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
+    bit; what trains whole is not quantised. The weights, gradients and AdamW states of 8 billion parameters take 120
+    GiB in float32, before any activation; of these 5 GiB are left. Then activations are most of it: add
+    :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
+    :class:`~lightning_fasttrain.FusedLossHead`.
 
     Args:
         rank: as for :class:`~lightning_fasttrain.LoRA`; so are alpha, targets, variant, dropout, train, name and
@@ -58,11 +62,24 @@ class QLoRA(LoRA):
         name: str = "default",
         checkpoint: str = "adapter",
     ) -> None:
+        if variant == "pissa":
+            raise ValueError(
+                explain(
+                    "QLoRA(variant='pissa')",
+                    "it begins with a decomposition of each weight, and quantised ones are packed",
+                    "Use variant='lora', or LoRA(variant='pissa') without quantisation",
+                )
+            )
         super().__init__(
             rank, alpha, targets, variant=variant, dropout=dropout, train=train, name=name, checkpoint=checkpoint
         )
         self.base = QuantizedBase(kind, double_quant=double_quant, compute_dtype=compute_dtype, skip=skip)
 
     def apply(self, model: nn.Module) -> None:
-        self.base.apply(model)
+        base, skip = copy.copy(self.base), self.base.skip
+        if self.train:  # what trains whole cannot be packed
+            chosen = [skip] if isinstance(skip, str | type) else list(skip)
+            base.skip = [*chosen, *find_targets(model, self.train)]
+        base.apply(model)
+        self.base.report = base.report
         super().apply(model)
