@@ -1,42 +1,51 @@
-"""Puts PEFT's virtual tokens before a Hugging Face model's input, in the place of its own ``forward``."""
+"""Puts PEFT's virtual tokens before a Hugging Face model's input, from the place of its own ``forward``."""
 
 import inspect
+import warnings
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo, WrappedForward
+from lightning_fasttrain._technique import patch
 
-# What a model returns along the sequence, which the virtual tokens make longer.
-_OF_DECODER = ("logits", "last_hidden_state", "hidden_states")
-_OF_ENCODER = ("encoder_last_hidden_state", "encoder_hidden_states")
-_OF_CLASSIFIER = ("hidden_states",)
+# What a model returns along its sequence, which virtual tokens make longer.
+_LONGER = {
+    "SEQ_CLS": ("hidden_states",),
+    "SEQ_2_SEQ_LM": ("encoder_last_hidden_state", "encoder_hidden_states"),
+}
+_LONGER_ELSEWHERE = ("logits", "last_hidden_state", "hidden_states")
 
 
 class PromptForward(WrappedForward):
-    """Stands in the place of a Hugging Face model's ``forward``, which PEFT calls with its virtual tokens added.
+    """Stands in the place of a Hugging Face model's ``forward``, and has PEFT call that with virtual tokens added.
 
-    PEFT's own model does the work, but it is held here instead of being put around the user's: just its prompt
-    encoders are the user's model's, as ``prompt_encoder``. What comes out is as long as what went in.
+    PEFT's own model does the work. It is held here instead of being put around the user's, whose only new part are
+    the encoders of the virtual tokens, as ``prompt_encoder``. What comes out is as long as what went in.
 
     Args:
-        root: the model, a ``PreTrainedModel`` that PEFT's model was made for.
-        frame: PEFT's model.
-        shortens: keys of the output from which the positions of the virtual tokens are cut.
+        root: the model, a ``PreTrainedModel``.
+        frame: the model of PEFT's that was made for it.
+
+    Raises:
+        ValueError: the forward is given something that has the virtual tokens in it already.
     """
 
     module: Any
+    merged_adapters: ClassVar[tuple[str, ...]] = ()  # as PEFT's layers have it; here it is always empty
 
     def __init__(self, root: nn.Module, frame: Any) -> None:
         super().__init__(root)
         self.frame = frame
         self.names = list(inspect.signature(type(root).forward).parameters)[1:]
-        self.disable_adapters = False  # PEFT's name for it, as its layers have it
+        self.disable_adapters = False  # called so by the layers of PEFT's other adapters
         self.generating = False
-        del frame.base_model  # a child of it no more
+        self.longest = _positions(root)
+        del frame.base_model  # as a child: PEFT's model is no part of the user's, nor the other way round
         frame.base_model = _Inside(self)
         frame.get_prompt = _Prompts(self)
 
@@ -44,35 +53,57 @@ class PromptForward(WrappedForward):
         if self.disable_adapters or self.generating:
             return self.inner(*args, **kwargs)
         given = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        _refuse_what_holds_the_prompt(given)
-        as_tuple = given.pop("return_dict", None) is False or self.module.config.return_dict is False
+        self._refuse_what_has_the_prompt(given)
+        source = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        length = source.shape[1]
+        self._refuse_longer(length)
+        as_tuple = not given.pop("return_dict", self.module.config.return_dict)
         output = self.frame.forward(**given, return_dict=True)
         if not self.is_prefix:
-            source = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
-            self._shorten_(output, source.shape[1])
+            self._shorten_(output, length)
         return output.to_tuple() if as_tuple else output
-
-    __signature__: Any
 
     @property
     def is_prefix(self) -> bool:
+        """Whether the virtual tokens are keys and values of each layer, rather than inputs of the first."""
         return self.frame.active_peft_config.peft_type.value == "PREFIX_TUNING"
 
+    def _refuse_what_has_the_prompt(self, given: dict[str, Any]) -> None:
+        for name in ("past_key_values", "encoder_outputs"):
+            if given.get(name) is not None:
+                raise ValueError(
+                    explain(
+                        f"{name} given to {type(self.module).__name__}, which has virtual tokens",
+                        "they would be put in a second time",
+                        "Leave it out, or generate with model.generate(...)",
+                    )
+                )
+
+    def _refuse_longer(self, length: int) -> None:
+        tokens = self.frame.active_peft_config.num_virtual_tokens
+        if self.longest is not None and length + tokens > self.longest:
+            raise ValueError(
+                explain(
+                    f"a batch of {length} tokens, and {tokens} virtual ones",
+                    f"{type(self.module).__name__} has {self.longest} positions",
+                    f"Cut what is longer than {self.longest - tokens} tokens",
+                )
+            )
+
     def _shorten_(self, output: Any, length: int) -> None:
-        task = self.frame.active_peft_config.task_type
-        names = {"SEQ_CLS": _OF_CLASSIFIER, "SEQ_2_SEQ_LM": _OF_ENCODER}.get(task, _OF_DECODER)
-        for name in names:
+        for name in _LONGER.get(self.frame.active_peft_config.task_type, _LONGER_ELSEWHERE):
             value = output.get(name)
             if isinstance(value, tuple):
                 output[name] = tuple(one[:, -length:] for one in value)
             elif value is not None:
                 output[name] = value[:, -length:]
 
-    def named_children(self) -> Any:
-        """The prompt encoders, by the name of the adapter."""
+    def named_children(self) -> Iterator[tuple[str, Any]]:
+        """Name of an adapter → the encoder of its virtual tokens."""
         return self.frame.prompt_encoder.named_children()
 
     def enable_adapters(self, on: bool) -> None:
+        """Switch the virtual tokens on or off."""
         self.disable_adapters = not on
 
     def use(self, name: str) -> None:
@@ -82,20 +113,25 @@ class PromptForward(WrappedForward):
             encoder.requires_grad_(other == name and not self.frame.peft_config[name].inference_mode)
 
     def install(self) -> Undo:
-        undo = super().install()
-        if "generate" in dir(type(self.module)):
+        from transformers import GenerationMixin
+
+        if isinstance(self.module, GenerationMixin):
             self.module.generate = _Generate(self)
+        return super().install()
 
-        def take_out() -> None:
-            undo()
-            if isinstance(self.module.__dict__.get("generate"), _Generate):
-                del self.module.generate
 
-        return take_out
+def _positions(root: Any) -> int | None:
+    """How many positions a model has learned; None for those that compute theirs."""
+    known = [
+        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)  # where RoBERTa's begin
+        for name, table in root.named_modules()
+        if isinstance(table, nn.Embedding) and ("position" in (last := name.rpartition(".")[2]) or last == "wpe")
+    ]
+    return min(*known, root.config.max_position_embeddings) if known else None
 
 
 class _SignatureOfModel:
-    """By which Hugging Face's generation finds out what the model takes."""
+    """Lets ``inspect.signature`` find the model's own, by which Hugging Face's generation knows what it takes."""
 
     def __get__(self, forward: PromptForward | None, owner: Any) -> inspect.Signature:
         if forward is None:
@@ -104,11 +140,11 @@ class _SignatureOfModel:
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-PromptForward.__signature__ = _SignatureOfModel()
+PromptForward.__signature__ = _SignatureOfModel()  # type: ignore[attr-defined]
 
 
-def prompts_on(module: nn.Module) -> PromptForward | None:
-    """What puts virtual tokens before this very module's input, if anything does."""
+def prompts_on(module: Any) -> PromptForward | None:
+    """What puts virtual tokens before the input of this very module, if anything does."""
     holder = module.__dict__.get("forward")
     while isinstance(holder, WrappedForward):
         if isinstance(holder, PromptForward):
@@ -117,16 +153,22 @@ def prompts_on(module: nn.Module) -> PromptForward | None:
     return None
 
 
-def _refuse_what_holds_the_prompt(given: dict[str, Any]) -> None:
-    for name in ("past_key_values", "encoder_outputs"):
-        if given.get(name) is not None:
-            raise ValueError(
-                explain(
-                    f"{name} given to a model with virtual tokens",
-                    "they are in it already, and would be put in once more",
-                    "Generate with model.generate(...), or leave it out",
-                )
-            )
+def take_out_prompts_(root: nn.Module) -> None:
+    """Give a model its own ``forward`` and ``generate`` back, and forget its virtual tokens; nothing if it has none."""
+    prompts, above = prompts_on(root), None
+    if prompts is None:
+        return
+    holder: Any = root.__dict__["forward"]
+    while holder is not prompts:
+        above, holder = holder, holder.previous
+    if above is not None:
+        above.previous = prompts.previous
+    elif prompts.previous is not None:
+        root.forward = prompts.previous
+    else:
+        del root.forward
+    root.__dict__.pop("generate", None)
+    del root.prompt_encoder, root.peft_config
 
 
 class _Inside:
@@ -143,7 +185,7 @@ class _Inside:
         return type(root).generate(root, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "prompts" or name.startswith("__"):  # while it is being copied
+        if name == "prompts" or name.startswith("__"):  # while this is being copied
             raise AttributeError(name)
         return getattr(self.prompts.module, name)
 
@@ -168,16 +210,17 @@ class _Prompts:
 def _hold_still_(cache: Any) -> None:
     """Let each layer of a key-value cache put its prefix before what it is given, and keep none of that.
 
-    What is computed is the same; but a block that is run again, as activation checkpointing does, finds the same.
+    The result is the same, but a block that is run a second time, as activation checkpointing does, finds the cache
+    as it was the first time.
     """
-    from transformers.cache_utils import DynamicLayer, EncoderDecoderCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, EncoderDecoderCache
 
     if isinstance(cache, EncoderDecoderCache):
         cache.cross_attention_cache.update = _as_given
         cache.is_updated = _NeverUpdated(cache.is_updated)
         cache = cache.self_attention_cache
     for layer in cache.layers:
-        if type(layer) is DynamicLayer:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer):
             layer.update = partial(_after_prefix, layer)
 
 
@@ -190,29 +233,37 @@ def _as_given(keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor,
 
 
 class _NeverUpdated(dict[int, bool]):
+    """Which layers' keys and values of the encoder's output are in the cache: none, ever."""
+
     def __setitem__(self, layer: int, updated: bool) -> None:
         pass
 
 
 class _Generate:
-    """Stands in the place of a model's ``generate``: PEFT puts the virtual tokens into its cache at the first step."""
+    """Stands in the place of a model's ``generate``: PEFT puts the virtual tokens into the cache at the first step."""
 
     def __init__(self, prompts: PromptForward) -> None:
         self.prompts = prompts
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
         prompts, frame, root = self.prompts, self.prompts.frame, self.prompts.module
         if prompts.disable_adapters:
-            return frame.base_model.generate(*args, **kwargs)
-        if args:
-            kwargs = {"inputs": args[0], **dict(zip(("generation_config",), args[1:], strict=False)), **kwargs}
-        if "inputs" in kwargs:
-            kwargs["input_ids"] = kwargs.pop("inputs")
+            return frame.base_model.generate(inputs, *args, **kwargs)
+        kwargs.update(zip(("generation_config", "logits_processor", "stopping_criteria"), args, strict=False))
+        if inputs is not None:
+            kwargs["input_ids"] = inputs
+        if prompts.is_prefix and not kwargs.setdefault("use_cache", True):
+            raise ValueError(
+                explain("use_cache=False", "the prefix is in the cache", "Leave it out, or use PromptTuning")
+            )
+        generate = frame.generate if root.config.is_encoder_decoder else frame.base_model.generate
         prompts.generating = True
-        root.prepare_inputs_for_generation = frame.prepare_inputs_for_generation
+        restore = patch(root, "prepare_inputs_for_generation", frame.prepare_inputs_for_generation)
         try:
-            generate = frame.generate if root.config.is_encoder_decoder else frame.base_model.generate
-            return generate(**kwargs)
+            with warnings.catch_warnings():
+                # They come from generate itself. Training had none either: positions begin with the virtual tokens.
+                warnings.filterwarnings("ignore", message="Position ids are not supported")
+                return generate(**kwargs)
         finally:
+            restore()
             prompts.generating = False
-            del root.prepare_inputs_for_generation

@@ -1,0 +1,631 @@
+"""Virtual tokens: that they are what real ones would be, what PEFT's are, and that nothing else is changed."""
+
+import copy
+import pickle
+
+import lightning as L
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, prompt_state, set_prompt_state_
+from lightning_fasttrain.finetune.prompt_forward import prompts_on, take_out_prompts_
+from tests.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
+
+peft = pytest.importorskip("peft")
+transformers = pytest.importorskip("transformers")
+safetensors = pytest.importorskip("safetensors.torch")
+# PEFT asks models for it, in its own get_peft_model; and generate computes positions, which PEFT then ignores.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Position ids are not supported:UserWarning"),
+]
+SIZE = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+
+
+def llama(kind="LlamaForCausalLM"):  # one head of keys for two of queries
+    return getattr(transformers, kind)(transformers.LlamaConfig(**SIZE, **ENDS, num_key_value_heads=1))
+
+
+def llama_classifier():
+    return llama("LlamaForSequenceClassification")
+
+
+def gpt2():
+    config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=50, n_positions=32, **ENDS)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def bert():
+    return transformers.BertForSequenceClassification(transformers.BertConfig(**SIZE, max_position_embeddings=32))
+
+
+def bare_bert():
+    return transformers.BertModel(transformers.BertConfig(**SIZE))
+
+
+def t5():
+    config = transformers.T5Config(d_model=16, d_ff=32, d_kv=8, num_layers=2, num_heads=2, vocab_size=50)
+    config.decoder_start_token_id = 0
+    return transformers.T5ForConditionalGeneration(config)
+
+
+def seeded(make, scale=1.0):
+    """The same weights each time, large enough for tokens to matter, and no dropout."""
+    torch.manual_seed(5)
+    model = make().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(scale if parameter.ndim > 1 else 1)
+    return model
+
+
+class Module(L.LightningModule):
+    def __init__(self, make, scale=1.0):
+        super().__init__()
+        self.net = seeded(make, scale)
+
+    def training_step(self, batch, batch_idx):
+        return self.net(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=0.1)
+
+
+def batch(make, seed=0, size=4, length=5):
+    g = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, 50, (size, length), generator=g)
+    mask = torch.ones_like(ids)
+    mask[1, :2] = 0  # padded on the left
+    labels = torch.randint(2, (size,), generator=g) if make in (bert, llama_classifier) else ids.clone()
+    return {"input_ids": ids, "attention_mask": mask, **({} if make is bare_bert else {"labels": labels})}
+
+
+PROMPT = [7, 31, 12]
+TASKS = {llama: "CAUSAL_LM", gpt2: "CAUSAL_LM", bert: "SEQ_CLS", llama_classifier: "SEQ_CLS", t5: "SEQ_2_SEQ_LM"}
+KINDS = {
+    "prompt": lambda task=None: peft.PromptTuningConfig(num_virtual_tokens=3, task_type=task),
+    "p-tuning": lambda task=None: peft.PromptEncoderConfig(num_virtual_tokens=3, encoder_hidden_size=8, task_type=task),
+    "prefix": lambda task=None: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type=task),
+    "projected": lambda task=None: peft.PrefixTuningConfig(
+        num_virtual_tokens=3, prefix_projection=True, encoder_hidden_size=8, task_type=task
+    ),
+}
+every_model = pytest.mark.parametrize("make", [*TASKS, bare_bert])
+every_kind = pytest.mark.parametrize("kind", KINDS)
+both = pytest.mark.parametrize("technique", [PromptTuning, PrefixTuning])
+
+
+def add(model, kind="prompt", **kwargs):
+    torch.manual_seed(1)
+    return add_prompt_(model, KINDS[kind](), **kwargs)
+
+
+def like_real_tokens(model, kind):
+    """Virtual tokens that are to the model what the real ones of ``PROMPT`` are."""
+    tokens = torch.tensor([PROMPT])
+    cache = None if kind == "prompt" else model(tokens, use_cache=True).past_key_values
+    add(model, kind)
+    weight = model.prompt_encoder["default"].embedding.weight.data
+    if kind == "prompt":
+        weight.copy_(model.get_input_embeddings()(tokens)[0])
+    else:  # [tokens, layers · (keys, values), heads, width]
+        held = [part[0].transpose(0, 1) for layer in cache.layers for part in (layer.keys, layer.values)]
+        weight.copy_(torch.stack(held, dim=1).flatten(1))
+
+
+def behind_real_tokens(given):
+    ids, mask = given["input_ids"], given["attention_mask"]
+    tokens = torch.tensor([PROMPT]).expand(len(ids), -1)
+    return {"input_ids": torch.cat([tokens, ids], 1), "attention_mask": torch.cat([torch.ones_like(tokens), mask], 1)}
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_virtual_tokens_can_be_what_real_ones_are(make, kind):
+    model, given = seeded(make, 4), batch(make)
+    del given["labels"]
+    expected = model(**behind_real_tokens(given)).logits[:, 3:]
+    assert not torch.allclose(model(**given).logits, expected, atol=1e-2)
+    like_real_tokens(model, kind)
+    torch.testing.assert_close(model(**given).logits, expected)
+
+
+@pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize("make", [llama, gpt2])
+def test_generates_what_it_would_after_real_tokens(make, kind, how):
+    model, given = seeded(make, 8), batch(make)
+    del given["labels"]
+    how = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, **how}
+    given["attention_mask"][:] = 1  # what is padded has other positions in generation than in a forward
+    without = model.generate(**given, **how)[:, 5:]
+    expected = model.generate(**behind_real_tokens(given), **how)[:, 8:]
+    like_real_tokens(model, kind)
+    ids = given.pop("input_ids")
+    assert torch.equal(model.generate(ids, **given, **how)[:, 5:], expected)
+    assert not torch.equal(without, expected)
+    assert "prepare_inputs_for_generation" not in vars(model)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_generation_behind_padding_goes_on_as_the_forward_does(kind):
+    model, given = seeded(llama, 8), batch(llama)
+    tokens, mask = given["input_ids"], given["attention_mask"]
+    add(model, kind)
+    results = model.generate(tokens, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False)
+    for _ in range(6):
+        # In generation padding takes up no positions before a prefix, and behind a prompt it does.
+        positions = (mask.cumsum(1) - 1).clamp(min=0) if kind == "prefix" else None
+        logits = model(tokens, mask, positions).logits[:, -1]
+        logits[:, 2] = -torch.inf  # the end, which min_new_tokens forbids
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+        mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
+    assert torch.equal(results, tokens)
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+def test_an_encoder_decoder_generates_what_its_forward_says(kind):
+    model, given = seeded(t5, 6), batch(t5)
+    del given["labels"]
+    without = model.generate(**given, max_new_tokens=5, min_new_tokens=5)
+    add(model, kind)
+    tokens = torch.zeros(4, 1, dtype=torch.long)
+    for _ in range(5):
+        logits = model(**given, decoder_input_ids=tokens).logits[:, -1]
+        logits[:, 1] = -torch.inf  # the end, which min_new_tokens forbids
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
+    assert torch.equal(model.generate(**given, max_new_tokens=5, min_new_tokens=5), tokens)
+    assert not torch.equal(without, tokens)
+
+
+@every_kind
+@every_model
+def test_output_and_gradients_are_bitwise_those_of_pefts_model(make, kind):
+    model, other, given = seeded(make), seeded(make), batch(make)
+    torch.manual_seed(1)
+    theirs = peft.get_peft_model(other, KINDS[kind](TASKS.get(make, "FEATURE_EXTRACTION"))).eval()
+    add(model, kind)
+    key = "last_hidden_state" if make is bare_bert else "logits"
+    a, b = theirs(**given), model.eval()(**given)
+    assert torch.equal(a[key][:, -b[key].shape[1] :], b[key])
+    for output in (a, b):
+        (output[key][:, -5:].square().sum() if make is bare_bert else output.loss).backward()
+    got = {name.removeprefix("prompt_encoder.default."): g for name, g in gradients(model).items()}
+    wanted = gradients(theirs.prompt_encoder["default"])
+    assert all(float(g.abs().max()) > 0 for g in wanted.values())
+    assert largest_difference(wanted, got) == 0
+
+
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@every_model
+def test_the_output_is_as_long_as_the_input(make, kind):
+    model, given = seeded(make), batch(make)
+    plain = model(**given, output_hidden_states=True)
+    as_tuple = [type(part) for part in model(**given, return_dict=False)]
+    add(model, kind)
+    output = model(**given, output_hidden_states=True)
+    for name in set(plain) - {"past_key_values"}:
+        parts = [one if isinstance(one, tuple) else (one,) for one in (plain[name], output[name])]
+        assert [part.shape for part in parts[0]] == [part.shape for part in parts[1]]
+    assert [type(part) for part in model(**given, return_dict=False)] == as_tuple
+
+
+def test_arguments_by_position_and_embeddings_instead_of_tokens():
+    model, given = seeded(llama), batch(llama)
+    add(model)
+    expected = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
+    assert torch.equal(model(given["input_ids"], given["attention_mask"]).logits, expected)
+    embedded = model.get_input_embeddings()(given["input_ids"])
+    assert torch.equal(model(inputs_embeds=embedded, attention_mask=given["attention_mask"]).logits, expected)
+
+
+@both
+def test_only_virtual_tokens_train_and_the_model_is_otherwise_as_it_was(technique):
+    module = Module(llama)
+    kinds, keys, before = [type(m) for m in module.modules()], list(module.state_dict()), weights(module)
+    trainer([technique(3)]).fit(module, as_loader([batch(llama, seed) for seed in range(3)]))
+    new = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    assert new == ["net.prompt_encoder.default.embedding.weight"]
+    assert list(module.state_dict()) == keys + new
+    assert [type(m) for m in module.modules()][: len(kinds)] == kinds
+    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
+    assert list(ft.trained_state(module)) == new
+    assert ft.base_fingerprint(module) == ft.base_fingerprint(Module(llama))
+
+
+@pytest.mark.parametrize("make", [llama, bert, t5])
+def test_a_prefix_learns_even_in_a_model_that_has_learnt_nothing(make):
+    module, given = Module(make, 6), batch(make)
+    ft.apply(module, [PrefixTuning(4)])
+    optimizer = torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=0.3)
+    losses = []
+    for _ in range(30):
+        loss = module.net(**given).loss
+        losses.append(loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert float(losses[-1]) < 0.8 * float(losses[0])
+
+
+def test_a_named_head_trains_and_is_wrapped_as_by_pefts_other_adapters():
+    model = seeded(bert)
+    add(model, train=["classifier"])
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    stem = "classifier.modules_to_save.default"
+    assert trained == [f"{stem}.weight", f"{stem}.bias", "prompt_encoder.default.embedding.weight"]
+
+
+def test_prompts_can_start_as_given_tokens():
+    model = seeded(llama)
+    ft.apply(model, [PromptTuning(5, start=PROMPT)])
+    expected = model.get_input_embeddings().weight[torch.tensor([7, 31, 12, 7, 31])]
+    assert torch.equal(model.prompt_encoder["default"].embedding.weight, expected)
+    model.prompt_encoder["default"].embedding.weight.data.zero_()  # as if trained
+    ft.apply(model, [PromptTuning(5, start=PROMPT)])
+    assert not model.prompt_encoder["default"].embedding.weight.any()
+
+
+def test_prompts_start_in_the_vocabulary_unless_told_otherwise():
+    rows = seeded(llama).get_input_embeddings().weight
+    for start, inside in (("vocabulary", True), ("random", False)):
+        model = seeded(llama)
+        ft.apply(model, [PromptTuning(5, start=start)])
+        mine = model.prompt_encoder["default"].embedding.weight
+        assert all(bool((row == rows).all(1).any()) for row in mine) is inside
+
+
+@every_kind
+@pytest.mark.parametrize("make", [llama, bert, t5])
+def test_a_copy_is_independent_and_so_is_a_pickled_one(make, kind):
+    model, given = seeded(make), batch(make)
+    add(model, kind)
+    expected = model(**given).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**given).logits, expected)
+        other.prompt_encoder["default"].embedding.weight.data.add_(1)
+        assert not torch.equal(other(**given).logits, expected)
+        assert torch.equal(model(**given).logits, expected)
+
+
+def test_a_generating_copy_is_independent():
+    model, given = seeded(gpt2, 8), batch(gpt2)
+    add(model)
+    other = copy.deepcopy(model)
+    other.prompt_encoder["default"].embedding.weight.data.normal_(std=3)
+    results = [m.generate(given["input_ids"], max_new_tokens=6, min_new_tokens=6) for m in (model, other)]
+    assert not torch.equal(*results)
+
+
+def test_several_by_name_and_the_base_model():
+    model, given = seeded(llama), batch(llama)
+    plain = model(**given).logits
+    outputs = {}
+    for name in ("one", "two"):
+        add_prompt_(model, KINDS["prefix"](), name=name)
+        outputs[name] = model(**given).logits
+    assert ft.adapter_names(model) == ["one", "two"]
+    assert not torch.equal(outputs["one"], outputs["two"])
+    ft.use_adapter_(model, "one")
+    assert torch.equal(model(**given).logits, outputs["one"])
+    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.one.embedding.weight"]
+    with ft.base_model(model):
+        assert torch.equal(model(**given).logits, plain)
+    assert torch.equal(model(**given).logits, outputs["one"])
+    with pytest.raises(ValueError, match="one name at a time"):
+        ft.use_adapter_(model, ["one", "two"])
+
+
+def test_generation_without_adapters_is_the_base_models():
+    model, given = seeded(llama, 8), batch(llama)
+    expected = model.generate(given["input_ids"], max_new_tokens=4)
+    add(model)
+    ft.enable_adapters_(model, False)
+    assert torch.equal(model.generate(given["input_ids"], max_new_tokens=4), expected)
+
+
+def test_twice_is_once_and_another_of_that_name_or_kind_is_refused():
+    for kind in KINDS:
+        model = seeded(llama)
+        assert add(model, kind) == add(model, kind) == ""
+        assert sum(name.startswith("prompt_encoder.default.embedding") for name in model.state_dict()) == 1
+    with pytest.raises(ValueError, match="with another num_virtual_tokens"):
+        ft.apply(model, [PrefixTuning(4, projection=8)])
+    with pytest.raises(ValueError, match="PROMPT_TUNING beside PREFIX_TUNING"):
+        ft.apply(model, [PromptTuning(3, name="other")])
+    with pytest.raises(ValueError, match="LORA beside PREFIX_TUNING"):
+        ft.apply(model, [ft.LoRA(2)])
+    lora = seeded(llama)
+    ft.apply(lora, [ft.LoRA(2)])
+    with pytest.raises(ValueError, match="PROMPT_TUNING beside LORA"):
+        ft.apply(lora, [PromptTuning(3)])
+
+
+def test_taken_out_again():
+    model, given = seeded(llama), batch(llama)
+    before, output = list(vars(model)), model(**given).logits
+    keys = list(model.state_dict())
+    add(model)
+    take_out_prompts_(model)
+    assert (list(vars(model)), list(model.state_dict())) == (before, keys)
+    assert torch.equal(model(**given).logits, output)
+    assert prompts_on(model) is None
+
+
+BATCHES = [batch(llama, seed) for seed in range(4)]
+
+
+def gradients_with(make, techniques, given=None):
+    module = Module(make)
+    torch.manual_seed(1)
+    with ft.apply(module, techniques):
+        module.net(**(given or batch(make))).loss.backward()
+    return gradients(module)
+
+
+@pytest.mark.parametrize("other", [ft.ActivationCheckpointing, lambda: ft.CompileBlocks(backend="aot_eager")])
+@both
+@pytest.mark.parametrize("make", [llama, bert, t5])
+def test_recomputed_and_compiled_blocks_give_the_same_gradients(make, technique, other):
+    torch._dynamo.reset()
+    expected = gradients_with(make, [technique(3)])
+    assert largest_difference(expected, gradients_with(make, [technique(3), other()])) < 1e-6
+
+
+def test_a_prefix_needs_no_new_graph_at_each_step():
+    module = Module(llama)
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters
+    with ft.apply(module, [PrefixTuning(3), ft.CompileBlocks(backend="aot_eager")]):
+        module.net(**BATCHES[0]).loss.backward()
+        graphs, breaks = counted["stats"]["unique_graphs"], dict(counted["graph_break"])
+        for given in BATCHES[1:]:
+            module.net(**given).loss.backward()
+    assert counted["stats"]["unique_graphs"] == graphs > 0
+    assert dict(counted["graph_break"]) == breaks
+
+
+@both
+def test_the_fused_loss_head_gives_the_same_gradients(technique):
+    expected = gradients_with(llama, [technique(3)])
+    assert largest_difference(expected, gradients_with(llama, [technique(3), ft.FusedLossHead()])) < 1e-5
+
+
+@both
+def test_micro_batches_give_the_same_weights(technique):
+    ends = []
+    for more in ([], [ft.MicroBatching(2)]):
+        module = Module(llama)
+        torch.manual_seed(1)
+        trainer([technique(3), *more]).fit(module, as_loader(BATCHES[:1]))
+        ends.append(ft.trained_state(module))
+    assert largest_difference(*ends) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "technique", [lambda: PromptTuning(3), lambda: PrefixTuning(3), lambda: PrefixTuning(3, projection=True)]
+)
+def test_resumed_equals_uninterrupted_bit_for_bit(technique, tmp_path):
+    class Save(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    whole, resumed = Module(llama), Module(llama)
+    torch.manual_seed(1)
+    trainer([technique(), Save()], max_epochs=2).fit(whole, as_loader(BATCHES))
+    t = trainer([technique()], max_epochs=2)
+    t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+    state = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
+    assert all(name.startswith("net.prompt_encoder.default.") for name in state)
+
+
+def test_a_second_fit_goes_on_with_the_same_tokens():
+    module, technique = Module(llama), PrefixTuning(3)
+    trainer([technique]).fit(module, as_loader(BATCHES))
+    once = weights(module)
+    trainer([technique]).fit(module, as_loader(BATCHES))
+    assert list(weights(module)) == list(once)
+    assert largest_difference(once, weights(module)) > 0
+
+
+@both
+def test_the_base_may_be_in_half_precision_or_the_run_mixed(technique):
+    half = Module(llama).bfloat16()
+    ft.apply(half, [technique(3)])
+    assert half.net.prompt_encoder["default"].embedding.weight.dtype is torch.float32
+    half.net(**BATCHES[0]).loss.backward()
+    mixed = Module(llama)
+    trainer([technique(3)], precision="bf16-mixed").fit(mixed, as_loader(BATCHES[:1]))
+
+
+@every_kind
+@pytest.mark.parametrize("make", [llama, bert])
+def test_the_tensors_of_a_file_are_pefts(make, kind):
+    model, other = seeded(make), seeded(make)
+    train = ["classifier"] if make is bert else []
+    config = KINDS[kind](TASKS[make])
+    config.modules_to_save = list(train) or None
+    torch.manual_seed(1)
+    theirs = peft.get_peft_model(other, config)
+    add(model, kind, train=train)
+    expected = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
+    assert largest_difference(expected, prompt_state(model)) == 0
+
+
+@pytest.mark.parametrize("train", [[], ["classifier"]])
+@every_kind
+def test_peft_loads_the_tensors_of_a_file(kind, train, tmp_path):
+    model, base, given = seeded(bert), seeded(bert), batch(bert)
+    add(model, kind, train=train)
+    for parameter in model.classifier.parameters():
+        parameter.data.add_(1 if parameter.requires_grad else 0)
+    model.peft_config["default"].save_pretrained(tmp_path)
+    safetensors.save_file(prompt_state(model), tmp_path / "adapter_model.safetensors")
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+    torch.testing.assert_close(theirs(**given).logits, model(**given).logits)
+
+
+def test_a_head_that_was_trained_is_not_left_out():
+    model, other = seeded(bert), seeded(bert)
+    add(model, train=["classifier"])
+    add(other)
+    set_prompt_state_(other, "default", prompt_state(model))  # it has not been trained yet
+    model.classifier.modules_to_save["default"].bias.data.add_(1)
+    with pytest.raises(ValueError, match=r"its head was trained, and this one is not. Add train=\['classifier'\]"):
+        set_prompt_state_(other, "default", prompt_state(model))
+
+
+@every_kind
+def test_the_tensors_of_a_file_can_be_given_to_a_model(kind):
+    model, other, given = seeded(bert), seeded(bert), batch(bert)
+    add(model, kind, train=["classifier"])
+    model.classifier.modules_to_save["default"].weight.data.add_(1)
+    config = KINDS[kind]()
+    config.inference_mode = True  # networks that virtual tokens came out of are not in files
+    add_prompt_(other, config, train=["classifier"])
+    set_prompt_state_(other, "default", prompt_state(model))
+    torch.testing.assert_close(other(**given).logits, model(**given).logits)  # one network is fed once for the batch
+
+
+def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed():
+    model = seeded(llama)
+    add(model)
+    before = weights(model)
+    for tensors, message in [
+        ({}, "'missing'"),
+        ({"prompt_embeddings": torch.zeros(4, 16)}, r"\(4, 16\)"),
+        ({"prompt_embeddings": torch.zeros(3, 16), "more": torch.zeros(1)}, "'more'"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            set_prompt_state_(model, "default", tensors)
+    assert largest_difference(before, weights(model)) == 0
+    projected = seeded(llama)
+    add(projected, "projected")
+    with pytest.raises(ValueError, match="they come out of a network here"):
+        set_prompt_state_(projected, "default", prompt_state(projected))
+    with pytest.raises(ValueError, match="has no virtual tokens"):
+        prompt_state(seeded(llama))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"tokens": 0}, "tokens=0"),
+        ({"tokens": True}, "tokens=True"),
+        ({"start": "zero"}, "start='zero'"),
+        ({"start": []}, "start="),
+        ({"start": [-1]}, "start="),
+        ({"checkpoint": "whole"}, "checkpoint='whole'"),
+    ],
+)
+def test_bad_settings_are_refused_when_they_are_given(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        PromptTuning(**settings)
+    if "start" not in settings:
+        with pytest.raises((ValueError, TypeError), match=message):
+            PrefixTuning(**settings)
+
+
+def distilbert():
+    config = transformers.DistilBertConfig(dim=16, n_layers=1, n_heads=2, hidden_dim=32, vocab_size=50)
+    return transformers.DistilBertForSequenceClassification(config)
+
+
+def narrow_electra():
+    return transformers.ElectraForSequenceClassification(transformers.ElectraConfig(**SIZE, embedding_size=8))
+
+
+@pytest.mark.parametrize("kind", ["prompt", "p-tuning"])
+@pytest.mark.parametrize("make", [distilbert, narrow_electra])
+def test_models_whose_settings_have_other_names_or_whose_embeddings_are_narrower(make, kind):
+    model = seeded(make)
+    before = model(**batch(bert)).logits
+    add(model, kind)
+    assert not torch.equal(model(**batch(bert)).logits, before)
+
+
+def test_recomputed_layers_that_look_back_a_few_tokens_only():
+    config = transformers.Gemma2Config(**SIZE, **ENDS, num_key_value_heads=1, head_dim=8, sliding_window=4)
+    make = lambda: transformers.Gemma2ForCausalLM(config)  # noqa: E731
+    expected = gradients_with(make, [PrefixTuning(3)], batch(llama))
+    again = gradients_with(make, [PrefixTuning(3), ft.ActivationCheckpointing()], batch(llama))
+    assert largest_difference(expected, again) == 0
+
+
+def recomputing():
+    model = llama()
+    model.activation_checkpointing_enable()
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "technique", "error", "message"),
+    [
+        (TinyLM, PromptTuning(3), TypeError, "no Hugging Face model in it.*Use LoRA"),
+        (lambda: nn.ModuleList([llama(), llama()]), PromptTuning(3), ValueError, r"'0', '1'.*add_prompt_\(module.0"),
+        (lambda: transformers.BertForTokenClassification(transformers.BertConfig(**SIZE)), PromptTuning(3), TypeError,
+         "BertForTokenClassification, of task unknown"),
+        (distilbert, PrefixTuning(3), ValueError, "this model has none. Use PromptTuning"),
+        (recomputing, PrefixTuning(3), ValueError, r"Use ActivationCheckpointing\(\)"),
+        (llama, PromptTuning(3, start=[99]), ValueError, "start holds 99: the vocabulary has 50"),
+        (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
+        (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
+        (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
+         "outside of LlamaForCausalLM"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_and_nothing_is_changed(model, technique, error, message):
+    model = model()
+    before = trains(model), [type(m) for m in model.modules()], list(vars(model))
+    with pytest.raises(error, match=message):
+        ft.apply(model, [technique])
+    assert before == (trains(model), [type(m) for m in model.modules()], list(vars(model)))
+
+
+def trains(model):
+    return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+
+
+def test_what_is_no_configuration_of_virtual_tokens_is_refused():
+    with pytest.raises(TypeError, match="config is a LORA"):
+        add_prompt_(llama(), peft.LoraConfig(r=2))
+    with pytest.raises(TypeError, match="config is a dict"):
+        add_prompt_(llama(), {"num_virtual_tokens": 2})
+    with pytest.raises(TypeError, match=r"Use add_prompt_\(model, config\)"):
+        ft.add_adapter_(llama(), KINDS["prompt"]())
+
+
+def test_a_cache_given_to_the_forward_is_refused():
+    model, given = seeded(llama), batch(llama)
+    add(model)
+    with pytest.raises(ValueError, match="past_key_values given to LlamaForCausalLM"):
+        model(**given, past_key_values=transformers.DynamicCache())
+
+
+def test_generating_without_the_cache_that_holds_the_prefix_is_refused():
+    model, given = seeded(llama), batch(llama)
+    add(model, "prefix")
+    with pytest.raises(ValueError, match="the prefix is in the cache"):
+        model.generate(given["input_ids"], use_cache=False)
+    model.generate(given["input_ids"], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2])
+def test_a_batch_that_is_too_long_for_learned_positions_is_told(make):
+    model, given = seeded(make), batch(make, length=30)
+    add(model)
+    with pytest.raises(ValueError, match="has 32 positions. Cut what is longer than 29 tokens"):
+        model(**given)
+    model(**batch(make, length=29))
+
+
+def test_the_peak_with_virtual_tokens_is_predicted_within_five_per_cent():
+    from tests.plan.test_predict_memory import SMALL, measured
+
+    techniques = [PrefixTuning(8), ft.ActivationCheckpointing()]
+    report = ft.predict_memory(SMALL["llama"].module, SMALL["llama"].batch(), techniques=techniques, device="cpu")
+    assert measured(SMALL["llama"], techniques) == pytest.approx(report.peak_bytes, rel=0.05)
