@@ -20,9 +20,8 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     layers = {name: layer for name, layer in outermost(model) if is_tuner(layer)}
     if not layers:
         why = "they go before the input and are in no weight"
-        raise ValueError(
-            explain(f"merging the prompts of {type(model).__name__}", why, "Save them, and load the model")
-        )
+        way_out = "Save them, and take them out: unload_adapters_(model, merge=False)"
+        raise ValueError(explain(f"merging the prompts of {type(model).__name__}", why, way_out))
     return layers
 
 

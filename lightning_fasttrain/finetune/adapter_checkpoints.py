@@ -75,9 +75,9 @@ def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
             return
         refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
         state, own = checkpoint["state_dict"], trained_names(module)
-        if strict and set(state) != set(own):
-            missing = [name for name in own if name not in state]
-            more = [name for name in state if name not in own]
+        missing = [name for name in own if name not in state]
+        more = [name for name in state if name not in module.state_dict()]  # what is thawed later need not train yet
+        if strict and (missing or more):
             raise ValueError(
                 explain(
                     "the checkpoint trained something else than this run",

@@ -7,9 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.prompt_forward import prompts_on
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64
+_HOLDERS = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}  # PEFT's, and what they hold
 
 
 def base_fingerprint(model: nn.Module) -> Fingerprint:
@@ -23,8 +25,9 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
         model: any module, with or without adapters.
 
     Returns:
-        Name of each parameter → 12 hexadecimal digits, preceded by ``"q"`` if it is quantised; ``"?"`` for layers whose
-        weight an adapter has changed where it began, as PiSSA does.
+        Name of each parameter → 12 hexadecimal digits, preceded by ``"q"`` if it is quantised; ``"?"`` where beside an
+        adapter stands what is not the base's any more: weights that an adapter has changed where it began, as PiSSA
+        does, or is merged into, and what trains with it.
 
     Example:
         >>> net = nn.Linear(4, 2)
@@ -33,10 +36,10 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     """
     names, kinds, samples = [], [], []
     found: Fingerprint = {}
-    changed = any(_changes_base(config) for config in getattr(model, "peft_config", {}).values())
+    plain_names, changed = base_names(model), _changed(model)
     for name, parameter in model.named_parameters():
-        plain = plain_name(name)
-        if plain is not None and changed and "base_layer" in name.split("."):
+        plain = plain_names.get(name)
+        if plain is not None and name in changed:
             found[plain] = "?"
         elif plain is not None:
             names.append(plain)
@@ -51,15 +54,28 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     return dict(sorted(found.items()))
 
 
-def plain_name(name: str) -> str | None:
-    """What a key would be called without adapters; None if an adapter brought it."""
-    parts = name.split(".")
-    if any(part.startswith(("lora_", "ia3_", "prompt_encoder", "modules_to_save", "vera_", "hada_")) for part in parts):
-        return None
-    return ".".join(part for part in parts if part not in ("base_layer", "original_module"))
+def base_names(model: nn.Module) -> dict[str, str]:
+    """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
+    holders = {name: part for name, module in model.named_modules() if (part := _holds(module))}
+    prompted = [name for name, module in model.named_modules() if prompts_on(module) is not None]
+    prompts = tuple(f"{name}.prompt_encoder.".removeprefix(".") for name in prompted)
+    found = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.startswith(prompts):
+            continue
+        parts = name.split(".")
+        inside = [holders.get(".".join(parts[:i])) for i in range(len(parts))]
+        if all(held is None or held == part for held, part in zip(inside, parts, strict=True)):
+            found[name] = ".".join(part for held, part in zip(inside, parts, strict=True) if held is None)
+    return found
 
 
-def refuse_other_base(expected: Fingerprint, model: nn.Module, what: str) -> None:
+def refuse_other_base(
+    expected: Fingerprint,
+    model: nn.Module,
+    what: str,
+    way_out: str = "Load the base that it was trained beside",
+) -> None:
     """Compare a model with the fingerprint of the one that an adapter was trained beside.
 
     Where just one of the two is quantised, only names can be compared.
@@ -73,19 +89,41 @@ def refuse_other_base(expected: Fingerprint, model: nn.Module, what: str) -> Non
     other = [name for name in expected if name in found and _differ(expected[name], found[name])]
     for names, how in ((missing, "this model lacks"), (more, "the other lacked"), (other, "other weights are in")):
         if names:
-            listed = ", ".join(f"'{name}'" for name in names[:3]) + (f" and {len(names) - 3} more" if names[3:] else "")
-            raise ValueError(
-                explain(
-                    f"{what} was trained beside another base than {type(model).__name__}",
-                    f"{how} {listed}",
-                    "Load the base that it was trained beside, or pass check_base=False if you know that it fits",
-                )
-            )
+            base = f"{what} was trained beside another base than {type(model).__name__}"
+            raise ValueError(explain(base, f"{how} {first_few(names)}", way_out))
+
+
+def first_few(names: list[str]) -> str:
+    """The first three, and how many more; cut where a name is absurd, since it may come from a file."""
+    listed = ", ".join(repr(name[:120]) for name in names[:3])
+    return listed + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _changed(model: nn.Module) -> set[str]:
+    """Names of parameters of the base that are not what they were before there were adapters."""
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _holds(module) == "base_layer"}
+    configs = [config for module in model.modules() for config in (vars(module).get("peft_config") or {}).values()]
+    if not configs:
+        return set()
+    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if any(getattr(config, "bias", "none") != "none" for config in configs):
+        changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+    begun = any(_changes_base(config) for config in configs)
+    for name, layer in layers.items():
+        if begun or layer.merged:
+            changed |= {f"{name}.base_layer.{key}" for key, _ in layer.base_layer.named_parameters()}
+    return changed
 
 
 def _changes_base(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
-    return isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal")
+    decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
+    return decomposed or getattr(config, "kasa_config", None) is not None
+
+
+def _holds(module: nn.Module) -> str | None:
+    """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed."""
+    return next((_HOLDERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _HOLDERS), None)
 
 
 def _differ(a: str, b: str) -> bool:

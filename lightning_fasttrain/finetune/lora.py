@@ -84,7 +84,8 @@ class Adapter(Technique):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the loader has begun its epoch by now, for which it drew; in mid-epoch that was before the save."""
-        if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch:
+        ended = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch  # saved with the last batch of an epoch
+        if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch and not ended:
             set_random_state(self._resumed)
         self._resumed = None
 

@@ -26,6 +26,7 @@ from lightning_fasttrain.finetune.merge_quantized import (
     forget_quantization_,
     held_by,
 )
+from lightning_fasttrain.finetune.prompt_forward import prompts_on, take_out_prompts_
 
 
 @dataclass(frozen=True)
@@ -196,6 +197,12 @@ def unload_adapters_(
     Source:
         PEFT's ``merge_and_unload``, for any module.
     """
+    prompted = [root for root in adapted(model).values() if prompts_on(root)]
+    if prompted and not merge:
+        for root in prompted:
+            take_out_prompts_(root)
+        thaw_(model)
+        return model
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())
     asked = [what for what in (names, into, original) if what is not None]

@@ -24,7 +24,11 @@ from lightning_fasttrain.finetune._quantized_layer import (
 from lightning_fasttrain.finetune.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.targets import find_heads
 
-_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper")  # PEFT's, by name: it is not imported for this
+_ADAPTERS = (
+    "BaseTunerLayer",
+    "AuxiliaryTrainingWrapper",
+    "BasePromptEncoder",
+)  # PEFT's, by name: it is not imported for this
 _IN_ADAPTER = "an adapter is on it already"
 
 
@@ -80,7 +84,7 @@ def quantize_base_(
     times in fp4 on a CPU.
 
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.find_heads`), what shares its weight
-    with another module, what ``skip`` names, subclasses of ``nn.Linear`` such as ``nn.MultiheadAttention`` uses, and
+    with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as ``nn.MultiheadAttention`` uses, and
     layers with adapters. Code that reads ``layer.weight`` instead of calling the layer needs it in ``skip``. In int8
     the inputs are quantised too, on a CPU only in eval.
 
@@ -161,6 +165,7 @@ def report(
 def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
     """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
     skipped, heads, shared = _skipped(model, skip), find_heads(model), _shared(model)
+    shared = {**_kept_whole(model), **shared}
     layers: dict[str, nn.Linear] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
@@ -226,6 +231,17 @@ def _shared(model: nn.Module) -> dict[str, str]:
         for names in owners.values()
         if len(names) > 1
         for name in names
+    }
+
+
+def _kept_whole(model: nn.Module) -> dict[str, str]:
+    """What Hugging Face's models name as never to be in less than float32, such as ``wo`` in T5 → that."""
+    return {
+        f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
+        for prefix, owner in model.named_modules()
+        if (kept := getattr(owner, "_keep_in_fp32_modules", None))
+        for name, _ in owner.named_modules()
+        if set(kept) & set(name.split("."))
     }
 
 

@@ -142,21 +142,26 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
 
 
 def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name → module, without what lies inside an adapted layer, which is represented by its base."""
+    """Qualified name → module, without what an adapter brought; an adapted layer is represented by its base."""
     found: dict[str, nn.Module] = {}
     inside = "\0"
     for name, module in model.named_modules():
         if not name or name.startswith(inside):
             continue
-        if _is_adapted(module):
+        if _is_adapted(module) or _is_a(module, "BasePromptEncoder"):
             inside = f"{name}."
-        found[name] = base_of(module)
+        if not _is_a(module, "BasePromptEncoder"):
+            found[name] = base_of(module)
     return found
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    """Asked by the name of the class's ancestors, so that PEFT is not imported for models that never met it."""
-    return any(base.__name__ == "BaseTunerLayer" for base in type(module).__mro__)
+    return _is_a(module, "BaseTunerLayer")
+
+
+def _is_a(module: nn.Module, ancestor: str) -> bool:
+    """Asked by name, so that PEFT is not imported for models that never met it."""
+    return any(base.__name__ == ancestor for base in type(module).__mro__)
 
 
 def _is_linear(layer: nn.Module) -> bool:

@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, prompt_state, set_prompt_state_
-from lightning_fasttrain.finetune.prompt_forward import prompts_on, take_out_prompts_
+from lightning_fasttrain.finetune.prompt_forward import prompts_on
 from tests.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
 
 peft = pytest.importorskip("peft")
@@ -348,7 +348,9 @@ def test_taken_out_again():
     before, output = list(vars(model)), model(**given).logits
     keys = list(model.state_dict())
     add(model)
-    take_out_prompts_(model)
+    with pytest.raises(ValueError, match="they go before the input and are in no weight"):
+        ft.unload_adapters_(model)
+    ft.unload_adapters_(model, merge=False)
     assert (list(vars(model)), list(model.state_dict())) == (before, keys)
     assert torch.equal(model(**given).logits, output)
     assert prompts_on(model) is None

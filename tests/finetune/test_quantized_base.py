@@ -6,7 +6,15 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import BitsAndBytesConfig, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import FastTrainWarning, PeakMemory
@@ -149,6 +157,16 @@ def test_the_heads_of_hugging_face_models_are_left():
     report = quantize_base_(net, "int8")
     assert (len(report.quantized), report.left) == (14, {"lm_head": "a head"})
     assert type(net.lm_head) is nn.Linear
+
+
+def test_what_hugging_face_keeps_in_float32_is_left():
+    config = T5Config(d_model=64, d_ff=128, num_layers=2, num_heads=2, d_kv=32, vocab_size=50)
+    model = T5ForConditionalGeneration(config)
+    left = quantize_base_(model).left
+    assert {name.rpartition(".")[2] for name in left} == {"wo", "lm_head"}
+    assert torch.isfinite(
+        model(input_ids=torch.ones(1, 3).long(), decoder_input_ids=torch.ones(1, 2).long()).logits
+    ).all()
 
 
 def test_skip_takes_names_patterns_and_classes_one_or_several():
