@@ -1,19 +1,24 @@
 """Small trainable layers beside a frozen model: put in, found again, switched, and left out of a forward."""
 
 import copy
-import importlib.util
 import warnings
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import lightning as L
-import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._technique import patch
+from lightning_fasttrain.finetune._adapter_checks import (
+    check_config,
+    check_layers,
+    check_name,
+    is_there,
+    without_namesakes,
+)
 from lightning_fasttrain.finetune._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.prompt_forward import prompts_on
@@ -73,8 +78,8 @@ def add_adapter_(
         ``peft.inject_adapter_in_model``.
     """
     peft = require_peft()
-    _check_config(peft, config)
-    _check_name(name)
+    check_config(peft, config)
+    check_name(name)
     config = copy.deepcopy(config)
     wanted = targets if targets is not None else (config.target_modules or "all-linear")
     found = find_targets(model, wanted)
@@ -84,7 +89,7 @@ def add_adapter_(
             raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
     refuse_tied(model, found)
     refuse_tied(model, whole)
-    _check_layers(found, config)
+    check_layers(found, config)
     prefix, root = _root(model, [*found, *whole])
     inside = [target.removeprefix(prefix) for target in found]
     config.target_modules = _as_peft_keeps(shortest_names(inside, root))
@@ -92,12 +97,12 @@ def add_adapter_(
         feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
         config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
-        config.modules_to_save = _without_namesakes([one.removeprefix(prefix) for one in whole], root)
+        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
     there: dict[str, Any] = vars(root).get("peft_config", {})
     if there:
         refuse_merged(root, f"adding adapter '{name}'")
-    if _is_there(there, name, config):
-        _train_mode(root)
+    if is_there(there, name, config):
+        train_mode(root)
         return list(found)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
     with ExitStack() as on_error:
@@ -109,7 +114,7 @@ def add_adapter_(
         _inject(peft, config, root, name)
         _in_float32_(root, name)
         on_error.pop_all()
-    _train_mode(root)
+    train_mode(root)
     trained, total = count_parameters(model)
     say(
         "%s '%s': %d layers (%s)%s%s; trains %s of %s parameters (%.2f%%)",
@@ -298,117 +303,8 @@ def _in_float32_(root: nn.Module, name: str) -> None:
                     parameter.data = parameter.data.float()
 
 
-def _check_config(peft: Any, config: Any) -> None:
-    if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
-        return
-    given = type(config).__name__
-    if isinstance(config, L.Callback):
-        raise TypeError(explain(f"config={given}", "this is a technique", f"Use apply(model, [{given}(...)])"))
-    prompts = "it puts tokens before the input, not layers beside the model's"
-    if isinstance(config, peft.PeftConfig):
-        raise TypeError(explain(f"config={given}", prompts, "Use add_prompt_(model, config)"))
-    why = "it is no configuration of PEFT"
-    raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
-
-
-def _check_name(name: Any) -> None:
-    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
-        raise ValueError(
-            explain(
-                f"name={name!r}",
-                "names of adapters become parts of keys and of folders",
-                "Use letters, digits, _ and -",
-            )
-        )
-
-
-def _check_layers(found: dict[str, nn.Module], config: Any) -> None:
-    rank = getattr(config, "r", None)
-    for name, layer in found.items():
-        if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            raise TypeError(
-                explain(
-                    f"target '{name}'",
-                    "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing",
-                    f"Target '{name.rpartition('.')[0]}'",
-                )
-            )
-        if is_quantized(layer):
-            _check_quantized(name, config)
-        smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
-        if isinstance(rank, int) and rank > smallest:
-            raise ValueError(
-                explain(
-                    f"rank={rank} for '{name}'",
-                    f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most",
-                    f"Use rank={smallest} or less, or leave '{name}' out",
-                )
-            )
-
-
-def _check_quantized(name: str, config: Any) -> None:
-    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
-    start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
-    if isinstance(start, str) and start.startswith(("pissa", "corda")):
-        why = "it begins with a decomposition of the weight, and this one is packed"
-        way_out = "Use variant='lora', or add the adapter to the model in full precision"
-        raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
-    package = type(config).__module__.removesuffix(".config")
-    if importlib.util.find_spec(f"{package}.bnb") is None:
-        why = "PEFT has no such layer for quantised weights"
-        raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or a plain base"))
-
-
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
     return names if isinstance(names, str) else set(names)
-
-
-def _without_namesakes(names: list[str], root: nn.Module) -> list[str]:
-    """PEFT takes every module whose name ends like one of these, be it in the middle of a word."""
-    for name in names:
-        others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
-        others = [other for other in others if not other.startswith(f"{name}.")]
-        if others:
-            raise ValueError(
-                explain(
-                    f"train=['{name}']",
-                    f"PEFT would take '{others[0]}' for it as well, whose name ends likewise",
-                    "Give the module a name of its own in the model",
-                )
-            )
-    return names
-
-
-def _is_there(there: dict[str, Any], name: str, config: Any) -> bool:
-    kinds = {one.peft_type for one in there.values()}
-    if kinds - {config.peft_type}:
-        other = kinds.pop().value
-        raise ValueError(
-            explain(
-                f"{config.peft_type.value} beside {other}",
-                "adapters of two kinds in one model have no common file, and PEFT's do not mix",
-                f"Use {other} for both, or unload the first: unload_adapters_(model)",
-            )
-        )
-    if name not in there:
-        return False
-    if _meaning(there[name]) != _meaning(config):
-        differs = [key for key, value in _meaning(config).items() if _meaning(there[name]).get(key) != value]
-        raise ValueError(
-            explain(
-                f"adapter '{name}'",
-                f"there is one of that name, with another {', '.join(differs)}",
-                "Give this one another name, or ask for the same",
-            )
-        )
-    return True
-
-
-def _meaning(config: Any) -> dict[str, Any]:
-    """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
-    ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
-    settings = {key: value for key, value in config.to_dict().items() if key not in ignored and value not in (None, {})}
-    return {key: sorted(value) if isinstance(value, list | set | tuple) else value for key, value in settings.items()}
 
 
 def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
@@ -429,7 +325,7 @@ def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
     return "", model
 
 
-def _train_mode(root: nn.Module) -> None:
+def train_mode(root: nn.Module) -> None:
     """Lightning leaves pretrained parts in eval, as they come; the adapter's own dropout is meant."""
     for layer in _switches(root):
         for name, child in layer.named_children():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.finetune._adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune._prompt_checks import (
     HEADS,
     check_config,
@@ -19,13 +20,7 @@ from lightning_fasttrain.finetune._prompt_checks import (
     hugging_face_model,
     task_of,
 )
-from lightning_fasttrain.finetune.adapters import (
-    _check_name,
-    _is_there,
-    _train_mode,
-    _without_namesakes,
-    count_parameters,
-)
+from lightning_fasttrain.finetune.adapters import count_parameters, train_mode
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.prompt_forward import PromptForward, prompts_on
 from lightning_fasttrain.finetune.targets import find_heads, find_targets, refuse_tied, require_peft
@@ -77,7 +72,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     """
     peft = require_peft()
     check_config(peft, config)
-    _check_name(name)
+    check_name(name)
     prefix, root = hugging_face_model(model)
     config = copy.deepcopy(config)
     config.task_type = config.task_type or task_of(root)
@@ -86,9 +81,9 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     refuse_tied(model, whole)
     fill_(config, root)
     if whole:
-        config.modules_to_save = _without_namesakes([one.removeprefix(prefix) for one in whole], root)
-    if _is_there(_adapters_in(model), name, _as_there(config, vars(root).get("peft_config", {}).get(name))):
-        _train_mode(root)
+        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
+    if is_there(_adapters_in(model), name, _as_there(config, vars(root).get("peft_config", {}).get(name))):
+        train_mode(root)
         return prefix.removesuffix(".")
     heads = [head for head in find_heads(model) if head not in whole]
     with ExitStack() as on_error:
@@ -106,7 +101,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         prompts.frame.word_embeddings = root.get_input_embeddings()  # PEFT goes by their size
         prompts.use(name)
         on_error.pop_all()
-    _train_mode(root)
+    train_mode(root)
     trained, total = count_parameters(model)
     say(
         "%s '%s': %d virtual tokens before the input of %s%s%s; trains %s of %s parameters (%.2f%%)",

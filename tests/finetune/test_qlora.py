@@ -15,6 +15,7 @@ from transformers import BitsAndBytesConfig
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import QLoRA, QuantizedBase, dequantized_weight, quantize_base_
 from tests.finetune.test_merge import awake
+from tests.finetune.test_merge_quantized import WideLM
 from tests.finetune.test_targets import llama
 from tests.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
 
@@ -161,7 +162,7 @@ def test_what_hugging_face_quantised_is_adapted_as_it_is(bits, technique, tmp_pa
 
 
 def test_adapters_are_in_float32_in_whatever_the_products_are():
-    for model, dtype in ((TinyLM(), torch.float32), (TinyLM().bfloat16(), torch.bfloat16)):
+    for model, dtype in ((WideLM(), torch.float32), (WideLM().bfloat16(), torch.bfloat16)):
         ft.apply(model, [QLoRA(rank=2, compute_dtype=torch.bfloat16, variant="dora")])
         assert {p.dtype for p in trained(model).values()} == {torch.float32}
         assert model(BATCHES[0]["input_ids"]).dtype == dtype
@@ -216,3 +217,8 @@ def test_a_copy_trains_on_its_own():
     trainer([QLoRA(rank=2)]).fit(other, as_loader(BATCHES))
     same(weights(model), before)
     assert largest_difference(trained(model), trained(other)) > 0
+
+
+def test_dora_in_4_bits_is_refused_where_its_norms_would_be_wrong():
+    with pytest.raises(TypeError, match=r"DoRA on 'blocks.0.up'.*multiple of 64"):
+        ft.apply(TinyLM(), [QLoRA(rank=2, variant="dora")])
