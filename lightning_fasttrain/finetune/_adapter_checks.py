@@ -1,6 +1,7 @@
 """What an adapter cannot be, and which one is there already: told before anything is changed."""
 
 import importlib.util
+from collections.abc import Iterable
 from typing import Any
 
 import lightning as L
@@ -30,6 +31,18 @@ def check_name(name: Any) -> None:
                 f"name={name!r}",
                 "names of adapters become parts of keys and of folders",
                 "Use letters, digits, _ and -",
+            )
+        )
+
+
+def refuse_namesake(name: str, names: Iterable[str]) -> None:
+    """Refuse an adapter that is called like a module, or a part of its name: PEFT could not tell their keys apart."""
+    if any(name in one.split(".") for one in names):
+        raise ValueError(
+            explain(
+                f"adapter '{name}'",
+                "a module of the model is called so, and PEFT tells adapters from modules by their names",
+                "Give the adapter another name",
             )
         )
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain.finetune._adapter_checks import check_name
+from lightning_fasttrain.finetune._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune._adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune._adapter_folder import (
     SETTINGS,
@@ -85,7 +85,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     config = vars(root)["peft_config"][name]
     refuse_unrepeatable(config, f"adapter '{name}'")
     for one in vars(root)["peft_config"]:
-        _refuse_namesake(one, root)
+        refuse_namesake(one, base_names(root).values())
     target = Path(folder)
     refuse_other_things(target)
     if prompts_on(root) is not None:
@@ -155,7 +155,7 @@ def load_adapter_(
         refuse_unrepeatable(config, f"the adapter in {source}")
         keys = _layer_keys(list(file.keys()), source)
         place = _find_place(model, keys, config, name, source, fingerprint)
-        _refuse_namesake(name, place.root)
+        refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
         expected = expected_tensors(place, config)
@@ -181,17 +181,6 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
     alike = [prefix for prefix, other in meant if other == one and prefix]
     way_out = f"Name the module: save_adapter(model.{alike[0]}, …)" if len(alike) > 1 else f"Use name='{one}', say"
     raise ValueError(explain(f"{type(model).__name__} has several adapters", listed, way_out))
-
-
-def _refuse_namesake(name: str, root: nn.Module) -> None:
-    if name in {part for plain in base_names(root).values() for part in plain.split(".")}:
-        raise ValueError(
-            explain(
-                f"adapter '{name}'",
-                "a module of the model is called so, and PEFT tells adapters from modules by their names",
-                "Give the adapter another name",
-            )
-        )
 
 
 def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:

@@ -17,6 +17,7 @@ from lightning_fasttrain.finetune._adapter_checks import (
     check_layers,
     check_name,
     is_there,
+    refuse_namesake,
     without_namesakes,
 )
 from lightning_fasttrain.finetune._quantized_layer import is_quantized
@@ -104,6 +105,7 @@ def add_adapter_(
     if is_there(there, name, config):
         train_mode(root)
         return list(found)
+    refuse_namesake(name, (one for one, _ in root.named_modules()))
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))

@@ -80,7 +80,7 @@ def find_heads(model: nn.Module) -> list[str]:
     linear = [name for name, layer in layers.items() if _is_linear(layer)]
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     heads = {name for name in linear if id(layers[name].weight) in embeddings}
-    told = [m.get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings")]
+    told = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings")]
     heads |= {name for name in linear if any(layers[name] is base_of(one) for one in told if one is not None)}
     order = list(layers)
     try:

@@ -184,6 +184,7 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
         (TinyLM(), {"rank": 2, "targets": "head"}, ValueError, "its weight is also that of 'embed'"),
         (TinyLM(), {"rank": 2, "targets": "norm"}, TypeError, "PEFT says"),
         (TinyLM(), {"rank": 2, "name": "a.b"}, ValueError, "name='a.b'"),
+        (TinyLM(), {"rank": 2, "name": "blocks"}, ValueError, "a module of the model is called so"),
         (TinyLM(), {"rank": 2, "targets": "up", "train": ["0.up"]}, ValueError, "in train= and a target as well"),
         (attention, {"rank": 2, "targets": "out_proj"}, TypeError, "Target '0'"),
     ]:
