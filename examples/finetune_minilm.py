@@ -58,7 +58,7 @@ class TopicOf(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=self.lr)
 
 
-def loaders(batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
+def loaders(held_out: int, batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
 
     def collate(items):
@@ -70,7 +70,7 @@ def loaders(batch_size: int = 16) -> tuple[DataLoader, DataLoader]:
     order = torch.Generator().manual_seed(0)
     return (
         DataLoader(train, batch_size, shuffle=True, collate_fn=collate, generator=order, drop_last=True),
-        DataLoader(test, batch_size, collate_fn=collate),
+        DataLoader(test[:held_out], batch_size, collate_fn=collate),
     )
 
 
@@ -79,11 +79,11 @@ def accuracy_of(module: L.LightningModule, test: DataLoader) -> float:
     return trainer.validate(module, test, verbose=False)[0]["accuracy"]
 
 
-def train(way: str, steps: int) -> tuple[TopicOf, dict]:
+def train(way: str, steps: int, held_out: int) -> tuple[TopicOf, dict]:
     """One way of fine-tuning; what it gave and what it took."""
     L.seed_everything(0, verbose=False)
     meter = ft.MemoryMeter()
-    training, test = loaders()
+    training, test = loaders(held_out)
     techniques = {
         "whole": [],
         "head only": [],
@@ -110,14 +110,15 @@ def train(way: str, steps: int) -> tuple[TopicOf, dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--held-out", type=int, default=1000, help="docstrings to test on")
     parser.add_argument("--out", type=Path, help="write the figures to this JSON file")
     options = parser.parse_args()
-    _, test = loaders()
+    _, test = loaders(options.held_out)
     L.seed_everything(0, verbose=False)
     before = accuracy_of(TopicOf(), test)
     rows, reloaded = [], {}
     for way in ("whole", "head only", "LoRA", "QLoRA"):
-        module, row = train(way, options.steps)
+        module, row = train(way, options.steps, options.held_out)
         if "LoRA" in way:
             with tempfile.TemporaryDirectory() as folder:
                 ft.save_adapter(module, folder)

@@ -28,9 +28,9 @@ class IA3(Inject):
         return peft.IA3Config(target_modules=["up"], feedforward_modules=[])
 
 
-class LoHa(Inject):
+class RoAd(Inject):
     def config(self):
-        return peft.LoHaConfig(r=2, target_modules=["down"])
+        return peft.RoadConfig(group_size=4, target_modules=["down"])
 
 
 class QuantizedBase(L.Callback):

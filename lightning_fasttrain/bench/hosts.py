@@ -8,14 +8,14 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fasttrain import data, loss, model, optim, plan, run
+from lightning_fasttrain import data, finetune, loss, model, optim, plan, run
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, apply
 from lightning_fasttrain.bench.gpt import GPTModule
 from lightning_fasttrain.bench.recorder import Recorder
 from lightning_fasttrain.bench.rungs import State
 
-ROOMS = (model, loss, optim, data, run, plan)
+ROOMS = (model, finetune, loss, optim, data, run, plan)
 
 
 def callbacks_of(state: State) -> list[L.Callback]:

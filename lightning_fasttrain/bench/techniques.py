@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_fasttrain import data, loss, model, optim, run
+from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._technique import Technique
 
-ROOMS = (data, model, loss, optim, run)
+ROOMS = (data, model, finetune, loss, optim, run)
 
 
 def techniques() -> Iterator[type[Technique]]:
