@@ -34,7 +34,16 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def trained_names(model: nn.Module) -> list[str]:
-    """The keys of :func:`trained_state`; for Fabric: ``fabric.save(path, state, filter={"model": is_trained})``."""
+    """The keys of :func:`trained_state`, in the order of ``model.state_dict()``.
+
+    Fabric saves just these with ``fabric.save(path, {"model": model}, filter={"model": lambda key, _: key in names})``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> _ = net[0].requires_grad_(False)
+        >>> trained_names(net)
+        ['1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
     adapters = adapter_parameters(model)
     frozen: set[str] = set()
     for prefix, module in model.named_modules():

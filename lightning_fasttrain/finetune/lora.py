@@ -2,14 +2,14 @@
 
 import copy
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
@@ -29,8 +29,8 @@ class Adapter(Technique):
         targets: which layers.
         train: names of further modules that train whole.
         name: of this adapter, among several.
-        checkpoint: ``"adapter"``: Lightning's checkpoints hold what trains, and refuse to be resumed on another base;
-            ``"full"``: they hold the whole model.
+        checkpoint: ``"adapter"``: Lightning's checkpoints hold what trains, and refuse to be resumed on another base,
+            on one device and under DDP; ``"full"``: they hold the whole model.
 
     Raises:
         TypeError, ValueError: as :func:`~lightning_fasttrain.add_adapter_`, when the run begins.
@@ -48,6 +48,9 @@ class Adapter(Technique):
     surgery: ClassVar[Surgery | None] = Surgery.ADAPT
     effect: ClassVar[str] = "trains a small adapter of any of PEFT's kinds beside the frozen model"
     in_a_loop: ClassVar[str] = "add_adapter_(model, peft_config)"
+
+    _resumed: dict[str, Any] | None = None
+    _alone = False
 
     def __init__(
         self,
@@ -68,13 +71,15 @@ class Adapter(Technique):
         add_adapter_(model, self.config, self.targets, train=self.train, name=self.name)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        self._resumed: dict[str, Any] | None = None
+        self._resumed = None
         self._alone = trainer.world_size == 1
         if self.checkpoint == "full":
             return None
-        with ExitStack() as undo:
-            undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
-            return undo.pop_all().close
+        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+            strategy = type(trainer.strategy).__name__
+            note_once(f"{type(self).__name__}: checkpoints hold the whole model, since {strategy} writes its own")
+            return None
+        return checkpoint_what_trains_(trainer.strategy, pl_module)
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the optimizer exists; its state is restored later, without what is frozen."""
