@@ -70,7 +70,7 @@ def find_heads(model: nn.Module) -> list[str]:
 
     These are what Hugging Face's models return from ``get_output_embeddings()``, linear layers that share their weight
     with an embedding, and linear layers that come after the last of the model's repeated blocks. In a model without
-    such blocks it is the last linear layer. A model's only linear layer is no head.
+    such blocks it is the last linear layer, unless that is the only one.
 
     Example:
         >>> find_heads(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
@@ -94,7 +94,7 @@ def find_heads(model: nn.Module) -> list[str]:
     after = [name for name in linear if order.index(name) > inside]
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
     heads |= set(after if 4 * len(after) <= len(linear) else after[-1:])
-    return [] if len(linear) == 1 else sorted(heads, key=order.index)
+    return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
 
 
 def base_of(module: nn.Module) -> nn.Module:

@@ -81,6 +81,7 @@ def test_a_second_half_of_a_model_is_no_head():
 def test_the_only_linear_layer_is_no_head_and_the_last_of_several_is():
     assert ft.find_heads(nn.Sequential(nn.Linear(2, 2))) == []
     assert ft.find_heads(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))) == ["2"]
+    assert ft.find_heads(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), nn.Linear(2, 1))) == ["2"]
 
 
 def test_layers_inside_attention_are_not_linear_layers_of_the_model():
