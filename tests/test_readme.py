@@ -23,6 +23,14 @@ def test_the_table_of_techniques_is_the_codes():
     assert written == markdown_table(ladder)
 
 
+def test_the_table_of_fine_tuning_is_what_was_measured():
+    rows = json.loads((ROOT / "examples" / "results" / "finetune_minilm_cpu.json").read_text())["rows"]
+    for row in rows:
+        assert (
+            f"| {row['way']} | {row['accuracy']:.1%} | {row['trained share']:.2%} | {row['peak MiB']:.0f} |" in README
+        )
+
+
 def test_its_python_is_python():
     assert len(blocks("python")) == 5
     for block in blocks("python"):
