@@ -9,7 +9,6 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -255,9 +254,7 @@ def test_patterns_in_files_are_never_run(folder):
     with pytest.raises(subprocess.TimeoutExpired):  # negative control: it would
         code = f"import re; re.fullmatch({hang!r}, 'blocks.0.up.blocks.0.up.blocks.0.up')"
         subprocess.run([sys.executable, "-c", code], timeout=1)
-    began = time.monotonic()
     assert len(load_adapter_(TinyLM(), settings(folder, target_modules=hang, exclude_modules=hang))) == 4
-    assert time.monotonic() - began < 1
 
 
 def test_what_is_no_adapters_folder_is_refused(folder, tmp_path):
