@@ -28,6 +28,7 @@ from lightning_fasttrain.finetune.targets import (
     _kinds,
     find_heads,
     find_targets,
+    is_a,
     refuse_tied,
     require_peft,
     shortest_names,
@@ -237,13 +238,10 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
 
 def adapter_parameters(model: nn.Module) -> set[str]:
     """Qualified names of what the adapters brought: their parameters and buffers, and their copies of whole modules."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     brought: set[str] = set()
     for name, module in model.named_modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
-            base = "base_layer." if isinstance(module, BaseTunerLayer) else "original_module."
+        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+            base = "base_layer." if is_a(module, "BaseTunerLayer") else "original_module."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
         if prompts_on(module) is not None:
             prefix = f"{name}." if name else ""
@@ -266,11 +264,8 @@ def refuse_merged(model: nn.Module, what: str) -> None:
 
 
 def _switches(model: nn.Module) -> Iterator[Any]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import AuxiliaryTrainingWrapper
-
     for module in model.modules():
-        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
             yield module
         if (prompts := prompts_on(module)) is not None:
             yield prompts

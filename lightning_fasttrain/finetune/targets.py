@@ -148,18 +148,18 @@ def _layers(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         if not name or name.startswith(inside):
             continue
-        if _is_adapted(module) or _is_a(module, "BasePromptEncoder"):
+        if _is_adapted(module) or is_a(module, "BasePromptEncoder"):
             inside = f"{name}."
-        if not _is_a(module, "BasePromptEncoder"):
+        if not is_a(module, "BasePromptEncoder"):
             found[name] = base_of(module)
     return found
 
 
 def _is_adapted(module: nn.Module) -> bool:
-    return _is_a(module, "BaseTunerLayer")
+    return is_a(module, "BaseTunerLayer")
 
 
-def _is_a(module: nn.Module, ancestor: str) -> bool:
+def is_a(module: nn.Module, ancestor: str) -> bool:
     """Asked by name, so that PEFT is not imported for models that never met it."""
     return any(base.__name__ == ancestor for base in type(module).__mro__)
 

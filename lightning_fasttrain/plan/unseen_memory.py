@@ -67,7 +67,7 @@ CPU_WORKSPACE: dict[Any, Workspace] = {
 
 def quantized_workspace() -> dict[Any, Workspace]:
     """A product with weights in 4 bits makes a whole weight of them, and whole constants of its blocks."""
-    if "bitsandbytes" not in sys.modules:
+    if sys.modules.get("bitsandbytes") is None:
         return {}
 
     def dequantized(arguments: Any, _: Any) -> int:

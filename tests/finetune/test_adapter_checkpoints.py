@@ -1,6 +1,7 @@
 """Lightning's checkpoints hold what trains, resume to the last bit, and are refused where they do not belong."""
 
 import re
+import sys
 
 import lightning as L
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_fasttrain import Adapter, LoRA
-from lightning_fasttrain.finetune import trained_names, trained_state
+from lightning_fasttrain.finetune import freeze_except_, trained_names, trained_state
 from tests.finetune.test_base_fingerprint import altered, deeper, renamed
 from tests.nets import TinyLM, _Listed, as_loader, lm_batches, trainer, weights
 
@@ -237,3 +238,10 @@ def test_a_full_checkpoint_is_loaded_whole_and_brings_its_own_base(tmp_path):
     whole = fit([lora(checkpoint="full"), every(tmp_path, every_n_epochs=1)])
     resumed = fit([lora()], module=altered(), ckpt_path=tmp_path / "epoch=0-step=5.ckpt")
     assert equal(weights(resumed), weights(whole))
+
+
+def test_what_trains_is_told_without_peft(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    model = TinyLM()
+    freeze_except_(model, "blocks.2")
+    assert list(trained_state(model)) == [name for name in model.state_dict() if name.startswith("blocks.2.")]
