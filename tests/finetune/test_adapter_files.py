@@ -531,10 +531,12 @@ def test_a_part_of_a_sharded_model_is_not_taken_for_the_whole(tmp_path):
 
 
 def test_an_adapter_with_the_name_of_a_module_is_refused(tmp_path):
-    base, model = adapted("plain", name="blocks")
+    with pytest.raises(ValueError, match="adapter 'blocks': a module of the model is called so"):
+        adapted("plain", name="blocks")
+    model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["up"]), TinyLM(), "blocks")
     with pytest.raises(ValueError, match="adapter 'blocks': a module of the model is called so"):
         save_adapter(model, tmp_path)
-    _, model = adapted("plain")
+    base, model = adapted("plain")
     with pytest.raises(ValueError, match="adapter 'norm': a module of the model is called so"):
         load_adapter_(base, save_adapter(model, tmp_path), name="norm")
     with pytest.raises(ValueError, match="name='a.b'"):
