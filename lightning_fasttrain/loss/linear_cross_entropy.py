@@ -54,7 +54,8 @@ def linear_cross_entropy(
             ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
             each call and whose graph can be walked backward once; ``"torch"`` is
             ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which rounds the loss of bfloat16 inputs more
-            coarsely than the plain path. ``examples/gpu/chunked_loss.py`` measures them.
+            coarsely than the plain path, and whose gradients are NaN where no target counts.
+            ``examples/gpu/chunked_loss.py`` measures them.
 
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
