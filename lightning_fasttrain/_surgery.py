@@ -49,6 +49,15 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     return found
 
 
+def told_heads(model: nn.Module) -> list[nn.Module]:
+    """The layers that make logits, as Hugging Face's models inside ``model`` tell by ``get_output_embeddings()``.
+
+    Classes are asked, because adapters' wrappers pass on every attribute of the model that they hold.
+    """
+    models: list[Any] = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
+    return [head for head in (module.get_output_embeddings() for module in models) if head is not None]
+
+
 def _repeated(model: nn.Module) -> dict[str, nn.Module]:
     runs = list(_runs(model, neighbours=True)) or list(_runs(model, neighbours=False))
     if not runs:

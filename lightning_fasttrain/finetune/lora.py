@@ -1,6 +1,7 @@
 """Low-rank adapters, and their relatives among PEFT's, as techniques."""
 
 import copy
+import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar
 
@@ -85,7 +86,9 @@ class Adapter(Technique):
         """Hook: the first at which the optimizer exists; its state is restored later, without what is frozen."""
         for optimizer in trainer.optimizers:
             for group in optimizer.param_groups:
-                group["params"] = [p for p in group["params"] if p.requires_grad]
+                trains = [parameter.requires_grad for parameter in group["params"]]
+                for key in {"params", "param_names"} & group.keys():  # names are there if it was given some
+                    group[key] = list(itertools.compress(group[key], trains))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the loader has begun its epoch by now, for which it drew; in mid-epoch that was before the save."""

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._surgery import told_heads
 from lightning_fasttrain.finetune.targets import base_of, find_heads
 
 
@@ -71,7 +72,7 @@ def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = N
 def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """The head's name, and whether the model itself says that it is the one which gives its vocabulary."""
     modules: dict[str, Any] = dict(model.named_modules())
-    ours = [m.get_output_embeddings() for m in modules.values() if hasattr(type(m), "get_output_embeddings")]
+    ours = told_heads(model)
     told = [name for name, module in modules.items() if any(module is one for one in ours)]
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)

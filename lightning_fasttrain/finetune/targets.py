@@ -9,7 +9,7 @@ from torch import nn
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import find_blocks
+from lightning_fasttrain._surgery import find_blocks, told_heads
 
 Target = str | re.Pattern[str] | type[nn.Module]
 Targets = Target | Iterable[Target]
@@ -80,8 +80,8 @@ def find_heads(model: nn.Module) -> list[str]:
     linear = [name for name, layer in layers.items() if _is_linear(layer)]
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     heads = {name for name in linear if id(layers[name].weight) in embeddings}
-    told = [cast(Any, m).get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings")]
-    heads |= {name for name in linear if any(layers[name] is base_of(one) for one in told if one is not None)}
+    told = [base_of(head) for head in told_heads(model)]
+    heads |= {name for name in linear if any(layers[name] is head for head in told)}
     order = list(layers)
     try:
         blocks = find_blocks(model)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain._surgery import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
@@ -120,8 +120,7 @@ def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | No
     """The layer that makes the logits: by name, or as Hugging Face's models tell it; None if nobody says."""
     if name is not None:
         return named(model, name, argument)
-    told = (m.get_output_embeddings() for m in model.modules() if hasattr(type(m), "get_output_embeddings"))  # type: ignore[operator]
-    return next((head for head in told if head is not None), None)
+    return next(iter(told_heads(model)), None)
 
 
 def logits_in(output: Any) -> Any:

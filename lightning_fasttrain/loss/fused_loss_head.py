@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
@@ -78,8 +78,8 @@ def _heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
     modules: dict[str, Any] = dict(model.named_modules())
     if head is not None:
         heads = {head: modules[head]} if head in modules else {}
-    else:  # the class is asked, because adapters' wrappers pass on every attribute of the model that they hold
-        told = [m.get_output_embeddings() for m in modules.values() if hasattr(type(m), "get_output_embeddings")]
+    else:
+        told = told_heads(model)
         heads = {name: module for name, module in modules.items() if any(module is one for one in told)}
     if not heads:
         widths = {name: m.out_features for name, m in modules.items() if isinstance(m, nn.Linear)}

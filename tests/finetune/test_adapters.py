@@ -246,6 +246,19 @@ def test_frozen_parameters_do_not_reach_the_optimizer_and_do_not_move():
     assert all(float(p.detach().abs().max()) > 0 for name, p in model.named_parameters() if "lora_B" in name)
 
 
+def test_an_optimizer_that_knows_names_keeps_those_of_what_trains():
+    class Named(TinyLM):
+        def configure_optimizers(self):
+            return torch.optim.AdamW(self.named_parameters(), lr=0.01)
+
+    model = Named()
+    t = trainer([ft.LoRA(rank=2)])
+    t.fit(model, as_loader(lm_batches(1)))
+    (group,) = t.optimizers[0].param_groups
+    assert group["param_names"] == trains(model)
+    assert [id(p) for p in group["params"]] == [id(model.get_parameter(name)) for name in group["param_names"]]
+
+
 def test_a_lazy_model_and_one_that_is_fitted_again_go_on_with_the_same_adapter():
     from tests.nets import LazyLM
 
