@@ -1,16 +1,15 @@
 """How many terms the mean loss of a batch averages over: what makes parts of a batch add up exactly."""
 
-import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
+from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import note_once
-from lightning_fasttrain.data.split_batch import batch_size, is_integer
+from lightning_fasttrain.data.split_batch import batch_size
 
 Count = Callable[[Any], Tensor | float]
-_NAMES = ("labels", "targets")
 
 
 def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
@@ -39,7 +38,7 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
         >>> count_targets((torch.zeros(4, 8), torch.zeros(4)))
         4
     """
-    where, labels = _find_labels(batch, "batch")
+    where, labels = find_labels(batch)
     if labels is None:
         note_once("micro-batches are weighed by their number of samples (the batch has no integer labels)")
         return batch_size(batch)
@@ -59,7 +58,7 @@ def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
         >>> count_next_tokens({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])})
         tensor(1)
     """
-    where, labels = _find_labels(batch, "batch")
+    where, labels = find_labels(batch)
     if labels is None or labels.ndim < 2:
         raise ValueError(
             "count_next_tokens: the batch has no integer labels of shape (B, T), so there are no next tokens. "
@@ -67,25 +66,3 @@ def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
         )
     note_once(f"micro-batches are weighed by the next-token entries of {where} other than {ignore_index}")
     return (labels[..., 1:] != ignore_index).sum()
-
-
-def _find_labels(batch: Any, path: str) -> tuple[str, Tensor | None]:
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type | Mapping):
-        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    if isinstance(batch, Mapping):
-        for name in _NAMES:
-            if is_integer(batch.get(name)):
-                return f"{path}[{name!r}]", batch[name]
-        inner = [(f"{path}[{key!r}]", value) for key, value in batch.items()]
-    elif isinstance(batch, list | tuple):
-        inner = [(f"{path}[{i}]", value) for i, value in enumerate(batch)]
-        for where, value in reversed(inner):
-            if is_integer(value):
-                return where, value
-    else:
-        return path, None
-    for where, value in reversed(inner):
-        found = (where, None) if isinstance(value, Tensor) else _find_labels(value, where)
-        if found[1] is not None:
-            return found
-    return path, None

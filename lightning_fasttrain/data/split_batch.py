@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -163,13 +162,4 @@ def _is_plain(value: Any) -> bool:
         value is not None
         and not isinstance(value, Tensor | np.ndarray | Mapping | list | tuple)
         and not dataclasses.is_dataclass(value)
-    )
-
-
-def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a tensor of whole numbers with at least one axis (masks of bools are not)."""
-    return (
-        isinstance(value, Tensor)
-        and value.ndim > 0
-        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
     )

@@ -1,6 +1,5 @@
 """Which positions a mean loss averages over, read from what a step and its model were given."""
 
-import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -8,10 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lightning_fasttrain._labels import LABELS, find_labels, is_integer
 from lightning_fasttrain._messages import note_once
 
 IGNORED = -100
-_NAMES = ("labels", "targets")
 
 
 def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iterator[Tensor]:
@@ -26,14 +25,14 @@ def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iter
     one_sided = config is not None and not getattr(config, "is_encoder_decoder", False)
     if is_integer(shifted := arguments.get("shift_labels")):
         yield shifted != IGNORED
-    for name in _NAMES:
+    for name in LABELS:
         labels: Any = arguments.get(name)
         if is_integer(labels):
             # Hugging Face's causal models predict the next label at each position, and nothing at the last.
             if one_sided and type(model).can_generate():  # type: ignore[attr-defined]
                 labels = F.pad(labels[..., 1:], (0, 1), value=IGNORED)
             yield labels != IGNORED
-    if (labels := labels_in(batch)) is not None:
+    if (labels := find_labels(batch)[1]) is not None:
         yield labels != IGNORED
     name = "attention_mask" if config is None or one_sided else "decoder_attention_mask"
     for given in (arguments, batch):
@@ -59,32 +58,3 @@ def of_logits(masks: Iterable[Tensor], shape: torch.Size) -> tuple[Tensor | None
 def of_feature(masks: Iterable[Tensor], shape: torch.Size) -> Tensor | None:
     """The first of the ``masks`` whose axes are the first ones of this shape."""
     return next((mask for mask in masks if mask.ndim < len(shape) and mask.shape == shape[: mask.ndim]), None)
-
-
-def labels_in(batch: Any) -> Tensor | None:
-    """The labels by which ``count_targets`` weighs micro-batches."""
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type | Mapping):
-        batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
-    if isinstance(batch, Mapping):
-        for name in _NAMES:
-            if is_integer(batch.get(name)):
-                return batch[name]
-        inner = list(batch.values())
-    elif isinstance(batch, list | tuple):
-        inner = list(batch)
-        for value in reversed(inner):
-            if is_integer(value):
-                return value
-    else:
-        return None
-    found = (labels_in(value) for value in reversed(inner) if not isinstance(value, Tensor))
-    return next((labels for labels in found if labels is not None), None)
-
-
-def is_integer(value: Any) -> bool:
-    """Whether ``value`` is a tensor of whole numbers with at least one axis."""
-    return (
-        isinstance(value, Tensor)
-        and value.ndim > 0
-        and not (value.is_floating_point() or value.is_complex() or value.dtype is torch.bool)
-    )

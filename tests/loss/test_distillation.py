@@ -15,8 +15,8 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain.loss import Distillation, distilling, fuse_loss_head_
-from lightning_fasttrain.loss._counted_positions import labels_in
 from lightning_fasttrain.loss._taps import student_of
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.run import PeakMemory
@@ -401,7 +401,7 @@ def test_a_mask_of_attention_where_there_are_no_labels_and_a_function_in_place_o
     ],
 )
 def test_labels_are_found_where_micro_batches_find_them(batch):
-    labels = labels_in(batch)
+    labels = find_labels(batch)[1]
     counted = ft.count_targets(batch)
     assert isinstance(counted, int) if labels is None else (labels != -100).sum() == counted
 
