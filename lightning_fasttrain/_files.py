@@ -1,10 +1,14 @@
 """Floor: files that are either whole or not there."""
 
+import fcntl
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+TEMPORARY = ".tmp-"
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
@@ -30,25 +34,56 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
     """
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    name = target.parent / f".tmp-{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    name = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
     descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
     try:
         with os.fdopen(descriptor, "wb") as file:
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if callable(data):
                 data(file)
             else:
                 file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
-        if target.exists():
-            os.chmod(name, target.stat().st_mode & 0o777)
-        os.replace(name, target)
+            if target.exists():
+                os.chmod(name, target.stat().st_mode & 0o777)
+            os.replace(name, target)
     except BaseException:
         name.unlink(missing_ok=True)
         raise
-    folder = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    sync_folder(target.parent)
     return target
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` outlast a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a living process holds ``path`` as :func:`write_atomic` and :func:`lock` do; where unknown, yes."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # held; or a file system without locks
+        return True
+    return False

@@ -7,6 +7,7 @@ import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 
+from lightning_fasttrain._checkpoint_folder import whole_or_newest
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
@@ -55,9 +56,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and plain values from ``path``; anything else needs ``weights_only=False`` in this very call.
 
+        The file is held against its checksums, which ``torch.load`` does not look at. In the place of a damaged one
+        the newest whole checkpoint beside it is loaded, and it is said.
+
         Raises:
+            CorruptCheckpoint: it is damaged, and there is no other.
             pickle.UnpicklingError: the file holds other objects.
         """
+        if "://" not in str(path):
+            path = whole_or_newest(path)
         return super().load_checkpoint(path, map_location, True if weights_only is None else weights_only)
 
 

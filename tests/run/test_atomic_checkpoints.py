@@ -12,6 +12,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fasttrain as ft
+from lightning_fasttrain import AtomicCheckpointIO
+from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 
@@ -91,3 +93,22 @@ def test_killed_while_saving_the_checkpoint_loads(tmp_path):
         saved = ft.AtomicCheckpointIO().load_checkpoint(path)["n"]
         assert saved.shape == (500_000,)
         assert len(saved.unique()) == 1
+
+
+def test_in_the_place_of_a_damaged_file_the_newest_whole_one_is_loaded(tmp_path):
+    io = AtomicCheckpointIO()
+    for step in (1, 2, 3):
+        io.save_checkpoint({"step": step, "weights": torch.zeros(10_000)}, tmp_path / f"{step}.ckpt")
+        os.utime(tmp_path / f"{step}.ckpt", ns=(step, step))
+    broken = bytearray((tmp_path / "3.ckpt").read_bytes())
+    broken[len(broken) // 2] ^= 1
+    (tmp_path / "3.ckpt").write_bytes(broken)
+    with pytest.warns(UserWarning, match="3.ckpt is corrupt") as said:
+        assert io.load_checkpoint(tmp_path / "3.ckpt")["step"] == 2
+    assert any("2.ckpt is loaded" in str(w.message) for w in said)
+
+
+def test_a_damaged_file_alone_is_an_error_of_its_own(tmp_path):
+    (tmp_path / "only.ckpt").write_bytes(b"")
+    with pytest.raises(CorruptCheckpoint, match="0 bytes are no archive"), pytest.warns(UserWarning, match="passed"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "only.ckpt")
