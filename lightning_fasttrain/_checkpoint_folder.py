@@ -98,7 +98,11 @@ def checkpoint_folder(
 def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     try:
         yield
-    except BaseException:
+    except BaseException as error:
+        free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
+        error.add_note(
+            f"While writing checkpoint {target} ({free / 2**30:.2f} GiB are free there). An older one is untouched."
+        )
         agree(False)
         raise
     if not agree(True):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -101,6 +102,7 @@ def test_one_rank_that_fails_is_an_error_on_all_and_the_old_folder_stays(tmp_pat
     bodies = [full if rank == failing else lambda folder: (folder / "new").write_bytes(b"new") for rank in (0, 1)]
     raised = on_ranks(tmp_path / "one", bodies)
     assert "No space left" in str(raised[failing])
+    assert re.search(r"writing checkpoint .*/one \(.* GiB are free there\)", raised[failing].__notes__[0])
     assert "another rank failed" in str(raised[1 - failing])
     assert list(verify_checkpoint(tmp_path / "one")["files"]) == ["old"]
     assert os.listdir(tmp_path) == ["one"]
