@@ -5,6 +5,9 @@ import logging
 import warnings
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+
+FULL_WIDTH = 190  # columns that the widest of our tables fits in
 
 log = logging.getLogger("lightning_fasttrain")
 
@@ -49,3 +52,8 @@ def warn(message: str) -> None:
 def note_once(message: str) -> None:
     """Say something that is worth knowing but no reason to worry, once per process."""
     say(message)
+
+
+def wide_enough(console: Console) -> Console:
+    """The console, or a wider one where the output goes to a file or a pipe and nothing is cut by a screen."""
+    return console if console.is_terminal else Console(width=FULL_WIDTH)

@@ -5,6 +5,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from lightning_fasttrain._messages import wide_enough
+
 # Also 2 for arguments that argparse itself refuses.
 BAD_INPUT = 2
 
@@ -29,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
     _add_memory(commands)
+    _add_shard(commands)
+    _add_consolidate(commands)
     _add_doctor(commands)
     _add_techniques(commands)
     options = parser.parse_args(arguments)
@@ -67,7 +71,7 @@ def _ladder(options: argparse.Namespace) -> int:
     from lightning_fasttrain.bench import ladder, preparation, report
     from lightning_fasttrain.bench.live import Live
 
-    console = report.wide_enough(Console())
+    console = wide_enough(Console())
     try:
         prepared = preparation.prepare(
             options.size,
@@ -133,7 +137,7 @@ def _memory(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain.bench import report, zoo
+    from lightning_fasttrain.bench import zoo
     from lightning_fasttrain.bench.sizes import size_named
     from lightning_fasttrain.plan import predict_memory
     from lightning_fasttrain.plan.subject import load_subject, techniques_named
@@ -141,7 +145,7 @@ def _memory(options: argparse.Namespace) -> int:
     if (options.target is None) == (options.size is None):
         print("fasttrain memory: give either TARGET or --size. See fasttrain memory --help.", file=sys.stderr)
         return BAD_INPUT
-    console = report.wide_enough(Console())
+    console = wide_enough(Console())
     try:
         with Console(stderr=True).status("Predicting…"):
             if options.size is not None:
@@ -166,6 +170,122 @@ def _memory(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_shard(commands: Any) -> None:
+    parser = commands.add_parser(
+        "shard",
+        help="compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
+        description="Predict what a model takes on each device under DDP, FSDP2 and the stages of ZeRO, what each "
+        "sends in a step, and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, "
+        "which runs its code.",
+    )
+    parser.add_argument(
+        "target",
+        nargs="?",
+        metavar="TARGET",
+        help="package.module:Name of a LightningModule with a train_dataloader, or of a function that returns "
+        "(module, batch)",
+    )
+    parser.add_argument(
+        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
+    )
+    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
+    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
+    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")
+    parser.add_argument("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough")
+    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+    parser.add_argument(
+        "--optimizer", metavar="NAME", help="of torch or bitsandbytes: adamw, sgd, adamw8bit; default: TARGET's own"
+    )
+    parser.add_argument(
+        "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"
+    )
+    parser.add_argument(
+        "--activations", type=float, metavar="GIB", help="GiB of activations, in the place of a prediction"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.set_defaults(run=_shard)
+
+
+def _shard(options: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain.bench import zoo
+    from lightning_fasttrain.plan.subject import load_subject
+    from lightning_fasttrain.strategy._optimizer_state import optimizer_named
+    from lightning_fasttrain.strategy.choose_strategy import choose_strategy
+
+    if (options.target is None) == (options.size is None):
+        print("fasttrain shard: give either TARGET or --size. See fasttrain shard --help.", file=sys.stderr)
+        return BAD_INPUT
+    if options.size is None and options.batch is not None:
+        print("fasttrain shard: --batch goes with --size; TARGET brings its own batch.", file=sys.stderr)
+        return BAD_INPUT
+    console = wide_enough(Console())
+    try:
+        with Console(stderr=True).status("Predicting…"):
+            optimizer = optimizer_named(options.optimizer) if options.optimizer else None
+            if options.size is not None:
+                specimen = zoo.gpt(options.size, positive_int("batch", 1 if options.batch is None else options.batch))
+                subject: Any = (specimen.module, specimen.batch() if options.batch is not None else None)
+            else:
+                subject = load_subject(options.target, options.arg)
+            choice = choose_strategy(
+                subject[0],
+                optimizer,
+                options.devices,
+                memory_gib=options.memory,
+                batch=subject[1] if options.activations is None else None,
+                nodes=options.nodes,
+                precision=options.precision,
+                activation_gib=options.activations,
+                host_gib=options.host,
+            )
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        print(f"fasttrain shard: {error}", file=sys.stderr)
+        return BAD_INPUT
+    if options.json:
+        print(json.dumps(choice.as_dict(), indent=2))
+    else:
+        console.print(choice.as_table())
+    return 0
+
+
+def _add_consolidate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "consolidate",
+        help="write the whole weights of a sharded checkpoint to one file",
+        description="Write the float32 weights of a checkpoint of ZeRO or FSDP2 to one safetensors file, with the "
+        "keys of the plain model.",
+    )
+    parser.add_argument("folder", metavar="DIR", help="the checkpoint, a folder")
+    parser.add_argument("--out", metavar="FILE", help="file to write; default: DIR.safetensors, beside it")
+    parser.set_defaults(run=_consolidate)
+
+
+def _consolidate(options: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from lightning_fasttrain.run.memory_record import format_bytes
+    from lightning_fasttrain.strategy.consolidate import consolidate
+
+    folder = Path(options.folder)
+    out = Path(options.out) if options.out else folder.resolve().with_suffix(".safetensors")
+    try:
+        written = consolidate(folder, out)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"fasttrain consolidate: {' '.join(str(error).split())}", file=sys.stderr)
+        return BAD_INPUT
+    size = format_bytes(written.nbytes)
+    print(
+        f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
+    )
+    return 0
+
+
 def _add_doctor(commands: Any) -> None:
     parser = commands.add_parser("doctor", help="what this machine offers, and how to get what is missing")
     parser.set_defaults(run=_doctor)
@@ -174,9 +294,9 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_fasttrain.bench import doctor, report
+    from lightning_fasttrain.bench import doctor
 
-    report.wide_enough(Console()).print(doctor.as_table(doctor.examine()))
+    wide_enough(Console()).print(doctor.as_table(doctor.examine()))
     return 0
 
 

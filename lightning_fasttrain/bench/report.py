@@ -5,14 +5,13 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import FULL_WIDTH
 
 Row = dict[str, Any]
 
-FULL_WIDTH = 190  # columns of a terminal that the whole table fits in
 _COLUMNS = (
     *("ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
@@ -148,11 +147,6 @@ def _speed(speedup: float, noise: float) -> str:
     if abs(1 / speedup - 1) <= noise:
         return f"about as fast (×{speedup:.2f})"
     return f"{speedup:.2f} times as fast" if speedup > 1 else f"slower (×{speedup:.2f})"
-
-
-def wide_enough(console: Console) -> Console:
-    """The console, or a wider one where the output goes to a file or a pipe and nothing is cut by a screen."""
-    return console if console.is_terminal else Console(width=FULL_WIDTH)
 
 
 def save_picture(ladder: Row, path: str | Path) -> Path | None:

@@ -6,6 +6,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 """
 
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -196,22 +197,37 @@ class BatchClosures:
                     "Use TokenWeightedAccumulation, or return a loss of zero",
                 )
             )
-        scale_gradients_(optimizer, total, held)
+        scale_gradients_(optimizer, total, held, self.trainer.strategy)
 
 
-def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any) -> int:
-    """Multiply every gradient by ``numerator / denominator`` (0 where the denominator is 0); returns how many."""
+def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any, strategy: Any = None) -> int:
+    """Multiply every gradient by ``numerator / denominator`` (0 where the denominator is 0); returns how many.
+
+    A strategy that keeps gradients where ``parameter.grad`` does not show them has a ``scale_gradients_`` of its own.
+    """
+    own = own_scaling(strategy)
+    if own is not None:
+        own(_ratio(numerator, denominator, strategy.root_device, torch.float32))
+        return sum(len(group["params"]) for group in optimizer.param_groups)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     for device in {grad.device for grad in grads}:
         some = [grad for grad in grads if grad.device == device]
         dtype = torch.promote_types(some[0].dtype, torch.float32)
-        up, down = (
-            x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
-            for x in (numerator, denominator)
-        )
-        factor = torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
-        torch._foreach_mul_(some, factor)
+        torch._foreach_mul_(some, _ratio(numerator, denominator, device, dtype))
     return len(grads)
+
+
+def own_scaling(strategy: Any) -> Callable[[Tensor], None] | None:
+    """How a strategy that holds the gradients itself, in pieces, multiplies those of the coming step; else None."""
+    return getattr(strategy, "scale_gradients_", None)
+
+
+def _ratio(numerator: Any, denominator: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
+    up, down = (
+        x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
+        for x in (numerator, denominator)
+    )
+    return torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
 
 
 def _detach(output: Any) -> Any:

@@ -13,7 +13,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique, patch
-from lightning_fasttrain.data._closure import BatchClosures, scale_gradients_
+from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
 from lightning_fasttrain.data.count_targets import Count, count_targets
 
 
@@ -173,7 +173,7 @@ class TokenWeightedAccumulation(Technique):
             strategy = self._trainer.strategy
             targets = torch.as_tensor(self._targets, dtype=torch.float32, device=strategy.root_device)
             self._targets = strategy.reduce(targets, reduce_op="mean")
-        scale_gradients_(optimizer, self.reference, self._targets)
+        scale_gradients_(optimizer, self.reference, self._targets, self._trainer.strategy)
         self._begin_window()
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -185,8 +185,10 @@ class TokenWeightedAccumulation(Technique):
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")
             return value.cpu()
 
-        state = {"reference": self.reference, "batches": self._batches, "factor": self._factor}
-        if self._batches > 0:
+        # Where a strategy holds the gradient in pieces it is not saved: after a resume the window begins anew.
+        batches = 0 if own_scaling(trainer.strategy) else self._batches
+        state = {"reference": self.reference, "batches": batches, "factor": self._factor}
+        if batches > 0:
             state["targets"] = mean(self._targets)
             state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
         checkpoint["TokenWeightedAccumulation"] = state

@@ -6,6 +6,7 @@ import re
 import pytest
 from rich.console import Console
 
+from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain.bench import ladder as ladder_module
 from lightning_fasttrain.bench import process, report
 from lightning_fasttrain.bench.gpt import GPTConfig
@@ -103,7 +104,7 @@ def test_the_json_has_the_documented_keys_and_names_no_machine(climbed):
 def test_the_table_and_the_picture_show_it(climbed):
     pytest.importorskip("matplotlib")
     out, result = climbed
-    console = Console(width=report.FULL_WIDTH, record=True, file=io.StringIO())
+    console = Console(width=FULL_WIDTH, record=True, file=io.StringIO())
     console.print(report.as_table(result))
     text = console.export_text()
     for words in (

@@ -1,0 +1,46 @@
+"""Small things that decide how a run goes on, and that Lightning keeps in no checkpoint."""
+
+import os
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+
+def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
+    """The same on all processes, as plain values."""
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    return {
+        "should_stop": trainer.should_stop,
+        "reloaded": [getattr(*loop) for loop in _reloading_loops(trainer)],
+        "saves": {
+            c.state_key: [c._last_global_step_saved, c._last_checkpoint_saved, _on_cpu(c.current_score)]
+            for c in callbacks
+        },
+    }
+
+
+def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
+    """Put back what :func:`forgotten_state` returned."""
+    trainer.should_stop = trainer.should_stop or state["should_stop"]
+    for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
+        setattr(*loop, epoch)
+    path = os.path.abspath(str(trainer.ckpt_path))
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.state_key in state["saves"]:
+            step, last, callback.current_score = state["saves"][callback.state_key]
+            made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
+            if path in {os.path.abspath(name) for name in made}:  # it was in the middle of this save, which is made
+                step, last = trainer.global_step, path
+            callback._last_global_step_saved, callback._last_checkpoint_saved = step, last
+
+
+def _reloading_loops(trainer: L.Trainer) -> list[tuple[Any, str]]:
+    """With ``reload_dataloaders_every_n_epochs``, when that was done last."""
+    fit_loop = trainer.fit_loop
+    return [(fit_loop, "_last_train_dl_reload_epoch"), (fit_loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]
+
+
+def _on_cpu(score: Any) -> Any:
+    return score.detach().cpu() if isinstance(score, torch.Tensor) else score

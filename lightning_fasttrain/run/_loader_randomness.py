@@ -1,0 +1,84 @@
+"""The random number generators that a loader owns: its own, and those of its samplers and its dataset."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import DistributedSampler
+
+_HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
+_DEPTH = 5
+
+
+def generators_of(*holders: Any) -> list[Any]:
+    """The generators that these objects hold, and the samplers and datasets inside them; each once, in a fixed order.
+
+    Example:
+        >>> data = torch.utils.data.DataLoader(range(4), shuffle=True, generator=torch.Generator())
+        >>> generators_of(data) == [data.generator]
+        True
+    """
+    found: dict[int, Any] = {}
+    for holder in holders:
+        _look(holder, found, set(), _DEPTH)
+    return list(found.values())
+
+
+def _look(holder: Any, found: dict[int, Any], seen: set[int], depth: int) -> None:
+    if depth == 0 or id(holder) in seen or not hasattr(holder, "__dict__"):
+        return
+    seen.add(id(holder))
+    if isinstance(holder, DistributedSampler):
+        found.setdefault(id(holder), holder)  # it draws each epoch's order from its seed, a generator in all but name
+    for name, value in vars(holder).items():
+        if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
+            found.setdefault(id(value), value)
+        elif name in _HOLDERS:
+            _look(value, found, seen, depth - 1)
+
+
+def generator_state(generator: Any) -> Any:
+    """Its state as a tensor, or as plain numbers, lists and dicts."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, DistributedSampler):
+        return generator.seed
+    if isinstance(generator, np.random.Generator):
+        return _plain(generator.bit_generator.state)
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return generator.getstate()
+
+
+def set_generator_state(generator: Any, state: Any) -> None:
+    """Put back what :func:`generator_state` returned.
+
+    Example:
+        >>> for generator in (torch.Generator(), random.Random(3), np.random.default_rng(3), np.random.RandomState(3)):
+        ...     state = generator_state(generator)
+        ...     draw = lambda: torch.rand(1, generator=generator) if isinstance(generator, torch.Generator) else (
+        ...         generator.random())
+        ...     first = draw()
+        ...     set_generator_state(generator, state)
+        ...     assert first == draw()
+    """
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state)
+    elif isinstance(generator, DistributedSampler):
+        generator.seed = state
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(state)
+    else:
+        version, numbers, gauss = state
+        generator.setstate((version, tuple(numbers), gauss))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, np.ndarray | np.generic):
+        return value.tolist()
+    return value

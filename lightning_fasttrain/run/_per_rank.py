@@ -1,0 +1,81 @@
+"""What differs between processes, gathered so that one checkpoint can hold it: as tensors, never as pickled objects."""
+
+import io
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def packed(state: Any) -> Tensor:
+    """Tensors and plain values as bytes.
+
+    Example:
+        >>> unpacked(packed({"n": 3, "of": torch.arange(2)}))
+        {'n': 3, 'of': tensor([0, 1])}
+    """
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> Any:
+    """What :func:`packed` was given, on the CPU. Nothing but tensors and plain values is read."""
+    return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
+    """The bytes of all processes, on each of them, in the order of ranks. All processes must call it.
+
+    Args:
+        mine: [n] uint8, on the CPU; n may differ.
+        device: this process's, for backends that take no CPU tensors.
+    """
+    if not _several():
+        return [mine]
+    device = _for_backend(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=device))
+    counts = torch.cat(sizes).tolist()
+    padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
+    padded[: mine.numel()] = mine.to(device)
+    everyone = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(everyone, padded)
+    return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
+
+
+def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:
+    """The gradients of all processes, on the CPU of rank zero; on the others an empty list. All must call it.
+
+    A parameter at a time, so that no more than one gradient of each process is in rank zero's device memory.
+    """
+    named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    if not _several():
+        return [{name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}]
+    device = _for_backend(device)
+    has = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(has) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, has)
+    held = torch.stack(everyone).cpu()
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    for i, (name, parameter) in enumerate(named):
+        if not held[:, i].any():
+            continue
+        grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
+        grad = grad.to(device).contiguous()
+        parts = [torch.empty_like(grad) for _ in gathered] if dist.get_rank() == 0 else None
+        dist.gather(grad, parts, dst=0)
+        for rank, part in enumerate(parts or []):
+            if held[rank, i]:
+                gathered[rank][name] = part.cpu().clone()
+    return gathered if dist.get_rank() == 0 else []
+
+
+def _several() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _for_backend(device: torch.device) -> torch.device:
+    return torch.device("cpu") if "gloo" in dist.get_backend_config() else device

@@ -1,0 +1,163 @@
+"""Where the ranks of a run read how far the others are, while nobody takes part in any collective."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+_PATIENCE_S = 3.0  # a store in a stopped process answers nothing
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a rank is.
+
+    Attributes:
+        rank: whose this is.
+        seq: counts what its watching thread has said; one that stands still is silent.
+        run: counts what is watched in its process, one fit after the other.
+        step: batches begun in this run.
+        beats: signs of life since then.
+        phase: what it was about to do.
+        quiet_s: how long ago that was.
+        over: it has been quiet for longer than it may.
+        told: it has shown its stacks, and waits for the end.
+        error: with which it failed, if it did.
+        where: host and process.
+        stack: of the thread that trains, once it is over time.
+    """
+
+    rank: int
+    seq: int = 0
+    run: int = 0
+    step: int = 0
+    beats: int = 0
+    phase: str = ""
+    quiet_s: float = 0.0
+    over: bool = False
+    told: bool = False
+    error: str = ""
+    where: str = ""
+    stack: str = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: step {self.step}, {self.phase}, quiet for {self.quiet_s:.0f} s ({self.where})"
+
+
+class RankBoard:
+    """Keys in the store of the default process group, over a connection of its own. Nothing here waits for a rank."""
+
+    def __init__(self) -> None:
+        store: Any = dist.distributed_c10d._get_default_store()
+        # The process group's own connection may be held by somebody who waits on it.
+        self._store = store.clone() if hasattr(store, "clone") else store
+        if self._store is not store:
+            self._store.set_timeout(timedelta(seconds=_PATIENCE_S))
+        self._prefix = "fasttrain/hang_watch"
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._asking: threading.Thread | None = None
+
+    def publish(self, position: Position) -> None:
+        self._try(lambda: self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(position))))
+
+    def read(self, ranks: Iterable[int] | None = None) -> dict[int, Position] | None:
+        """The other ranks' positions as far as they have any; None if the store does not answer."""
+        wanted = range(self.size) if ranks is None else ranks
+
+        def others() -> dict[int, Position]:
+            keys = {rank: f"{self._prefix}/{rank}" for rank in wanted if rank != self.rank}
+            found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
+            return {rank: Position(**json.loads(value)) for rank, value in found.items()}
+
+        return self._try(others)
+
+    def end(self) -> None:
+        """Say that all has been reported."""
+        self._try(lambda: self._store.set(f"{self._prefix}/end", "1"))
+
+    def ended(self) -> bool:
+        return bool(self._try(lambda: self._store.check([f"{self._prefix}/end"])))
+
+    def leave(self) -> None:
+        """Take this rank's position away: it has left the loop in good order."""
+        self._try(lambda: self._store.delete_key(f"{self._prefix}/{self.rank}"))
+
+    def _try(self, ask: Callable[[], Any]) -> Any:
+        """In a thread, as time limits of sockets do not hold in all states of the other side."""
+        if self._asking is not None and self._asking.is_alive():
+            return None
+        found: list[Any] = []
+
+        def run() -> None:
+            with suppress(RuntimeError, ValueError):  # the store is gone, or says nothing in time
+                found.append(ask())
+
+        self._asking = threading.Thread(target=run, daemon=True, name="fasttrain-rank-board")
+        self._asking.start()
+        self._asking.join(_PATIENCE_S)
+        return found[0] if found else None
+
+
+def silent_ranks(
+    first: dict[int, tuple[float, int]], now: float, seen: dict[int, Position], limit_s: float
+) -> set[int]:
+    """Ranks whose ``seq`` has stood still for ``limit_s``; ``first`` remembers since when each has its number.
+
+    Example:
+        >>> first, seen = {}, {1: Position(1, seq=7)}
+        >>> [silent_ranks(first, now, seen, limit_s=2.0) for now in (0.0, 3.0)]
+        [set(), {1}]
+    """
+    for rank, position in seen.items():
+        if rank not in first or first[rank][1] != position.seq:
+            first[rank] = (now, position.seq)
+    return {rank for rank in seen if now - first[rank][0] >= limit_s}
+
+
+def describe(mine: Position, others: dict[int, Position] | None, silent: Collection[int], size: int) -> str:
+    """Who is where, and whom the others wait for; ``others`` is None if the store does not answer.
+
+    Example:
+        >>> mine = Position(0, step=3, beats=2, phase="backward", quiet_s=9.0, where="a:1")
+        >>> print(describe(mine, {1: Position(1, step=3, beats=1, phase="forward", quiet_s=9.0, where="a:2")}, (), 2))
+        rank 0: step 3, backward, quiet for 9 s (a:1)
+        rank 1: step 3, forward, quiet for 9 s (a:2)
+        rank 1 is the furthest behind: the others wait for it.
+    """
+    if size == 1:
+        return str(mine)
+    if others is None:
+        holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
+        return f"{mine}\nThe process group's store does not answer: {holder}, which holds it, has stopped or ended."
+    everyone = {**others, mine.rank: mine}
+    absent = [rank for rank in range(size) if rank not in everyone]
+    failed = [rank for rank, position in sorted(everyone.items()) if position.error]
+    lines = [f"{everyone[rank]}" if rank in everyone else f"rank {rank}: not there" for rank in range(size)]
+    if failed:
+        lines += [f"rank {rank} has failed with {everyone[rank].error}. The others wait for it." for rank in failed]
+        lines += [f"It is at\n{everyone[rank].stack}" for rank in failed if everyone[rank].stack]
+    elif silent:
+        why = "stopped, ended, or holding Python's lock in native code. What it said last is above"
+        lines.append(f"{_ranks(silent)} silent: {why}. The others wait for it.")
+    elif absent:
+        lines.append(f"{_ranks(absent)} not in the loop: left it, or never began. The others wait for it.")
+    else:
+        places = {rank: (p.run, p.step, p.beats) for rank, p in sorted(everyone.items())}
+        behind = [rank for rank, place in places.items() if place == min(places.values())]
+        if len(behind) == size:
+            lines.append("All ranks are at the same place: their stacks tell which of them waits for no other.")
+        else:
+            lines.append(f"{_ranks(behind)} the furthest behind: the others wait for it.")
+            lines += [f"rank {rank} is at\n{everyone[rank].stack}" for rank in behind if everyone[rank].stack]
+    return "\n".join(lines)
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    names = ", ".join(map(str, sorted(ranks)))
+    return f"rank {names} is" if len(ranks) == 1 else f"ranks {names} are"

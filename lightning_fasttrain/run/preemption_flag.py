@@ -1,0 +1,212 @@
+"""Whether any rank was told to go, answered alike on all ranks at each step boundary."""
+
+import atexit
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from datetime import timedelta
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain, warn
+
+
+class PreemptionFlag:
+    """Whether any rank was told to go, answered alike on all ranks; for Fabric and bare loops, as a ``with``.
+
+    The signal's handler does nothing but set an attribute, so it can come at any moment, and as often as it likes.
+    With several ranks, each boundary starts an all-reduce of the attribute over a gloo group of its own, on the CPU,
+    and reads the one that the boundary before started and that has long finished: nothing waits for the device, and
+    all ranks get the same answer at the same step, one boundary after the signal.
+
+    Where Lightning or Fabric started the other ranks, its observer, which kills the main process when a child exits
+    with anything but 0, is told that ``exit_code`` is meant, and the main process ends after its children.
+
+    The flag takes the place of handlers that are there, and they are back afterwards. Python lets only the main
+    thread set handlers: elsewhere the flag warns, and what the main thread hears must be passed on by ``request``.
+
+    Args:
+        signals: what counts as being told to go.
+        every: boundaries between two questions to the other ranks; the answer is at most twice as many late.
+        exit_code: what the ranks will exit with.
+
+    Raises:
+        TypeError, ValueError: no signals, one that cannot be caught, ``every`` is no whole number of at least 1, or no
+            process can exit with ``exit_code``.
+
+    Example:
+        >>> import signal
+        >>> with PreemptionFlag() as flag:
+        ...     for step in range(100):
+        ...         if step == 3:  # say, a scheduler
+        ...             signal.raise_signal(signal.SIGTERM)
+        ...         if flag.agreed():
+        ...             break  # here one saves, and then: raise SystemExit(flag.exit_code)
+        >>> step
+        3
+
+    Source:
+        Ours. Lightning 2.6 broadcasts in the handler, which blocks when a rank other than zero is told (issue 20806),
+        and broadcasts from rank zero and waits for the device at each batch (issue 21487).
+    """
+
+    def __init__(self, signals: Iterable[int] = (signal.SIGTERM,), every: int = 1, exit_code: int = 143) -> None:
+        self.signals = catchable(signals)
+        self.every = positive_int("every", every)
+        self.exit_code = a_code(exit_code)
+        self.raised = False
+        self._previous: dict[int, Any] = {}
+        self._boundaries = 0
+        self._group: Any = None
+        self._work: Any = None
+        # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
+        self._any_rank = torch.zeros(1, dtype=torch.uint8, device="cpu")
+
+    def request(self) -> None:
+        """Tell this rank to go, as a signal would."""
+        self.raised = True
+
+    def agreed(self) -> bool:
+        """Whether all ranks stop here. Every rank asks at each step boundary, until the answer is True."""
+        if self._group is None and not _several_ranks():
+            return self.raised
+        self._boundaries += 1
+        if self._boundaries % self.every:
+            return False
+        if self._answer():
+            return True
+        self._ask()
+        return False
+
+    def agreed_now(self) -> bool:
+        """The same without delay: for the start and the end of the loop, where waiting for the others costs little."""
+        if self._group is None and not _several_ranks():
+            return self.raised
+        earlier = self._answer()
+        self._ask()
+        return self._answer() or earlier
+
+    def _ask(self) -> None:
+        if self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=_patience_of_the_ranks())
+        self._any_rank.fill_(self.raised)
+        self._work = dist.all_reduce(self._any_rank, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def _answer(self) -> bool:
+        if self._work is None:
+            return False
+        self._work.wait()
+        self._work = None
+        found = bool(self._any_rank)
+        if found:
+            _let_children_exit(self.exit_code)
+        return found
+
+    def __enter__(self) -> "PreemptionFlag":
+        if threading.current_thread() is not threading.main_thread():
+            warn(
+                explain(
+                    f"{', '.join(map(name_of, self.signals))} cannot be heard in this thread",
+                    "Python lets only the main thread handle signals",
+                    "Handle them there and call the flag's request(), or train in the main thread",
+                )
+            )
+            return self
+        self._process = os.getpid()
+        for number in self.signals:
+            before = signal.signal(number, self._handle)
+            self._previous.setdefault(number, before)
+        return self
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() == self._process:
+            self.raised = True
+        else:  # a process that was forked from this one, by the user's code, is no rank
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for number, before in self._previous.items():
+            if signal.getsignal(number) == self._handle:  # otherwise somebody else has taken it since
+                signal.signal(number, before)
+        self._previous = {}
+        # After an error the others may be gone, and nothing is said to them.
+        if kind is None and self._group is not None and dist.is_initialized():
+            self._answer()
+            dist.destroy_process_group(self._group)
+        self._group = self._work = None
+
+
+def catchable(signals: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(signals, int):
+        raise TypeError(explain(f"signals={signals!r}", "this is one signal", f"Use signals=({signals!r},)"))
+    numbers = tuple(signals)
+    if not numbers:
+        raise ValueError(explain("signals=()", "nothing could tell the run to go", "Use signals=(signal.SIGTERM,)"))
+    for number in numbers:
+        if number not in signal.valid_signals() or name_of(number) in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(
+                explain(f"signals={numbers}", f"{number!r} is no signal that can be caught", "Use signal.SIGTERM")
+            )
+    return numbers
+
+
+def name_of(number: int) -> str:
+    names = {known.value: known.name for known in signal.Signals}  # real-time signals have none
+    return names.get(number, f"signal {number}")
+
+
+def _several_ranks() -> bool:
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
+def _patience_of_the_ranks() -> timedelta | None:
+    """The time limit that the user gave the run's own process group."""
+    group: Any = dist.group.WORLD
+    with suppress(AttributeError, RuntimeError):  # not all backends have one
+        return group._get_backend(group._device_types[0]).options._timeout
+    return None
+
+
+def a_code(value: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= 255:
+        raise ValueError(explain(f"exit_code={value!r}", "a process exits with 0 to 255", "Use exit_code=143"))
+    return value
+
+
+def _let_children_exit(exit_code: int, patience_s: float = 60.0) -> None:
+    for observer in threading.enumerate():
+        if isinstance(observer, _ChildProcessObserver):
+            children = list(observer._child_processes)
+            observer._run = _unless_meant(observer, children, exit_code)
+            atexit.register(_wait_for, children, patience_s)
+
+
+def _unless_meant(
+    observer: _ChildProcessObserver, children: list[subprocess.Popen], exit_code: int
+) -> Callable[[], bool]:
+    original = observer._run
+
+    def run() -> bool:
+        codes = [child.poll() for child in children]
+        if all(code in (None, 0, exit_code) for code in codes):
+            return None not in codes
+        return original()
+
+    return run
+
+
+def _wait_for(children: list[subprocess.Popen], patience_s: float) -> None:
+    for child in children:
+        try:
+            child.wait(patience_s)
+        except subprocess.TimeoutExpired:
+            child.kill()

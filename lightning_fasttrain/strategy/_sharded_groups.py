@@ -1,0 +1,100 @@
+"""What FSDP2 gathers and reduces together, in bytes: the blocks, and what is left around them."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from lightning_fasttrain.strategy._held import Held, ceil_div
+from lightning_fasttrain.strategy._optimizer_state import Shape, state_bytes
+from lightning_fasttrain.strategy.model_states import ModelStates
+from lightning_fasttrain.strategy.shard_blocks import own_groups, precision_policy, stays_whole
+
+
+@dataclass(frozen=True)
+class ShardedGroup:
+    """Parameters that come and go together.
+
+    Args:
+        shard: bytes of one rank's part.
+        trained_shard: bytes of what trains of it.
+        gathered: bytes when all of it is there, padding included, in the dtype it computes in.
+        reduced: bytes of its gradients, padding included, in the dtype they are reduced in.
+        gathers: times that it is gathered in a forward with its backward.
+    """
+
+    shard: int
+    trained_shard: int
+    gathered: int
+    reduced: int
+    gathers: int
+
+
+def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
+    """The groups of ``held.net``, the root last."""
+    policy = precision_policy(precision)
+    inside: set[nn.Parameter] = set()
+    groups = []
+    for block in own_groups(held.net).values():
+        parameters = [p for p in block.parameters() if not stays_whole(p)]
+        inside.update(parameters)
+        groups.append(_group(held, policy, parameters, gathers=2))
+    rest = [p for p in held.parameters if not stays_whole(p) and p not in inside]
+    return [*groups, _group(held, policy, rest, gathers=1)]  # the root stays gathered until its backward is done
+
+
+def _group(held: Held, policy, parameters: Sequence[nn.Parameter], gathers: int) -> ShardedGroup:
+    shard = trained = gathered = reduced = 0
+    for parameter in parameters:
+        part, size = math.prod(_cut(parameter.shape, held.ranks)), held.itemsize(parameter)
+        shard += part * size
+        gathered += part * held.ranks * (policy.param_dtype.itemsize if policy.param_dtype else size)
+        if parameter.requires_grad:
+            trained += part * size
+            reduced += part * held.ranks * policy.reduce_dtype.itemsize
+    return ShardedGroup(shard, trained, gathered, reduced, gathers)
+
+
+def _cut(shape: Sequence[int], ranks: int) -> Shape:
+    """The first rank's part of a parameter, which is cut along its first axis."""
+    first, *others = shape or (1,)
+    return (ceil_div(first, ranks), *others)
+
+
+def fsdp2_states(
+    held: Held, groups: Sequence[ShardedGroup], *, micro_batches: int = 1, offload: bool = False
+) -> ModelStates:
+    """As :func:`predict_model_states`, of FSDP2 with blocks that are freed after their forward.
+
+    "buffers" is an estimate: what is outside of blocks, two blocks gathered (one of them on its way, twice), and the
+    gradients of one, whole and packed. With several micro-batches gradients wait whole for the one reduction.
+    """
+    *blocks, root = groups
+    widest = max((block.gathered for block in blocks), default=0)
+    gradients = max((block.reduced for block in blocks), default=root.reduced)
+    shards = sum(group.shard for group in (*blocks, root))
+    trained = sum(group.trained_shard for group in (*blocks, root))
+    whole = sum(p.nbytes for p in held.parameters if stays_whole(p))
+    waiting = sum(group.reduced for group in (*blocks, root)) if micro_batches > 1 else 0
+    state = 0
+    for group in held.groups:
+        shapes = [_cut(shape, held.ranks) for shape in group.shapes]
+        state += state_bytes(held.optimizer, group, shapes, held.dtype_of(group))
+    away = shards + trained + state if offload else 0
+    return ModelStates(
+        "fsdp2+offload" if offload else "fsdp2",
+        parameters=whole + held.extras + (0 if offload else shards),
+        gradients=waiting + (0 if offload else trained),
+        optimizer=0 if offload else state,
+        buffers=root.gathered + 3 * widest + 2 * gradients,
+        host=away,
+    )
+
+
+def ddp_states(held: Held) -> ModelStates:
+    """As :func:`predict_model_states`, of DDP: "buffers" are its buckets, a second copy of all gradients."""
+    gradients = held.trained * held.size
+    state = sum(state_bytes(held.optimizer, group, group.shapes, held.dtype_of(group)) for group in held.groups)
+    copies = gradients if held.ranks > 1 else 0
+    return ModelStates("ddp", held.whole + held.extras, gradients, state, copies)

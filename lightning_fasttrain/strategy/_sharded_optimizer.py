@@ -1,0 +1,140 @@
+"""The state of an optimizer over sharded parameters, by their names: taken apart, and put together on another mesh."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard, empty
+from torch.optim import Optimizer
+
+from lightning_fasttrain._messages import explain
+
+_PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; else the number of the axis it is cut along
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """``optimizer.state_dict()`` with names in the place of numbers, and the optimizer's class.
+
+    Nothing is initialised for it, so that an optimizer that has taken no step is saved as such.
+
+    Raises:
+        ValueError: a parameter that the model has not; state that each rank keeps of its own shard only.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> named_state(net, torch.optim.SGD(net.parameters(), lr=0.1))["param_groups"][0]["params"]
+        ['weight', 'bias']
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    unknown = sum(id(parameter) not in names for parameter in held)
+    if unknown:
+        raise ValueError(
+            explain(
+                f"{type(optimizer).__name__} holds {unknown} parameters that the model has no more",
+                "their state would belong to nothing",
+                "Make the optimizer from the model's parameters, after sharding",
+            )
+        )
+    numbered, by_number = optimizer.state_dict(), [names[id(parameter)] for parameter in held]
+    for number, values in numbered["state"].items():
+        for key, value in values.items():
+            _refuse_local(type(optimizer).__name__, f"{by_number[number]}/{key}", value, held[number])
+    return {
+        "class": type(optimizer).__name__,
+        "state": {by_number[number]: dict(values) for number, values in numbered["state"].items()},
+        "param_groups": [
+            {**group, "params": [by_number[number] for number in group["params"]]} for group in numbered["param_groups"]
+        ],
+    }
+
+
+def _refuse_local(optimizer: str, name: str, value: Any, parameter: Tensor) -> None:
+    if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
+        return
+    known = (Shard, Replicate)
+    if isinstance(value, DTensor):
+        bad = not all(isinstance(placement, known) for placement in value.placements)
+    else:
+        bad = value.ndim > 0 and value.numel() > 1
+    if bad:
+        raise ValueError(
+            explain(
+                f"state '{name}' of {optimizer} has shape {tuple(value.shape)} for a parameter of shape "
+                f"{tuple(parameter.shape)}",
+                "each rank keeps it for its own shard, so it means nothing on another number of ranks",
+                "Use an optimizer of torch.optim",
+            )
+        )
+
+
+def take_apart(state: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The tensors of a named state, and all the rest as plain values with each tensor's layout."""
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, Any] = {"class": state["class"], "param_groups": state["param_groups"], "layout": {}, "values": {}}
+    for name, values in state["state"].items():
+        for key, value in values.items():
+            path = f"{name}/{key}"  # no slash can be in a key of torch.optim, while names have dots
+            if isinstance(value, Tensor):
+                tensors[path] = value
+                plain["layout"][path] = _layout(value)
+            else:
+                plain["values"][path] = value
+    return tensors, plain
+
+
+def _layout(tensor: Tensor) -> str | int:
+    if not isinstance(tensor, DTensor):
+        return _PLAIN
+    axes = [placement.dim for placement in tensor.placements if isinstance(placement, Shard)]
+    return axes[0] if axes else _REPLICATED
+
+
+def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter: Tensor | None) -> Tensor:
+    """An empty tensor for stored state, cut as it was, over the mesh that its parameter is on now."""
+    if parameter is not None and size == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=dtype)
+    if not isinstance(parameter, DTensor) or layout == _PLAIN:
+        return torch.empty(size, dtype=dtype)
+    cut = Shard(layout) if isinstance(layout, int) else Replicate()
+    placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), cut]
+    return empty(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
+
+
+def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, optimizer: Optimizer) -> None:
+    """Load the parts into ``optimizer``, which may hold the parameters in another order.
+
+    Raises:
+        ValueError: another optimizer, or other parameters; names them.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    held = [names.get(id(p), "?") for group in optimizer.param_groups for p in group["params"]]
+    saved = [name for group in plain["param_groups"] for name in group["params"]]
+    if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
+        differ = sorted(set(held) ^ set(saved))
+        raise ValueError(
+            explain(
+                f"the checkpoint's {plain['class']} does not fit this {type(optimizer).__name__}",
+                f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different",
+                "Make the optimizer as it was, or load the weights alone, with full_state_dict(folder)",
+            )
+        )
+    numbers = {name: number for number, name in enumerate(held)}
+    state: dict[int, dict[str, Any]] = {}
+    for path, value in {**plain["values"], **tensors}.items():
+        name, _, key = path.rpartition("/")
+        state.setdefault(numbers[name], {})[key] = value
+    now = optimizer.state_dict()["param_groups"]
+    if [sorted(held[n] for n in group["params"]) for group in now] != [
+        sorted(g["params"]) for g in plain["param_groups"]
+    ]:
+        raise ValueError(
+            explain(
+                f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters",
+                f"this one has {len(now)}, or groups them differently",
+                "Group the parameters as they were",
+            )
+        )
+    groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
+    optimizer.load_state_dict({"state": state, "param_groups": groups})

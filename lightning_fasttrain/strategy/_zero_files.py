@@ -1,0 +1,190 @@
+"""DeepSpeed's checkpoint files, read without DeepSpeed and without running anything that is in them."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint
+from lightning_fasttrain._messages import explain
+
+
+class Inert(dict):
+    """Stands in for any class in a file: it takes what it is given, and does nothing."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        self.args = args
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def read_inert(path: Path) -> dict[str, Any]:
+    """The content of a file of ``torch.save``; objects of other classes than torch's own are :class:`Inert`."""
+    try:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        stubs: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]
+        with torch.serialization.safe_globals(stubs):
+            return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # what a damaged or hostile file makes of the unpickler has many names
+        raise CorruptCheckpoint(
+            explain(f"{path} cannot be read", f"{type(error).__name__}: {error}", "Use another checkpoint")
+        ) from error
+
+
+@dataclass
+class ZeROFiles:
+    """The files of one checkpoint: what one rank knows of the model, and all ranks' pieces.
+
+    Args:
+        stage: 0 to 3.
+        model: of the first rank, or the only one.
+        models: of each rank at stage 3.
+        pieces: of each rank, the state of its part of the optimizer; empty at stage 0.
+    """
+
+    stage: int
+    model: dict[str, Any]
+    models: list[dict[str, Any]]
+    pieces: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "ZeROFiles":
+        """Read a folder that holds DeepSpeed's files.
+
+        Raises:
+            CorruptCheckpoint: files are missing, or of another checkpoint, or cannot be read.
+        """
+        by_rank = sorted(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"), key=_rank)
+        whole = folder / "mp_rank_00_model_states.pt"
+        others = [path.name for path in folder.glob("mp_rank_*_model_states.pt") if path != whole]
+        if others:
+            raise ValueError(
+                explain(f"{folder} holds {others[0]}", "it is cut by tensor parallelism too", "Use DeepSpeed's tools")
+            )
+        if not whole.exists() and not by_rank:
+            raise CorruptCheckpoint(explain(f"{folder}", "no *_model_states.pt is in it", "Check the path"))
+        models = [read_inert(path) for path in ([whole] if whole.exists() else by_rank)]
+        paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
+        pieces = [read_inert(path)["optimizer_state_dict"] for path in paths]
+        stage = _stage(pieces)
+        counts = {_largest(piece["partition_count"]) for piece in pieces}
+        expected = counts.pop() if len(counts) == 1 else None
+        if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
+            raise CorruptCheckpoint(
+                explain(
+                    f"{folder} holds the pieces of {len(pieces)} ranks",
+                    f"it was saved by {expected}, or in part by an earlier run",
+                    "Use another checkpoint",
+                )
+            )
+        return cls(stage, models[0], models, pieces)
+
+    def masters(self) -> Iterator[tuple[str, Tensor]]:
+        """The float32 weights that the optimizer updates, by name, put together from all ranks."""
+        if self.stage == 0:
+            yield from _masters_of_stage_0(self.model, self.tied())
+        elif self.stage == 3:
+            yield from self._of_stage_3()
+        else:
+            yield from self._of_stage_1_and_2()
+
+    def _of_stage_1_and_2(self) -> Iterator[tuple[str, Tensor]]:
+        """A group's parameters lie end to end, and each rank has one cut of the whole."""
+        paddings = self.pieces[0].get("param_alignment_paddings")
+        for i, shapes in enumerate(self.model["param_shapes"]):
+            flat = torch.cat([piece["single_partition_of_fp32_groups"][i] for piece in self.pieces])
+            padding = paddings[i] if paddings else [0] * len(shapes)
+            start = 0
+            for (name, shape), unused in zip(shapes.items(), padding, strict=True):
+                size = math.prod(shape)
+                yield name, _slice(flat, start, size, name).view(tuple(shape))
+                start += size + unused
+
+    def _of_stage_3(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter is cut for itself, into as many equal parts as there are ranks, the last ones padded."""
+        ribbons = [_Ribbon(piece["fp32_flat_groups"]) for piece in self.pieces]
+        for shapes in self.model["param_shapes"]:
+            for name, shape in shapes.items():
+                size = math.prod(shape)
+                cut = math.ceil(size / len(ribbons))
+                yield name, _slice(torch.cat([r.take(cut) for r in ribbons]), 0, size, name).view(tuple(shape))
+
+    def frozen(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters that the optimizer does not know, at stage 3; below it they are with the others."""
+        if self.stage < 3:
+            return
+        for name, shape in (self.model.get("frozen_param_shapes") or {}).items():
+            whole = torch.cat([model["frozen_param_fragments"][name].flatten() for model in self.models])
+            yield name, _slice(whole, 0, math.prod(shape), name).view(tuple(shape))
+
+    def tied(self) -> Mapping[str, str]:
+        """Name of a tied parameter → the name it is saved under."""
+        if self.stage > 0:
+            return dict(self.model.get("shared_params") or {})
+        first: dict[Any, str] = {}  # stage 0 notes no names, but tensors in one memory are still so in the file
+        keys = {n: (v.data_ptr(), v.shape, v.stride()) for n, v in self.model["module"].items() if v.numel()}
+        return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
+
+
+class _Ribbon:
+    """Flat tensors read one after the other, as if they were one."""
+
+    def __init__(self, parts: list[Tensor]) -> None:
+        self.parts = [part.flatten() for part in parts]
+        self.at = 0
+
+    def take(self, size: int) -> Tensor:
+        taken = []
+        while size > 0 and self.parts:
+            part = self.parts[0][self.at : self.at + size]
+            taken.append(part)
+            size -= part.numel()
+            self.at += part.numel()
+            if self.at == self.parts[0].numel():
+                self.parts.pop(0)
+                self.at = 0
+        if size > 0:
+            raise CorruptCheckpoint("the pieces of the checkpoint end before its parameters do.")
+        return torch.cat(taken) if taken else torch.empty(0)
+
+
+def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """In bfloat16 the optimizer has float32 copies in its own order, without names: found again by their rounding."""
+    optimizer = model.get("optimizer") or {}
+    groups = optimizer.get("fp32_groups") or []
+    names = {name: value for name, value in model["module"].items() if name not in tied}
+    for master in (tensor for group in groups for tensor in group):
+        for name, value in names.items():
+            if value.shape == master.shape and torch.equal(master.to(value.dtype), value):
+                yield name, master
+                del names[name]
+                break
+
+
+def _slice(flat: Tensor, start: int, size: int, name: str) -> Tensor:
+    if start + size > flat.numel():
+        raise CorruptCheckpoint(
+            f"{name} is not whole: the ranks' pieces hold {flat.numel()} of {start + size} numbers."
+        )
+    return flat[start : start + size]
+
+
+def _stage(pieces: list[dict[str, Any]]) -> int:
+    if not pieces:
+        return 0
+    stage = pieces[0]["zero_stage"]
+    return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
+
+
+def _largest(count: Any) -> int:
+    return max(count) if isinstance(count, list) else int(count)
+
+
+def _rank(path: Path) -> int:
+    return int(path.name.partition("pp_rank_")[2].partition("_")[0])

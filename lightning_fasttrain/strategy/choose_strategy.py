@@ -1,0 +1,334 @@
+"""Chooses among DDP, FSDP2 and the stages of ZeRO: what fits, and of that what moves the fewest bytes."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from rich.table import Table
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.plan import MemoryReport, predict_memory
+from lightning_fasttrain.strategy._held import ZeROSizes, held_by
+from lightning_fasttrain.strategy._optimizer_state import MakeOptimizer, refuse_unshardable
+from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
+from lightning_fasttrain.strategy.choose_stage import GIB, gib
+from lightning_fasttrain.strategy.model_states import ModelStates, states_of, usual_sizes
+from lightning_fasttrain.strategy.traffic import FSDP2, Moved, Traffic
+
+# With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
+CANDIDATES = (
+    "ddp",
+    "fsdp2",
+    "zero-1",
+    "zero-2",
+    "zero-3",
+    "fsdp2+offload",
+    "zero-2+offload",
+    "zero-3+offload",
+)
+_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels know no DTensor, which FSDP2's parameters are
+_ABOUT = 1.1  # traffic within so much is the same
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to train.
+
+    Args:
+        states: bytes on one rank.
+        traffic: bytes that a rank moves in a step.
+        short: bytes that are missing on the device.
+        short_of_host: bytes of host memory that are missing on each node.
+        rounds: whether gradients are summed in fewer digits than they have to the other strategies.
+    """
+
+    states: ModelStates
+    traffic: Traffic
+    short: int
+    short_of_host: int
+    rounds: bool
+
+    @property
+    def name(self) -> str:
+        return self.traffic.strategy
+
+    @property
+    def fits(self) -> bool:
+        return not (self.short or self.short_of_host)
+
+
+@dataclass(frozen=True)
+class StrategyChoice:
+    """The strategy chosen, and what the others would take and move.
+
+    Args:
+        name: ``"ddp"``, ``"fsdp2"``, ``"fsdp2+offload"`` or ``"zero-…"`` with its stage.
+        candidates: all that were looked at.
+        why: one sentence.
+        devices: all of them.
+        nodes: machines they are in.
+        precision: as Lightning means it.
+        activation_bytes: what activations take on each device; None if nothing said so.
+        usable_bytes: of each device, after the head-room.
+        sizes: DeepSpeed's, as predicted with.
+        notes: what was assumed or left out.
+    """
+
+    name: str
+    candidates: tuple[Candidate, ...]
+    why: str
+    devices: int
+    nodes: int
+    precision: str
+    activation_bytes: int | None
+    usable_bytes: int
+    sizes: ZeROSizes
+    notes: tuple[str, ...] = ()
+
+    @property
+    def chosen(self) -> Candidate:
+        """What speaks for it, in bytes."""
+        return next(candidate for candidate in self.candidates if candidate.name == self.name)
+
+    def strategy(self, **settings: Any) -> Strategy | str:
+        """A new strategy for ``L.Trainer(strategy=…)``; its ``devices=`` are those of one node. Of one device "auto".
+
+        Args:
+            settings: further arguments of its class.
+        """
+        kind, _, stage = self.name.partition("-")
+        if kind == "ddp":
+            return DDPStrategy(**settings) if self.devices > 1 else "auto"
+        if kind.startswith("fsdp2"):
+            from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+
+            return FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
+        from lightning_fasttrain.strategy.zero import ZeROStrategy
+
+        return ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, in bytes, for JSON."""
+        return {
+            "chosen": self.name,
+            "why": self.why,
+            "devices": self.devices,
+            "nodes": self.nodes,
+            "precision": self.precision,
+            "usable_bytes": self.usable_bytes,
+            "activation_bytes": self.activation_bytes,
+            "sizes": asdict(self.sizes),
+            "notes": list(self.notes),
+            "candidates": [
+                {"name": candidate.name, "fits": candidate.fits, **asdict(candidate)} for candidate in self.candidates
+            ],
+        }
+
+    def as_table(self) -> Table:
+        """For ``rich``: what each takes on one rank and moves in a step, in GiB."""
+        activations = self.activation_bytes or 0
+        where = f"{self.devices} devices" if self.nodes == 1 else f"{self.devices} devices in {self.nodes} nodes"
+        table = Table(
+            title=f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step",
+            caption="\n".join([self.why, f"Usable on each device: {gib(self.usable_bytes)} GiB.", *self.notes]),
+            title_justify="left",
+            caption_justify="left",
+        )
+        table.add_column("strategy")
+        headings = ("parameters", "gradients", "optimizer", "buffers", "activations", "device", "host", "to ranks")
+        for heading in (*headings, "to host"):
+            table.add_column(heading, justify="right")
+        table.add_column("fits")
+        for row in self.candidates:
+            states, moved = row.states, row.traffic
+            figures = (states.parameters, states.gradients, states.optimizer, states.buffers, activations)
+            figures = (*figures, states.device + activations, states.host, moved.ranks, moved.host)
+            verdict = "yes" if row.fits else f"no, {gib(row.short or row.short_of_host)} over"
+            verdict += "" if row.short or row.fits else " in host"
+            chosen = row.name == self.name
+            name = f"{row.name} ←" if chosen else row.name
+            table.add_row(name, *map(gib, figures), verdict, style="bold" if chosen else None)
+        return table
+
+
+def choose_strategy(
+    module: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    devices: int = 1,
+    *,
+    memory_gib: float | None = None,
+    batch: Any = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    nodes: int = 1,
+    precision: str = "32-true",
+    activation_gib: float | None = None,
+    host_gib: float | None = None,
+    headroom: float = 0.1,
+) -> StrategyChoice:
+    """Choose how to spread a training over devices: DDP, FSDP2, or a stage of ZeRO, with or without offload.
+
+    Of what fits it takes what moves the fewest bytes in a step; what moves within 10% of that counts as equal, and of
+    equals it takes the one with the fewest moving parts. Only where all that keep the gradients' digits are too
+    large comes what sums them in fewer: ZeRO under "bf16-mixed", which sums in bfloat16 where DDP and FSDP2 sum in
+    float32. A byte to the host counts like one to another rank; how fast links are is not asked.
+
+    Args:
+        module: the model, real or on ``"meta"`` or of fake tensors, or what builds it; nothing is allocated.
+        optimizer: the one used, or a function of the parameters that makes it; by default the LightningModule's.
+        devices: all of them, on all nodes together.
+        memory_gib: of each device; by default what is free on the current GPU.
+        batch: one rank's batch, as the loader gives it; activations are then predicted from it.
+        loss: (module, batch) → loss, in the place of ``training_step``.
+        nodes: machines that the devices are in, equally many in each.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        activation_gib: of each device, in the place of ``batch``. Without either they are taken to be nothing.
+        host_gib: memory of a node that training may use; None means enough.
+        headroom: part of the memory of each device that is left for what is not predicted.
+
+    Returns:
+        Its ``strategy()`` is one for the Trainer; its ``as_table()`` shows what was compared.
+
+    Raises:
+        ValueError: nothing fits, with the shortfall; devices that ``nodes`` does not divide; memory that is not
+            positive, or not given where there is no GPU; an optimizer that cannot be sharded.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
+        >>> adam = torch.optim.AdamW(net.parameters())
+        >>> choose_strategy(net, adam, 4, memory_gib=1).name
+        'ddp'
+        >>> choice = choose_strategy(net, adam, 4, memory_gib=0.02)
+        >>> choice.name, choice.chosen.states.device < 0.02 * 2**30
+        ('fsdp2', True)
+        >>> print(choice.why)
+        fsdp2 fits with ... GiB of ... GiB on each device and moves ... MiB a step; ddp would ...
+
+    Source:
+        Ours; see :func:`~lightning_fasttrain.strategy.predict_model_states` and
+        :func:`~lightning_fasttrain.strategy.predict_traffic`.
+    """
+    positive_int("devices", devices)
+    if devices % positive_int("nodes", nodes):
+        why = "every node has as many devices as the others"
+        raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
+    _check(memory_gib=memory_gib, host_gib=host_gib, activation_gib=activation_gib, headroom=headroom)
+    if batch is not None and activation_gib is not None:
+        raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
+    usable = int(_memory_of(memory_gib) * (1 - headroom))
+    deepspeed = held_by(module, optimizer, devices, precision)
+    own = deepspeed.as_torch_does(precision)
+    refuse_unshardable(deepspeed.optimizer)
+    sizes = usual_sizes(deepspeed)
+    foreign = any(base.__module__.split(".")[0] in _FOREIGN for base in type(deepspeed.optimizer).__mro__)
+    names = [name for name in CANDIDATES if not (foreign and name in FSDP2)]
+    moved = Moved(deepspeed, own, precision, micro_batches=1, sizes=sizes)
+    rows = [
+        ddp_states(own),
+        *(fsdp2_states(own, moved.groups, offload=away) for away in (False, True)),
+        *states_of(deepspeed, [n.removeprefix("zero-") for n in CANDIDATES if n.startswith("zero")], sizes),
+    ]
+    by_name = {row.stage if row.stage[0].isalpha() else f"zero-{row.stage}": row for row in rows}
+    activations = None if activation_gib is None else int(activation_gib * GIB)
+    if batch is not None:
+        activations = _activations(module, batch, loss, precision)
+    candidates = tuple(
+        Candidate(
+            states=by_name[traffic.strategy],
+            traffic=traffic,
+            short=max(0, by_name[traffic.strategy].device + (activations or 0) - usable),
+            short_of_host=_over(by_name[traffic.strategy].host * devices // nodes, host_gib),
+            rounds=precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1,
+        )
+        for traffic in map(moved.by, names)
+    )
+    best = _best(candidates)
+    if best is None:
+        raise ValueError(_nothing_fits(candidates, devices, precision, activations or 0, usable))
+    why = _why(best, candidates, activations or 0, usable)
+    kind = type(deepspeed.optimizer).__name__
+    notes = [] if activations is not None else ["Activations are not counted: give a batch, or what they take."]
+    notes += [f"FSDP2 is left out: the kernels of {kind} do not work on its parameters."] if foreign else []
+    return StrategyChoice(
+        best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
+    )
+
+
+def _check(headroom: float, activation_gib: float | None, **memory: float | None) -> None:
+    for name, value in memory.items():
+        if value is not None and not value > 0:
+            raise ValueError(explain(f"{name}={value}", "nothing fits into that", "Give GiB above 0"))
+    if activation_gib is not None and not activation_gib >= 0:
+        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
+    if not 0 <= headroom < 1:
+        why = "it is the part of the memory that stays free"
+        raise ValueError(explain(f"headroom={headroom}", why, "Use a number from 0 to below 1, such as 0.1"))
+
+
+def _memory_of(memory_gib: float | None) -> float:
+    if memory_gib is not None:
+        return memory_gib * GIB
+    if not torch.cuda.is_available():
+        why = "there is no GPU here to be asked"
+        raise ValueError(explain("memory_gib=None", why, "Give the memory of one device: memory_gib=80"))
+    return torch.cuda.mem_get_info()[0]
+
+
+def _activations(module: Any, batch: Any, loss: Any, precision: str) -> int:
+    """All that a step needs beside parameters, gradients and optimizer state, at the peak of forward or backward."""
+    report: MemoryReport = predict_memory(
+        module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
+    )
+    if report.phase == "optimizer step":
+        return report.peaks["activations"] + report.peaks["inputs"]
+    states = ("parameters", "gradients", "optimizer state")
+    return report.peak_bytes - sum(report.at_peak[category] for category in states)
+
+
+def _over(needed: int, host_gib: float | None) -> int:
+    return 0 if host_gib is None else max(0, needed - int(host_gib * GIB))
+
+
+def _best(candidates: tuple[Candidate, ...]) -> Candidate | None:
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
+    least = min((candidate.traffic.total for candidate in fitting), default=0)
+    return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
+
+
+def _why(best: Candidate, candidates: tuple[Candidate, ...], activations: int, usable: int) -> str:
+    moves = f"moves {_size(best.traffic.total)} a step" if best.traffic.total else "moves nothing"
+    why = f"{best.name} fits with {gib(best.states.device + activations)} GiB of {gib(usable)} GiB on each device"
+    less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]
+    large = [c for c in less if not c.fits]
+    if not less:
+        return f"{why} and {moves}, and nothing moves less with fewer moving parts."
+    if not large:
+        return f"{why} and {moves}; {less[0].name} would move less but sum gradients in bfloat16."
+    least = min(large, key=lambda c: c.traffic.total)
+    over = f"{gib(least.short or least.short_of_host)} GiB over"
+    return f"{why} and {moves}; {least.name} would move less but is {over}{'' if least.short else ' in host memory'}."
+
+
+def _nothing_fits(
+    candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
+) -> str:
+    nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
+    lacks = [f"{gib(nearest.short)} GiB on each device"] if nearest.short else []
+    lacks += [f"{gib(nearest.short_of_host)} GiB of host memory on each node"] if nearest.short_of_host else []
+    states = nearest.states.device
+    takes = f"states {gib(states)} GiB and activations {gib(activations)} GiB of {gib(usable)} GiB usable"
+    if activations > usable // 2:
+        way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
+    else:
+        ways = ["precision='bf16-mixed'"] if precision == "32-true" else []
+        way_out = f"Use {', '.join([*ways, f'more than {devices} devices'])}, or train adapters only (QLoRA)"
+    return explain(f"Nothing fits, the nearest is {nearest.name} and lacks {' and '.join(lacks)}", takes, way_out)
+
+
+def _size(nbytes: int) -> str:
+    return f"{gib(nbytes)} GiB" if nbytes >= GIB else f"{nbytes / 2**20:.1f} MiB"

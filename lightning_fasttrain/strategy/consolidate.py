@@ -1,0 +1,148 @@
+"""A checkpoint in pieces, put together: the plain model's weights in one safetensors file."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._checkpoint_folder import MANIFEST, CorruptCheckpoint, verify_checkpoint
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.strategy._zero_files import ZeROFiles
+
+_LOW = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Consolidated:
+    """What was written.
+
+    Args:
+        path: the safetensors file.
+        tensors: how many are in it; tied ones are there under each of their names.
+        numel: numbers in them, tied ones counted once.
+        nbytes: of all tensors.
+        source: what it was made of, such as ``"ZeRO stage 3, 2 ranks"``.
+    """
+
+    path: Path
+    tensors: int
+    numel: int
+    nbytes: int
+    source: str
+
+
+def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> Consolidated:
+    """Write the whole float32 weights of a sharded checkpoint to one file, which loads without DeepSpeed.
+
+    The file has the keys of the plain model, so ``model.load_state_dict(safetensors.torch.load_file(out))`` is all it
+    takes. Weights come from the optimizer's float32 copies; frozen parameters and buffers are in it, those of 16 bits
+    as float32, and quantised ones as they are stored. Neither DeepSpeed nor as many processes are needed, and nothing
+    in the checkpoint is run: objects that are not tensors are left out.
+
+    Args:
+        folder: written under :class:`~lightning_fasttrain.ZeROStrategy` (stage 0 to 3, any number of processes) or
+            Lightning's own DeepSpeed strategies, or by :class:`~lightning_fasttrain.FSDP2Strategy`.
+        out: file to write; one that is there is replaced when the new one is complete.
+
+    Returns:
+        The path, and what is in the file.
+
+    Raises:
+        CorruptCheckpoint: the checkpoint is cut short, changed or mixed.
+        FileNotFoundError: nothing is there.
+        ValueError: it is no sharded checkpoint.
+
+    Example:
+        >>> consolidate(getfixture("tmp_path"), "weights.safetensors")
+        Traceback (most recent call last):
+        ValueError: ... it is no sharded checkpoint: ...
+
+    Source:
+        The layout that DeepSpeed's ``zero_to_fp32.py`` reads; held against it.
+    """
+    folder, out = Path(folder), Path(out)
+    if not folder.exists():
+        raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
+    if (folder / MANIFEST).exists():
+        verify_checkpoint(folder)
+    state, source = _state_of(folder)
+    save: Any = require("safetensors.torch", extra="finetune").save
+    whole = _untied(state)
+    write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt", "source": source})))
+    once = {tensor.data_ptr(): tensor for tensor in state.values()}
+    return Consolidated(
+        out, len(whole), sum(t.numel() for t in once.values()), sum(t.nbytes for t in whole.values()), source
+    )
+
+
+def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
+    if (folder / ".metadata").exists() or any(folder.glob("*/.metadata")):
+        from lightning_fasttrain.strategy.sharded_checkpoint import full_state_dict
+
+        state = full_state_dict(folder)
+        return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
+    inner = _deepspeed_files(folder)
+    if inner is None:
+        raise ValueError(
+            explain(
+                f"{folder}",
+                "it is no sharded checkpoint: neither DeepSpeed's files nor torch.distributed's .metadata are in it",
+                "Give the folder that the run has saved, such as epoch=0-step=100.ckpt",
+            )
+        )
+    files = ZeROFiles.read(inner)
+    ranks = f", {len(files.pieces)} ranks" if files.pieces else ""
+    return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
+
+
+def _deepspeed_files(folder: Path) -> Path | None:
+    """Where the files are: a tag's folder, named in ``latest``; or this very folder."""
+    latest = folder / "latest"
+    candidates = [folder / "checkpoint", folder]
+    if latest.is_file() and latest.stat().st_size < 1000:
+        tag = latest.read_text().strip()
+        if tag == Path(tag).name:  # a name from a file must not lead elsewhere
+            candidates.insert(0, folder / tag)
+    return next((path for path in candidates if any(path.glob("*_model_states.pt"))), None)
+
+
+def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
+    module = files.model.get("module")
+    if not isinstance(module, dict):
+        raise CorruptCheckpoint("the checkpoint holds no module.")
+    masters, frozen, tied = dict(files.masters()), dict(files.frozen()), files.tied()
+    state: dict[str, Tensor] = {}
+    for name, value in module.items():  # the model's own order
+        source = tied.get(name, name)
+        found = masters.get(source, frozen.get(source, value))
+        if isinstance(found, Tensor):
+            state[name] = _as_float32(found)
+    lost = [name for name in (*masters, *frozen) if name not in state]
+    for name in lost:  # frozen ones can be left out of a checkpoint's module
+        state[name] = _as_float32(masters.get(name, frozen.get(name)))  # type: ignore[arg-type]
+    for name, source in tied.items():
+        if source in state:
+            state[name] = state[source]
+    return state
+
+
+def _as_float32(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in _LOW else tensor
+
+
+def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Contiguous, and no two in the same memory, as the format wants it."""
+    seen: set[int] = set()
+    whole = {}
+    for name, tensor in state.items():
+        tensor = tensor.contiguous()
+        address = tensor.untyped_storage().data_ptr()
+        copies = tensor.numel() and (address in seen or tensor.untyped_storage().nbytes() != tensor.nbytes)
+        whole[name] = tensor.clone() if copies else tensor
+        seen.add(address)
+    return whole

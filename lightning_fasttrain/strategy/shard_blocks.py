@@ -1,0 +1,302 @@
+"""The model's blocks, and what is left around them, sharded over a mesh of processes with ``fully_shard`` (FSDP2)."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._surgery import Blocks, find_blocks
+
+PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
+REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+OFFLOADS = ("cpu",)
+# Optimizers that fail on shards at their first step (tried, with torch 2.13): class or package, and why.
+_UNFIT = {
+    "Adafactor": "torch cannot square the norms of sharded rows in place",
+    "Rprop": "torch cannot write into places of shards",
+    "LBFGS": "torch cannot lay unequal shards end to end",
+    "bitsandbytes": "its kernels know nothing of shards",
+}
+_not_reducing: WeakSet[nn.Module] = WeakSet()
+
+
+def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None) -> MixedPrecisionPolicy:
+    """What a precision of Lightning's means for sharded parameters.
+
+    ===========  ==================  =================  ====================
+    precision    shards, optimizer   gathered as        gradients reduced in
+    ===========  ==================  =================  ====================
+    32-true      float32             float32            float32
+    bf16-mixed   float32 (masters)   bfloat16           float32
+    bf16-true    bfloat16            bfloat16           float32
+    ===========  ==================  =================  ====================
+
+    Inputs of blocks are not cast: under bf16-mixed autocast decides that, as without sharding.
+
+    Args:
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        reduce_dtype: ``"float32"`` or ``"bfloat16"``, half the bytes; None is float32.
+
+    Returns:
+        The policy.
+
+    Raises:
+        ValueError: another precision or dtype.
+
+    Example:
+        >>> precision_policy("bf16-mixed").param_dtype
+        torch.bfloat16
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(
+            explain(
+                f"precision={precision!r} with FSDP2",
+                "float16 needs a scaled loss, whose infinities no rank would see in its shards; known are "
+                + ", ".join(map(repr, PRECISIONS)),
+                "Use precision='bf16-mixed'",
+            )
+        )
+    reduce = REDUCE_DTYPES[one_of("reduce_dtype", reduce_dtype or "float32", tuple(REDUCE_DTYPES))]
+    gathered = torch.bfloat16 if precision == "bf16-mixed" else None
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
+
+
+def shard_blocks_(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    policy: MixedPrecisionPolicy | None = None,
+    reshard_after_forward: bool | int = True,
+    offload: str | None = None,
+    blocks: Blocks | None = None,
+) -> list[str]:
+    """Shard ``model`` over ``mesh``, in place: each block gathers its parameters when it runs, the root keeps the rest.
+
+    Call it after everything else that changes the model and before the optimizer is made. Parameters become
+    ``DTensor``, split along their first axis; ``state_dict`` keys stay. Frozen parameters and adapters are sharded
+    like the others. Quantised parameters (not floating, or of a class of their own) are frozen and stay whole on every
+    rank, as buffers do. A block that shares a parameter with the rest of the model is left to the root, so that tied
+    weights stay tied. A model without repeated blocks is one group. This cannot be undone, and a sharded model
+    cannot be copied. Sharding a second time does nothing.
+
+    Args:
+        model: any module.
+        mesh: one dimension; or two, (replicate, shard): hybrid sharding.
+        policy: as :func:`precision_policy` makes it; None computes in the parameters' own dtype.
+        reshard_after_forward: True frees a block's gathered parameters after its forward and gathers them again in
+            backward; False keeps them; a number reshards to so many processes, such as those of one node. The root's
+            are always kept.
+        offload: ``"cpu"``: shards, their gradients and the optimizer live in host memory.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+
+    Returns:
+        Names of the blocks that are sharded on their own.
+
+    Raises:
+        ValueError: ``reshard_after_forward`` does not divide the mesh; a parameter that cannot be sharded;
+            ``blocks`` matches nothing.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> store = dist.FileStore(str(getfixture("tmp_path") / "store"), 1)
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)])
+        >>> shard_blocks_(net, init_device_mesh("cpu", (1,)))
+        ['0', '1']
+        >>> net(torch.ones(2, 4)).sum().backward()
+        >>> type(net[0][0].weight.grad).__name__
+        'DTensor'
+        >>> dist.destroy_process_group()
+
+    Source:
+        ``torch.distributed.fsdp.fully_shard``; Zhao et al. 2023, "PyTorch FSDP", https://arxiv.org/abs/2304.11277.
+    """
+    if offload is not None:
+        one_of("offload", offload, OFFLOADS)
+    _check_reshard(reshard_after_forward, mesh)
+    if isinstance(model, FSDPModule):
+        return []
+    _refuse_unshardable(model)
+    groups = own_groups(model, blocks)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": policy or MixedPrecisionPolicy(cast_forward_inputs=False),
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
+        "ignored_params": {parameter for parameter in model.parameters() if stays_whole(parameter)},
+    }
+    if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
+        reshard_after_forward = False  # over one process: kept whole
+    for block in groups.values():
+        fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
+    fully_shard(model, **options)
+    return list(groups)
+
+
+def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
+    """The blocks that are sharded on their own: those that share no parameter with the rest of the model."""
+    try:
+        found = find_blocks(model, blocks)
+    except ValueError:
+        if blocks is not None:
+            raise
+        note_once(f"FSDP2: {type(model).__name__} has no repeated blocks, so all of it is gathered at once")
+        return {}
+    uses = _uses(model)
+    shared = [name for name, block in found.items() if any(uses[p] != n for p, n in _uses(block).items())]
+    if shared:
+        note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
+    return {name: block for name, block in found.items() if name not in shared and block is not model}
+
+
+def _uses(module: nn.Module) -> dict[nn.Parameter, int]:
+    uses: dict[nn.Parameter, int] = {}
+    for inner in module.modules():
+        for parameter in inner.parameters(recurse=False):
+            uses[parameter] = uses.get(parameter, 0) + 1
+    return uses
+
+
+def stays_whole(parameter: nn.Parameter) -> bool:
+    """Whether a parameter is quantised: such are replicated, since their bytes are no numbers to be cut or cast."""
+    if isinstance(parameter, DTensor):
+        return False
+    own_class = type(parameter) is not nn.Parameter and not parameter.requires_grad
+    return own_class or not parameter.is_floating_point()
+
+
+def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
+    if not isinstance(reshard, bool | int):
+        raise TypeError(explain(f"reshard_after_forward={reshard!r}", "it is a choice or a number", "Use True"))
+    size = mesh.size(mesh.ndim - 1)
+    if not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
+        raise ValueError(
+            explain(
+                f"reshard_after_forward={reshard} over {size} shards",
+                "parameters are cut anew into equal parts, so it must divide the number of shards",
+                "Use True, or the number of devices of a node",
+            )
+        )
+
+
+def _refuse_unshardable(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if stays_whole(parameter):
+            why = (
+                f"it is {parameter.dtype} and trains, while only real numbers are cut"
+                if parameter.requires_grad
+                else None
+            )
+            why = "it is quantised and on the meta device, where it has no numbers" if parameter.is_meta else why
+            way_out = "Freeze it, and build quantised models on every rank"
+        else:
+            why = "a number without an axis cannot be cut" if parameter.ndim == 0 else None
+            way_out = "Give it the shape (1,)"
+        if why is not None:
+            raise ValueError(explain(f"parameter '{name}' of shape {tuple(parameter.shape)}", why, way_out))
+    dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if len(dtypes) > 1:
+        listed = ", ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(
+            explain(
+                "parameters of several dtypes train",
+                f"gradients of a group are reduced together, and {listed}",
+                "Train in one dtype: model.to(torch.float32) with precision='bf16-mixed'",
+            )
+        )
+
+
+def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
+    """Refuse a model of which a part would train on each rank alone, or an optimizer that would train nothing.
+
+    Args:
+        model: sharded by :func:`shard_blocks_`.
+        optimizers: one, or several.
+
+    Raises:
+        ValueError: parameters that train and are not sharded, as in a layer swapped afterwards; an optimizer that
+            holds parameters from before sharding, or cannot step on shards. Names them.
+
+    Example:
+        >>> check_sharded(nn.Linear(2, 2).requires_grad_(False))
+        >>> check_sharded(nn.Linear(2, 2))
+        Traceback (most recent call last):
+        ValueError: 'weight', 'bias' of Linear train without being sharded: each rank would train a copy of its own...
+    """
+    reshard_(model)
+    named = dict(model.named_parameters())
+    whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
+    if whole:
+        raise ValueError(
+            explain(
+                f"{_some(whole)} of {type(model).__name__} train without being sharded",
+                "each rank would train a copy of its own, since nothing reduces their gradients",
+                "Change layers before sharding: in configure_model, or with the suite's techniques",
+            )
+        )
+    live = {id(parameter) for parameter in named.values()}
+    for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
+        refuse_unfit(optimizer)
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        stale = sum(id(parameter) not in live for parameter in held)
+        if stale:
+            raise ValueError(
+                explain(
+                    f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model has no more",
+                    "sharding made new ones, so the weights would never move",
+                    "Make the optimizer after the model is sharded",
+                )
+            )
+
+
+def refuse_unfit(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that cannot step on shards."""
+    kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
+    for kind in kinds:
+        if kind in _UNFIT:
+            raise ValueError(
+                explain(
+                    f"{type(optimizer).__name__} with sharded parameters",
+                    _UNFIT[kind],
+                    "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too",
+                )
+            )
+
+
+def _some(names: list[str]) -> str:
+    listed = ", ".join(f"'{name}'" for name in names[:4])
+    return listed if len(names) <= 4 else f"{listed} and {len(names) - 4} more"
+
+
+def reshard_(model: nn.Module) -> None:
+    """Free what a forward without backward has left gathered, so that the model shows its shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextmanager
+def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
+    """A context in which gradients are summed on each rank, whole, until a backward outside of it reduces the sum.
+
+    One reduction a step instead of one a micro-batch, for the memory of unsharded gradients meanwhile.
+    """
+    sharded = [m for m in model.modules() if isinstance(m, FSDPModule) and m not in _not_reducing]
+    _not_reducing.update(sharded)  # within another such context there is nothing to do, nor to undo
+    for module in sharded:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        _not_reducing.difference_update(sharded)
+        for module in sharded:
+            module.set_requires_gradient_sync(True, recurse=False)

@@ -1,0 +1,527 @@
+"""A run resumed from any of its checkpoints ends as the uninterrupted one: its whole checkpoint, bit for bit."""
+
+import copy
+import pickle
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from lightning.pytorch.utilities import CombinedLoader
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+
+import lightning_fasttrain as ft
+from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain.run._per_rank import packed, unpacked
+from lightning_fasttrain.run.exact_resume import KEY, ExactResume
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")
+
+
+class Rows(Dataset):
+    """Augmented with the generators of three libraries."""
+
+    def __init__(self, count=8):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        return torch.tensor([float(i), random.random(), np.random.rand(), float(torch.rand(()))])
+
+
+class Stream(IterableDataset):
+    """Without a length, so that Lightning fetches a batch ahead."""
+
+    def __init__(self, count=8):
+        self.count, self.generator = count, torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        for i in range(self.count):
+            yield torch.cat([torch.tensor([float(i), random.random()]), torch.rand(2, generator=self.generator)])
+
+
+class Net(L.LightningModule):
+    """Draws in every hook, logs in every way, and has a schedule that depends on validation."""
+
+    def __init__(self):
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.3), nn.Linear(8, 1))
+        torch.set_rng_state(state)
+        self.logged, self.forever = torchmetrics.MeanMetric(), torchmetrics.MeanMetric()
+        self.seen = []
+
+    def on_train_start(self):
+        torch.rand(7)
+
+    def on_train_epoch_start(self):
+        random.random(), torch.rand(3)
+
+    def training_step(self, batch, batch_idx):
+        if isinstance(batch, dict):
+            batch = torch.cat([part for part in batch.values() if part is not None])
+        self.seen.append(batch.clone())
+        loss = self.net(batch).sub(random.random() + np.random.rand()).pow(2).mean()
+        self.logged.update(loss.detach()), self.forever.update(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True, batch_size=len(batch))
+        self.log("largest", loss, on_step=False, on_epoch=True, reduce_fx="max", batch_size=len(batch))
+        self.log("mean", self.logged, on_step=False, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.net(batch).pow(2).mean() + torch.rand(()))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5, threshold=10.0)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val"}}
+
+
+class SGD(Net):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+class WithoutValidation(Net):
+    validation_step = None
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        total = int(self.trainer.estimated_stepping_batches)  # which makes the loaders before anything is restored
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+class RestoresLate(SingleDeviceStrategy):
+    """As strategies that shard do."""
+
+    restore_checkpoint_after_setup = True
+
+
+class SaveEverywhere(L.Callback):
+    """After batches, validation, whole iterations, epochs, and what follows an epoch."""
+
+    def __init__(self, folder):
+        self.folder, self.files = folder, []
+
+    def save(self, trainer, name):
+        self.files.append(self.folder / f"{len(self.files):02d}-{name}.ckpt")
+        trainer.save_checkpoint(self.files[-1])
+
+    def on_train_start(self, trainer, pl_module):
+        for loop, name in ((trainer.fit_loop.epoch_loop, "iteration"), (trainer.fit_loop, "all of an epoch")):
+            patch(loop, "on_advance_end", self.saving_after(trainer, loop.on_advance_end, name))
+
+    def saving_after(self, trainer, original, name):
+        def on_advance_end(*args):
+            original(*args)
+            self.save(trainer, name)
+
+        return on_advance_end
+
+    def on_train_batch_end(self, trainer, *args):
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.save(trainer, "epoch")
+
+
+def shuffled(**settings):
+    return DataLoader(Rows(), batch_size=2, shuffle=True, **settings)
+
+
+def own_generator():
+    return torch.Generator().manual_seed(6)
+
+
+def two_loaders():
+    return {"a": shuffled(), "b": DataLoader(Rows(4), batch_size=2, shuffle=True, generator=own_generator())}
+
+
+def run(callbacks, ckpt=None, loader=shuffled, net=Net, seed=3, val=lambda: DataLoader(Rows(4), batch_size=2), **more):
+    torch.manual_seed(seed), random.seed(seed), np.random.seed(seed)
+    module, more["strategy"] = net(), more.get("strategy", lambda: "auto")()
+    trainer = L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "max_epochs": 2,
+            "logger": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "enable_checkpointing": any(isinstance(c, ModelCheckpoint) for c in callbacks),
+            **more,
+        },
+        callbacks=list(callbacks),
+    )
+    trainer.fit(module, loader(), val() if module.validation_step else None, ckpt_path=ckpt, weights_only=True)
+    return module, trainer, opened(trainer._checkpoint_connector.dump_checkpoint())
+
+
+def opened(checkpoint):
+    if KEY not in checkpoint:
+        return checkpoint
+    return {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [unpacked(rank) for rank in checkpoint[KEY]["ranks"]]}}
+
+
+def differences(a, b, path=""):
+    if isinstance(a, dict) and isinstance(b, dict):
+        missing = [f"{path}: {set(a) ^ set(b)}"] if set(a) != set(b) else []
+        return missing + [d for key in a.keys() & b.keys() for d in differences(a[key], b[key], f"{path}.{key}")]
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        pairs = enumerate(zip(a, b, strict=False))
+        return [path] * (len(a) != len(b)) + [d for i, (x, y) in pairs for d in differences(x, y, f"{path}[{i}]")]
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return [] if torch.equal(a, b) else [path]
+    return [] if type(a) is type(b) and a == b else [f"{path}: {a} {b}"]
+
+
+SETTINGS = {
+    "plain": {},
+    "validation in mid-epoch": {"val_check_interval": 2},
+    "accumulation": {"accumulate_grad_batches": 3, "val_check_interval": 2},
+    "max_steps": {"max_epochs": -1, "max_steps": 7},
+    "no validation, loaders made early": {"net": WithoutValidation},
+    "restored after the loaders are made": {"net": WithoutValidation, "strategy": lambda: RestoresLate("cpu")},
+    "own generator": {"loader": lambda: shuffled(generator=own_generator()), "max_epochs": 3},
+    "part of the data": {"loader": lambda: shuffled(generator=own_generator()), "limit_train_batches": 3},
+    "no length": {"loader": lambda: DataLoader(Stream(), batch_size=2), "max_epochs": 3},
+    "several loaders": {"loader": two_loaders, "max_epochs": 3},
+    "several until all end": {"loader": lambda: CombinedLoader(two_loaders(), "max_size")},
+    "several without length": {"loader": lambda: {"a": DataLoader(Stream(), 2), "b": DataLoader(Stream(6), 2)}},
+    "loaders made anew": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_resumed_anywhere_ends_as_uninterrupted(name, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    module, trainer, whole = run([ExactResume(), save], **SETTINGS[name])
+    plain, *_ = run([], **SETTINGS[name])
+    assert not differences(plain.state_dict(), module.state_dict())
+    for path in save.files:
+        resumed, _, end = run([ExactResume()], path, seed=4, **SETTINGS[name])
+        rest = module.seen[len(module.seen) - len(resumed.seen) :]
+        assert not differences(rest, resumed.seen), path.name
+        # From its last checkpoints there is nothing to go on with, so the rest is not restored.
+        left = ("state_dict",) if is_last(path, save.files, trainer) else whole.keys()
+        assert not differences({key: whole[key] for key in left}, {key: end[key] for key in left}), path.name
+
+
+def is_last(path, files, trainer):
+    if trainer.max_steps > 0:
+        return torch.load(path, weights_only=True)["global_step"] == trainer.max_steps
+    return path in files[-2:]
+
+
+WORKERS = {
+    "two workers": lambda: shuffled(num_workers=2),
+    "persistent workers": lambda: shuffled(num_workers=2, persistent_workers=True),
+    "workers of an own generator": lambda: shuffled(num_workers=2, generator=own_generator()),
+}
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_with_workers(name, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(), save], loader=WORKERS[name])
+    for path in (save.files[2], save.files[9], save.files[13]):  # in mid-epoch, after an epoch, in the next
+        *_, end = run([ExactResume()], path, seed=4, loader=WORKERS[name])
+        assert not differences(whole, end), path.name
+
+
+def test_negative_control_lightning_alone_ends_elsewhere(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([save])
+    same = [not differences(whole["state_dict"], run([], path, seed=4)[2]["state_dict"]) for path in save.files]
+    assert not any(same[:-5])  # the last five hold the weights of the end
+
+
+def tampered(path, part, value):
+    """The checkpoint with one part of one process's state replaced."""
+    checkpoint = torch.load(path, weights_only=True)
+    mine = unpacked(checkpoint[KEY]["ranks"][0])
+    if part == "gradients":
+        del checkpoint[KEY]["gradients"]
+    elif part == "point":
+        checkpoint[KEY]["point"] = value
+    elif part == "given":
+        mine["loaders"][0]["given"] = value
+    else:
+        mine[part] = value(mine[part])
+    checkpoint[KEY]["ranks"] = [packed(mine)]
+    torch.save(checkpoint, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("part", "value", "shows_in"),
+    [
+        ("random", lambda state: {**state, "torch": torch.Generator().manual_seed(8).get_state()}, ".state_dict"),
+        ("random", lambda state: {**state, "python": random.Random(8).getstate()}, ".state_dict"),
+        ("given", 1, ".state_dict"),
+        ("gradients", None, ".state_dict"),
+        ("point", "validation", f".{KEY}.ranks[0].callback_metrics.val"),
+        ("logged", lambda state: {}, f".{KEY}.ranks[0].callback_metrics"),
+        ("metrics", lambda state: {}, f".{KEY}.ranks[0].metrics.forever"),
+    ],
+)
+def test_negative_control_each_part_of_the_state_matters(part, value, shows_in, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    settings = {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
+    *_, whole = run([ExactResume(), save], **settings)
+    path = tampered(save.files[2], part, value)
+    assert path.name == "02-batch.ckpt"  # two of the three batches of a window are done, and validation is due
+    *_, end = run([ExactResume()], path, seed=4, **settings)
+    found = differences(whole, end)
+    assert any(difference.startswith(shows_in) for difference in found), found
+
+
+class FetchAhead(Technique):
+    """Two batches ahead, as a prefetcher to a device; written without the floor of the loader that it wraps."""
+
+    def attach(self, trainer, pl_module):
+        process = trainer.strategy.process_dataloader
+        return patch(trainer.strategy, "process_dataloader", lambda loader: Ahead(process(loader)))
+
+
+class Ahead:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __len__(self):
+        return len(self.inner)
+
+    def __iter__(self):
+        waiting = []
+        for batch in self.inner:
+            waiting.append(batch)
+            if len(waiting) == 3:
+                yield waiting.pop(0)
+        yield from waiting
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_under_a_prefetcher_in_either_order(turned, tmp_path):
+    save, make = SaveEverywhere(tmp_path), lambda: [ExactResume(), FetchAhead()][:: -1 if turned else 1]
+    module, *_ = run([*make(), save])
+    for path in save.files[:16]:
+        end, *_ = run(make(), path, seed=4)
+        assert not differences(module.seen[-len(end.seen) :], end.seen), path.name
+        assert not differences(module.state_dict(), end.state_dict()), path.name
+
+
+def test_with_device_prefetch_in_either_order(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(), save])
+    for callbacks in ([ft.DevicePrefetch(), ExactResume()], [ExactResume(), ft.DevicePrefetch()]):
+        *_, end = run(callbacks, save.files[2], seed=4)
+        assert not differences(whole["state_dict"], end["state_dict"])
+
+
+def test_with_token_weighted_accumulation_whose_window_it_leaves_alone(tmp_path):
+    def window():
+        return [ft.TokenWeightedAccumulation(3, count=len), ExactResume()]
+
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([*window(), save])
+    for path in save.files[:9]:
+        checkpoint = torch.load(path, weights_only=True)
+        assert "gradients" not in checkpoint[KEY]
+        *_, end = run(window(), path, seed=4)
+        assert not differences(whole["state_dict"], end["state_dict"]), path.name
+
+
+def test_the_scale_of_half_precision_goes_on(tmp_path):
+    def scaled():
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # overflows at first
+        return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "accumulate_grad_batches": 2}
+
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(), save], **scaled())
+    assert whole["MixedPrecision"]["scale"] != 2.0**40
+    for path in save.files[:12]:
+        assert not differences(whole, run([ExactResume()], path, seed=4, **scaled())[2]), path.name
+
+
+@pytest.mark.parametrize("often", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2, "net": SGD}])
+def test_a_validation_loader_with_a_generator_of_its_own(often, tmp_path):
+    settings = {"val": lambda: shuffled(generator=own_generator()), "limit_val_batches": 2, **often}
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(), save], **settings)
+    for path in save.files[:12]:
+        assert not differences(whole, run([ExactResume()], path, seed=4, **settings)[2]), path.name
+
+
+def test_callbacks_that_save_go_on_too(tmp_path):
+    """Also inside a window, where a forgetful ModelCheckpoint would save the last step once more."""
+
+    def callbacks(folder):
+        every_step = ModelCheckpoint(folder, "{step}", every_n_train_steps=1, save_top_k=-1)
+        best = ModelCheckpoint(folder, "best-{step}", monitor="val", save_top_k=2)
+        return [ExactResume(), every_step, best]
+
+    settings = {"net": SGD, "accumulate_grad_batches": 2, "check_val_every_n_epoch": 2, "max_epochs": 3}
+    *_, whole = run(callbacks(tmp_path / "whole"), **settings)
+    stopped = tmp_path / "stopped"
+    run(callbacks(stopped), **settings)
+    (stopped / "step=6.ckpt").unlink()  # as if it had been killed before
+    before = (stopped / "step=5.ckpt").read_bytes()
+    *_, end = run(callbacks(stopped), stopped / "step=5.ckpt", seed=4, **settings)
+    assert before == (stopped / "step=5.ckpt").read_bytes()
+    text = repr(end["callbacks"]).replace(str(stopped), "")
+    assert text == repr(whole["callbacks"]).replace(str(tmp_path / "whole"), "")
+
+
+def test_a_run_that_was_to_stop_stops(tmp_path):
+    save = SaveEverywhere(tmp_path)
+
+    class Stops(L.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            trainer.should_stop = trainer.should_stop or trainer.global_step == 4
+
+    module, *_ = run([ExactResume(), Stops(), save])
+    assert len(module.seen) == 4
+    path = next(path for path in save.files if "validation" in path.name)
+    resumed, *_ = run([ExactResume()], path, seed=4)
+    assert resumed.seen == []
+
+
+def test_after_an_exception_the_batch_is_begun_again(tmp_path):
+    class Fails(Net):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            if len(self.seen) == 3:
+                raise RuntimeError("out of luck")
+            return loss
+
+    save = ModelCheckpoint(tmp_path, "failed", save_on_exception=True)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        run([ExactResume(), save], net=Fails)
+    whole, *_ = run([ExactResume()])
+    resumed, *_ = run([ExactResume()], tmp_path / "failed.ckpt", seed=4)
+    order = [batch[:, 0] for batch in whole.seen]
+    assert not differences(order[2:4], [batch[:, 0] for batch in resumed.seen[:2]])
+
+
+def test_a_stateful_loader_is_left_to_lightning(tmp_path):
+    class Stateful(list):
+        position = 0
+
+        def __iter__(self):
+            for i in range(self.position, 4):
+                self.position = i + 1
+                yield self[i]
+            self.position = 0
+
+        def state_dict(self):
+            return {"position": self.position}
+
+        def load_state_dict(self, state):
+            self.position = state["position"]
+
+    def both():
+        own = Stateful(torch.full((2, 4), float(i)) for i in range(4))
+        return CombinedLoader([own, shuffled()], "min_size")
+
+    class Pair(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(torch.cat(batch), batch_idx)
+
+    save = SaveEverywhere(tmp_path)
+    module, *_ = run([ExactResume(), save], loader=both, net=Pair, max_epochs=1)
+    resumed, *_ = run([ExactResume()], save.files[2], seed=4, loader=both, net=Pair, max_epochs=1)
+    assert not differences(module.seen[2:], resumed.seen)
+
+
+def test_a_checkpoint_resumes_without_it_as_lightning_does(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([ExactResume(), save])
+    module, *_ = run([], save.files[2], seed=4)
+    assert len(module.seen) == 6
+
+
+def test_a_checkpoint_without_it_is_warned_about(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([save])
+    with pytest.warns(ft.FastTrainWarning, match="this checkpoint was saved without it"):
+        module, *_ = run([ExactResume()], save.files[2], seed=4)
+    assert len(module.seen) == 6
+
+
+def test_an_iterator_as_loader_is_warned_about(tmp_path):
+    with pytest.warns(ft.FastTrainWarning, match="generator as training loader: an iterator cannot be read again"):
+        run([ExactResume()], loader=lambda: (torch.rand(2, 4) for _ in range(4)), max_epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"loader": lambda: DataLoader(Rows(6), 2)}, "samples in the training data = 8, this run has 6"),
+        ({"loader": lambda: DataLoader(Rows(), 4)}, "batch size = 2, this run has 4"),
+        ({"accumulate_grad_batches": 2}, "accumulate_grad_batches = 1, this run has 2"),
+        ({"net": SGD}, r"optimizers = \['AdamW'\], this run has \['SGD'\]"),
+        ({"processes": 2}, "processes = 2, this run has 1"),
+    ],
+)
+def test_another_run_than_the_saved_one_is_refused(other, message, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([ExactResume(), save])
+    path, other = save.files[2], dict(other)
+    if (processes := other.pop("processes", None)) is not None:
+        checkpoint = torch.load(path, weights_only=True)
+        checkpoint[KEY]["settings"]["processes"] = processes
+        checkpoint[KEY]["ranks"] *= processes
+        torch.save(checkpoint, path)
+    with pytest.raises(ValueError, match=message):
+        run([ExactResume()], path, **other)
+    if "net" not in other:  # Lightning cannot restore another optimizer
+        with pytest.warns(ft.FastTrainWarning, match=message):
+            run([ExactResume(strict=False)], path, **other)
+
+
+def test_checkpoints_load_without_unpickling_objects(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([ExactResume(), save], accumulate_grad_batches=3)
+    state = torch.load(save.files[2], weights_only=True)[KEY]
+    assert [rank.dtype for rank in state["ranks"]] == [torch.uint8]
+    assert state["gradients"][0].keys() == dict(Net().named_parameters()).keys()
+
+
+def test_copies_and_pickles(tmp_path):
+    for callback in (copy.deepcopy(ExactResume(strict=False)), pickle.loads(pickle.dumps(ExactResume(strict=False)))):
+        assert not callback.strict
+        run([callback])
+
+
+def test_sampling_with_replacement_and_a_second_fit(tmp_path):
+    def loader():
+        return DataLoader(Rows(), 2, sampler=RandomSampler(Rows(), replacement=True, num_samples=70))
+
+    callback, save = ExactResume(), SaveEverywhere(tmp_path)
+    *_, whole = run([callback, save], loader=loader, limit_train_batches=4)
+    *_, again = run([callback], loader=loader, limit_train_batches=4)
+    assert not differences(whole["state_dict"], again["state_dict"])
+    *_, end = run([callback], save.files[5], loader=loader, limit_train_batches=4, seed=4)
+    assert not differences(whole, end)
+
+
+def test_the_same_trainer_twice(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    *_, whole = run([ExactResume(), save])
+    last = save.files[6]  # after the last batch of an epoch, before validation
+    module, trainer, _ = run([ExactResume()], max_epochs=2)
+    trainer.fit(module, shuffled(), DataLoader(Rows(4), batch_size=2), ckpt_path=last, weights_only=True)
+    assert not differences(whole, opened(trainer._checkpoint_connector.dump_checkpoint()))

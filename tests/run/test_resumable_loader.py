@@ -1,0 +1,291 @@
+"""A loader that continues where it was, without a Trainer."""
+
+import copy
+import pickle
+import random
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+import lightning_fasttrain as ft
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain.run._loader_randomness import generator_state, generators_of
+from lightning_fasttrain.run.resumable_loader import resumable
+
+EPOCHS = 3
+
+
+class Rows(Dataset):
+    """Augmented from the generators of three libraries, and from one of its own."""
+
+    def __init__(self, count=7):
+        self.count, self.loaded, self.generator = count, 0, np.random.default_rng(3)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, i):
+        self.loaded += 1
+        drawn = random.random() + np.random.rand() + self.generator.random()
+        return torch.tensor([float(i), drawn]) + torch.rand(())
+
+
+class Stream(IterableDataset):
+    def __init__(self, generator=None):
+        self.generator, self.random = generator, random.Random(4)
+
+    def __iter__(self):
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for i in range(first, 7, step):
+            yield torch.tensor([float(i), self.random.random()]) + torch.rand((), generator=self.generator)
+
+
+class Again:
+    """No DataLoader, and no length."""
+
+    def __init__(self):
+        self.rng = np.random.RandomState(5)
+
+    def __iter__(self):
+        for i in range(4):
+            yield torch.tensor([i, self.rng.rand()])
+
+
+def seeded(seed=9):
+    return torch.Generator().manual_seed(seed)
+
+
+def batches_of(count):
+    return BatchSampler(RandomSampler(range(7), generator=seeded()), count, drop_last=False)
+
+
+LOADERS = {
+    "plain": lambda: DataLoader(Rows(), batch_size=2),
+    "shuffled": lambda: DataLoader(Rows(), batch_size=2, shuffle=True),
+    "own generator": lambda: DataLoader(Rows(), batch_size=2, shuffle=True, generator=seeded()),
+    "weighted": lambda: DataLoader(Rows(), batch_size=2, sampler=WeightedRandomSampler(range(1, 8), 7)),
+    "replacement": lambda: DataLoader(Rows(), 2, sampler=RandomSampler(range(7), True, 70, generator=seeded())),
+    "batch sampler": lambda: DataLoader(Rows(), batch_sampler=batches_of(2)),
+    "one by one": lambda: DataLoader(Rows(), batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(seeded()), batch_size=2),
+    "no DataLoader": Again,
+    "two workers": lambda: DataLoader(Rows(), batch_size=2, shuffle=True, num_workers=2),
+    "workers of an own generator": lambda: DataLoader(Rows(), 2, shuffle=True, num_workers=2, generator=seeded()),
+    "persistent workers": lambda: DataLoader(Rows(), 2, shuffle=True, num_workers=2, persistent_workers=True),
+    "streams of workers": lambda: DataLoader(Stream(), batch_size=2, num_workers=2),
+}
+
+
+def run(make, saved=None, stop=None):
+    """A loop that draws, as training does. It ends with all that was seen, or what it saved at ``stop``."""
+    loader = resumable(make())
+    first, seen = 0, []
+    if saved is not None:
+        first, seen = saved["epoch"], list(saved["seen"])
+        loader.load_state_dict(saved["loader"])
+        set_random_state(saved["random"])
+    for epoch in range(first, EPOCHS):
+        for batch in loader:
+            seen.append(batch + torch.rand(()) + random.random() + np.random.rand())
+            if len(seen) == stop:
+                state = {"epoch": epoch, "seen": seen, "loader": loader.state_dict(), "random": random_state()}
+                return pickle.loads(pickle.dumps(state))
+    return seen
+
+
+def seed(number):
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+def uninterrupted(make):
+    seed(1)
+    return run(make)
+
+
+def run_to(stop, make):
+    """What a run that began as the uninterrupted one saved after so many batches; another process follows."""
+    seed(1)
+    saved = run(make, stop=stop)
+    seed(2)
+    return saved
+
+
+def equal(a, b):
+    return len(a) == len(b) and all(map(torch.equal, a, b))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_rest_of_a_run_is_the_same_wherever_it_was_cut(name):
+    whole = uninterrupted(LOADERS[name])
+    for stop in (1, 3, 4, 5, 6, 10) if "worker" not in name else (6,):
+        assert equal(whole, run(LOADERS[name], run_to(stop, LOADERS[name]))), stop
+
+
+@pytest.mark.parametrize("name", [name for name in LOADERS if name != "persistent workers"])
+def test_batches_are_those_of_the_loader_itself(name):
+    seed(1)
+    plain = LOADERS[name]()
+    seen = [b + torch.rand(()) + random.random() + np.random.rand() for _ in range(EPOCHS) for b in plain]
+    assert equal(seen, uninterrupted(LOADERS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        ("own generator", "generators"),
+        ("own generator", "given"),
+        ("own generator", "data"),
+        ("shuffled", "first"),
+        ("two workers", "random"),
+    ],
+)
+def test_negative_control_each_part_of_the_state_matters(name, part):
+    whole, saved = uninterrupted(LOADERS[name]), run_to(6, LOADERS[name])
+    position = saved["loader"] if part in ("given", "data") else saved["loader"]["start"]
+    other = Rows()
+    other.generator.random()
+    states = {"random": random_state(), "first": random_state(), "given": 1}
+    states["generators"] = [generator_state(g) for g in generators_of(DataLoader(other, generator=seeded(7)))]
+    states["data"] = [generator_state(other.generator)]
+    assert type(position[part]) is type(states[part])
+    position[part] = states[part]
+    assert not equal(whole, run(LOADERS[name], saved))
+
+
+def test_skipping_loads_nothing_where_indices_are_enough():
+    loader = resumable(DataLoader(Rows(), batch_size=2, shuffle=True))
+    batches = iter(loader)
+    next(batches), next(batches), next(batches)
+    again = resumable(DataLoader(Rows(), batch_size=2, shuffle=True))
+    again.load_state_dict(loader.state_dict())
+    next(iter(again))
+    assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one
+
+
+def test_reading_again_is_said_with_the_count(caplog):
+    loader = resumable(Again())
+    batches = iter(loader)
+    next(batches), next(batches)
+    again = resumable(Again())
+    again.load_state_dict(loader.state_dict())
+    with caplog.at_level("INFO", logger="lightning_fasttrain"):
+        next(iter(again))
+    assert "2 batches are read again" in caplog.text
+
+
+def test_a_stream_that_shares_the_global_generator_is_warned_about():
+    loader = resumable(DataLoader(Stream(), batch_size=2))
+    with pytest.warns(ft.FastTrainWarning, match="draws from torch's global generator"):
+        list(loader)
+
+
+def test_saved_after_the_last_batch_and_after_the_pass():
+    loader = resumable(DataLoader(range(4), batch_size=2))
+    batches = iter(loader)
+    next(batches), next(batches)
+    within = loader.state_dict()
+    assert next(batches, None) is None
+    for state, rest in ((within, []), (loader.state_dict(), [[0, 1], [2, 3]])):
+        again = resumable(DataLoader(range(4), batch_size=2))
+        again.load_state_dict(state)
+        assert [batch.tolist() for batch in again] == rest
+
+
+def test_a_loader_with_a_state_of_its_own_is_left_alone():
+    class Stateful(Again):
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    loader = Stateful()
+    assert resumable(loader) is loader
+    assert resumable(resumable(Again())).inner.__class__ is Again
+
+
+def test_an_iterator_is_refused():
+    with pytest.raises(TypeError, match="loader=list_iterator: an iterator ends with its first pass"):
+        resumable(iter([1, 2]))
+
+
+def test_another_sampler_than_the_saved_one_is_refused():
+    loader = resumable(LOADERS["own generator"]())
+    next(iter(loader))
+    other = resumable(LOADERS["plain"]())
+    other.load_state_dict(loader.state_dict())
+    with pytest.raises(ValueError, match="2 generators of a loader, this one has 1"):
+        next(iter(other))
+
+
+def test_attributes_shine_through_and_can_be_set():
+    inner = DataLoader(Rows(), batch_size=2)
+    loader = resumable(inner)
+    assert (len(loader), loader.batch_size, loader.sampler) == (4, 2, inner.sampler)
+    loader.worker_init_fn = print
+    assert inner.worker_init_fn is print
+    assert copy.deepcopy(loader).batch_size == 2
+
+
+def test_generators_are_found_inside_samplers_once():
+    sampler = RandomSampler(range(4), generator=seeded())
+    loader = DataLoader(Rows(), batch_sampler=BatchSampler(sampler, 2, False), generator=sampler.generator)
+    assert {id(g) for g in generators_of(loader)} == {id(sampler.generator), id(loader.dataset.generator)}
+
+
+@pytest.mark.parametrize("name", ["shuffled", "own generator", "two workers"])
+def test_with_fabric(name):
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    make = lambda: fabric.setup_dataloaders(LOADERS[name]())  # noqa: E731
+    assert equal(uninterrupted(make), run(make, run_to(6, make)))
+
+
+def test_fabric_goes_on_with_the_epoch_of_a_distributed_sampler():
+    def make():
+        sampler = DistributedSampler(range(8), num_replicas=2, rank=1, seed=3)
+        loader = DataLoader(range(8), batch_size=2, sampler=sampler)
+        return L.Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader, use_distributed_sampler=False)
+
+    saved = run_to(3, make)
+    assert saved["epoch"] == 1
+    assert equal(uninterrupted(make), run(make, saved))
+
+
+def test_persistent_workers_under_fabric_are_refused():
+    loader = L.Fabric(accelerator="cpu", devices=1).setup_dataloaders(LOADERS["persistent workers"]())
+    with pytest.raises(ValueError, match="persistent_workers=True under Fabric"):
+        resumable(loader)
+
+
+def test_a_prefetcher_on_top_gives_out_its_state():
+    make = lambda: ft.prefetch_to_device(resumable(LOADERS["shuffled"]()), "meta")  # noqa: E731  # one batch ahead
+    batches = iter(loader := make())
+    next(batches)
+    assert loader.state_dict()["given"] == 1
+    assert loader.inner.state_dict()["given"] == 2
+
+
+def test_positions_follow_what_was_used_not_what_was_fetched():
+    loader = resumable(LOADERS["shuffled"]())
+    batches = iter(loader)
+    next(batches), next(batches), next(batches)
+    assert [loader.position(used)["given"] for used in (0, 1, 3)] == [0, 1, 3]
+    for _ in range(12):
+        next(iter(loader))
+    with pytest.raises(RuntimeError, match="15 batches were fetched and 1 used"):
+        loader.position(1)

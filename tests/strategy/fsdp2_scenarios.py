@@ -1,0 +1,541 @@
+"""Run by two processes under torchrun (see test_fsdp2.py): each scenario writes what it found."""
+
+import faulthandler
+import json
+import os
+import sys
+import time
+import warnings
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.shard_blocks import check_sharded
+from tests.nets import (
+    LazyLM,
+    TinyLM,
+    as_loader,
+    concatenate,
+    largest_difference,
+    lm_batches,
+    lm_loss,
+    sgd,
+    trainer,
+    weights,
+)
+
+RANKS = [lm_batches(20, size=6, seed=3), lm_batches(20, size=4, seed=4)]  # unequal rows, and unequal targets
+RANK = int(os.environ["RANK"])
+MINE = RANKS[RANK]
+EPOCH = 7  # batches, so that windows of two end raggedly
+
+
+class Epochs(L.LightningDataModule):
+    """The twenty batches in epochs of seven."""
+
+    def train_dataloader(self):
+        first = EPOCH * self.trainer.current_epoch
+        return as_loader(MINE[first : first + EPOCH])
+
+
+def fit(callbacks=(), net=TinyLM, strategy=None, batches=None, **settings):
+    torch.manual_seed(21 + RANK)  # ranks never agree by luck
+    torch._dynamo.reset()
+    module = net(**settings.pop("net_settings", {})) if isinstance(net, type) else net
+    t = trainer(callbacks, devices=2, strategy=strategy or FSDP2Strategy(), **settings)
+    ckpt = {"ckpt_path": settings_path} if (settings_path := fit.resume) else {}
+    t.fit(module, **(batches or {"train_dataloaders": as_loader(MINE[:6])}), **ckpt)
+    return module, t
+
+
+fit.resume = None
+
+
+@contextmanager
+def resumed_from(path):
+    fit.resume = str(path)
+    yield
+    fit.resume = None
+
+
+def ddp(**settings):
+    return fit(strategy=DDPStrategy(process_group_backend="gloo"), **settings)
+
+
+def whole(module):
+    return {
+        k: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for k, v in module.state_dict().items()
+    }
+
+
+def gap(expected, module):
+    return largest_difference(weights(expected), whole(module))
+
+
+def agree(module):
+    """Largest difference between the ranks."""
+    flat = torch.cat([value.double().flatten() for value in whole(module).values()])
+    other = flat.clone()
+    dist.broadcast(other, src=0)
+    return (flat - other).abs().max().item()
+
+
+def refusal(action, kinds=ValueError):
+    try:
+        action()
+    except kinds as error:
+        return str(error)
+    return "nothing was refused"
+
+
+def reference(optimizer, accumulate=1, clip=None, epoch=EPOCH, **settings):
+    """One process, plain PyTorch: ranks' mean losses are averaged, as Lightning does; 20 losses of this rank."""
+    module, losses = TinyLM(optimizer=optimizer, **settings), []
+    stepper = module.configure_optimizers()
+    for first in range(0, 20, epoch):
+        end = min(first + epoch, 20)
+        for i in range(first, end):
+            losses.append(module.loss(MINE[i]).item())
+            for batches in RANKS:
+                (module.loss(batches[i]) / (2 * accumulate)).backward()
+            if (i - first + 1) % accumulate == 0 or i == end - 1:
+                if clip is not None:
+                    torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+                stepper.step()
+                stepper.zero_grad()
+    return module, losses
+
+
+@contextmanager
+def counted_reductions():
+    """How often gradients are reduced over the shards."""
+    calls, names = [], [n for n in ("reduce_scatter_single", "reduce_scatter_tensor") if hasattr(dist, n)]
+    originals = {name: getattr(dist, name) for name in names}  # torch changed to the first
+
+    def counted(original):
+        def reduce_scatter(*args, **kwargs):
+            calls.append(1)
+            return original(*args, **kwargs)
+
+        return reduce_scatter
+
+    for name, original in originals.items():
+        setattr(dist, name, counted(original))
+    yield calls
+    for name, original in originals.items():
+        setattr(dist, name, original)
+
+
+def equal_to_one_process(found):
+    everything = [ft.ActivationCheckpointing(), ft.CompileBlocks(backend="aot_eager")]
+    for name, optimizer, callbacks in (("adamw", torch.optim.AdamW, everything), ("sgd", sgd, [])):
+        expected, losses = reference(optimizer, accumulate=2, clip=0.5)
+        module, t = fit(
+            callbacks,
+            net_settings={"optimizer": optimizer},
+            batches={"datamodule": Epochs()},
+            max_epochs=3,
+            reload_dataloaders_every_n_epochs=1,
+            accumulate_grad_batches=2,
+            gradient_clip_val=0.5,
+        )
+        found[f"{name} losses"] = max(abs(a - b.item()) for a, b in zip(losses, module.losses, strict=True))
+        found[f"{name} weights"] = gap(expected, module)
+        found[f"{name} agree"] = agree(module)
+        found[f"{name} steps"] = t.global_step
+
+
+def one_concatenated_batch(found):
+    """Unequal targets over micro-batches, batches and ranks, against their concatenation."""
+    expected = TinyLM(optimizer=sgd)
+    stepper = expected.configure_optimizers()
+    for i in range(0, 5, 2):
+        stepper.zero_grad()
+        expected.loss(concatenate([*RANKS[0][i : min(i + 2, 5)], *RANKS[1][i : min(i + 2, 5)]])).backward()
+        stepper.step()
+    with counted_reductions() as calls:
+        module, _ = fit(
+            [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)],
+            net_settings={"optimizer": sgd},
+            batches={"train_dataloaders": as_loader(MINE[:5])},
+        )
+    found["concatenated"] = gap(expected, module)
+    found["concatenated reductions"] = len(calls)
+
+
+class ShardsItself(LazyLM):
+    """What a user of the stock strategy writes."""
+
+    def configure_model(self):
+        super().configure_model()
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+def reductions(found):
+    counts = {}
+    stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
+    for name, settings in (
+        ("ours", {}),
+        ("each", {"strategy": FSDP2Strategy(reduce_once=False)}),
+        ("stock", {"strategy": stock, "net": ShardsItself}),
+    ):
+        with counted_reductions() as calls:
+            module, _ = fit(accumulate_grad_batches=3, net_settings={"optimizer": sgd}, **settings)
+        counts[name] = len(calls)
+        found[f"reductions {name} weights"] = gap(
+            ddp(accumulate_grad_batches=3, net_settings={"optimizer": sgd})[0], module
+        )
+    found["reductions"] = counts
+
+
+def options(found):
+    """Each against DDP, which one_process tests elsewhere."""
+    fused = {"net_settings": {"fused": True}}
+    value = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
+    for name, strategy, settings in (
+        ("hybrid", {"replicas": 2}, {"gradient_clip_val": 0.1}),
+        ("kept", {"reshard_after_forward": False}, {}),
+        ("number", {"reshard_after_forward": 1}, {}),
+        ("offload", {"offload": "cpu"}, {"gradient_clip_val": 0.1}),
+        ("blocks", {"blocks": "blocks.0"}, {}),
+        ("value", {}, value),
+        ("fused", {}, fused),
+        ("bf16-mixed", {}, {"precision": "bf16-mixed"}),
+        ("bf16-true", {}, {"precision": "bf16-true"}),
+        ("no blocks", {}, {"net_settings": {"depth": 1}}),
+    ):
+        module, t = fit(strategy=FSDP2Strategy(**strategy), **settings)
+        found[f"option {name}"] = gap(ddp(**settings)[0], module)
+        found[f"option {name} agree"] = agree(module)
+        found[f"option {name} dtype"] = str(module.head.weight.dtype)
+        found[f"option {name} blocks"] = t.strategy.sharded_blocks
+    module, t = fit(strategy="fasttrain_fsdp2", enable_progress_bar=False)
+    found["by name"] = type(t.strategy).__name__
+
+
+class Manual(TinyLM):
+    """Two losses and two steps in each training_step."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        for _ in range(2):
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+
+
+def loops(found):
+    """Validation inside an accumulation window, and the module's own loop."""
+    batches = {"train_dataloaders": as_loader(MINE[:6]), "val_dataloaders": as_loader(MINE[:1])}
+    often = {"batches": batches, "accumulate_grad_batches": 3, "val_check_interval": 1}
+    found["validation in a window"] = gap(ddp(**often)[0], fit(**often)[0])
+    found["manual"] = gap(ddp(net=Manual)[0], fit(net=Manual)[0])
+
+
+class Projects(TinyLM):
+    def configure_optimizers(self):
+        return ft.GaLoreAdamW(ft.galore_groups(self, rank=2))
+
+
+def techniques(found):
+    for technique in (
+        lambda: ft.LoRA(rank=2),
+        lambda: ft.QLoRA(rank=2, kind="int8"),
+        lambda: ft.QLoRA(rank=2, kind="nf4"),
+        lambda: ft.IA3("up"),
+        lambda: ft.FusedLossHead("head"),
+        lambda: ft.Distillation(TinyLM(depth=2), head="head"),
+        lambda: ft.ActivationCheckpointing(ft.SelectiveOps()),
+        lambda: ft.ActivationOffload(min_mib=0),
+        lambda: ft.EagerGradientRelease(),
+        lambda: ft.MicroBatching(3),
+        lambda: ft.DevicePrefetch(),
+    ):
+        name = type(technique()).__name__
+        module, _ = fit([technique()])
+        gaps = found.setdefault("techniques", {}).setdefault(name, [0.0, 0.0])
+        gaps[:] = [max(gaps[0], gap(ddp(callbacks=[technique()])[0], module)), max(gaps[1], agree(module))]
+        found.setdefault("left behind", []).extend(k for k in ("training_step", "validation_step") if k in vars(module))
+    found["refused"] = {
+        name: refusal(lambda callback=callback: fit([callback]))
+        for name, callback in {
+            "OptimizerInBackward": ft.OptimizerInBackward(),
+            "GradualUnfreezing": ft.GradualUnfreezing(groups=["*"]),
+            "WeightAveraging": L.pytorch.callbacks.WeightAveraging(),
+        }.items()
+    }
+    found["refused"]["GaLoreAdamW"] = refusal(lambda: fit(net=Projects))
+
+
+class Drawn(TinyLM):
+    """Weights from each rank's own seed, a buffer that is not saved, and one that is."""
+
+    def build(self):
+        super().build()
+        for parameter in self.parameters():
+            if not parameter.is_meta:
+                nn.init.normal_(parameter, std=0.2)
+        self.register_buffer("scale", torch.full((3,), 1.0 + RANK), persistent=False)
+        self.register_buffer("saved", torch.full((2,), 1.0 + RANK))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale.mean()
+
+
+class Direct(TinyLM):
+    """Uses its layers in the steps, and never calls itself."""
+
+    def loss(self, batch):
+        return lm_loss(self.forward(batch["input_ids"]), batch)
+
+
+def building(found):
+    found["direct"] = gap(ddp(net=Direct)[0], fit(net=Direct)[0])
+    found["other quantised"] = refusal(lambda: fit([ft.QLoRA(rank=2, kind="int8")], net=Drawn))
+    module, _ = fit(net=Drawn)
+    found["drawn"] = gap(ddp(net=Drawn)[0], module)
+    found["drawn agree"] = agree(module)
+    torch.manual_seed(21 + RANK)
+    with torch.device("meta") if RANK == 1 else nullcontext():
+        built = Drawn()
+    module, _ = fit(net=built)
+    found["meta on rank 1"] = gap(ddp(net=Drawn)[0], module)
+    found["meta scale"] = module.scale.tolist()
+    t = trainer(devices=2, strategy=FSDP2Strategy())
+    with t.init_module(empty_init=True):
+        empty = TinyLM()
+    found["was empty"] = empty.head.weight.is_meta
+    t.fit(empty, as_loader(MINE[:6]))
+    found["meta everywhere agree"] = agree(empty)
+    found["meta everywhere trained"] = [empty.losses[0].item(), empty.losses[-1].item()]
+    other = refusal(lambda: fit(net_settings={"depth": 3 - RANK}))
+    found["other build"] = other
+
+    class Swaps(L.Callback):
+        def on_fit_start(self, trainer, pl_module):
+            pl_module.blocks[1].up = nn.Linear(8, 16)
+
+    found["swapped"] = refusal(lambda: fit([Swaps()]))
+    held = refusal(lambda: check_sharded(built, torch.optim.SGD(TinyLM().parameters(), lr=1.0)))
+    found["stale"] = held
+
+
+def warned(action):
+    """What of our own warnings are heard."""
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        action()
+    return [str(w.message) for w in heard if issubclass(w.category, ft.FastTrainWarning)]
+
+
+class Unreadable:
+    """Could be read back only by running code."""
+
+
+class Odd(TinyLM):
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["odd"] = {"deep": [1, Unreadable()]}
+
+
+class AtTheEnd(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_end(self, trainer, pl_module):
+        trainer.save_checkpoint(self.path)
+
+
+class InWindow(L.Callback):
+    def __init__(self, path):
+        self.path = path
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if batch_idx == 0:
+            trainer.save_checkpoint(self.path)
+
+
+def saving(folder, **strategy):
+    """Three epochs of four batches, with dropout in none, and the two newest checkpoints kept."""
+    callback = ModelCheckpoint(
+        folder, filename="{epoch}", monitor="epoch", mode="max", save_top_k=2, save_on_train_epoch_end=True
+    )
+    return {
+        "callbacks": [callback],
+        "enable_checkpointing": True,
+        "strategy": FSDP2Strategy(**strategy),
+        "batches": {"train_dataloaders": as_loader(MINE[:4])},
+        "max_epochs": 3,
+    }
+
+
+def checkpoints(found, folder):
+    for name, strategy in (("sync", {}), ("async", {"async_checkpoints": True})):
+        module, _ = fit(**saving(folder / name, **strategy))
+        dist.barrier()
+        found[f"{name} kept"] = sorted(path.name for path in (folder / name).iterdir())
+        expected, first = whole(module), module.losses
+        with resumed_from(folder / name / "epoch=1.ckpt"):
+            again, t = fit(**saving(folder / f"{name} again", **strategy))
+        found[f"{name} steps"] = [t.global_step, len(again.losses)]
+        found[f"{name} resumed"] = largest_difference(expected, whole(again))
+        found[f"{name} losses"] = [a.item() - b.item() for a, b in zip(first[-4:], again.losses, strict=True)]
+    with resumed_from(folder / "sync" / "epoch=1.ckpt"):  # onto another mesh
+        again, _ = fit(**saving(folder / "hybrid", replicas=2))
+    found["hybrid resumed"] = largest_difference(expected, whole(again))
+    quantised = saving(folder / "quantised")
+    module, _ = fit(**{**quantised, "callbacks": [*quantised["callbacks"], ft.QLoRA(rank=2)]})
+    with resumed_from(folder / "quantised" / "epoch=1.ckpt"):
+        again, _ = fit(**{**saving(folder / "x"), "callbacks": [ft.QLoRA(rank=2)]})
+    found["quantised resumed"] = largest_difference(whole(module), whole(again))
+    if RANK == 0:
+        torch.save(expected, folder / "expected.pt")
+        shard = next((folder / "sync" / "epoch=2.ckpt").glob("*.distcp"))
+        shard.write_bytes(shard.read_bytes()[:-20])
+    dist.barrier()
+
+    def resume_from_damaged():
+        with resumed_from(folder / "sync" / "epoch=2.ckpt"):
+            again, t = fit(**saving(folder / "fallen"))
+        found["fell back"] = [largest_difference(expected, whole(again)), len(again.losses)]
+
+    found["heard"] = warned(resume_from_damaged)
+    with resumed_from(folder / "nothing.ckpt"):
+        found["nothing there"] = refusal(lambda: fit(**saving(folder / "x")), kinds=FileNotFoundError)
+    with resumed_from(folder / "sync" / "epoch=1.ckpt"):
+        found["other model"] = refusal(lambda: fit(net_settings={"depth": 2}, **saving(folder / "x")))
+        found["other optimizer"] = refusal(lambda: fit(net_settings={"optimizer": sgd}, **saving(folder / "x")))
+    nowhere = {"callbacks": [AtTheEnd("/dev/null/x.ckpt")], "strategy": FSDP2Strategy(async_checkpoints=True)}
+    found["async error"] = refusal(lambda: fit(**nowhere), kinds=OSError)
+    found["window"] = warned(lambda: fit([InWindow(folder / "window.ckpt")], accumulate_grad_batches=2))
+    module, t = fit(net=Odd)
+    found["odd"] = refusal(lambda: t.save_checkpoint(folder / "odd.ckpt"), kinds=(ValueError, OSError))
+    found["odd left"] = sorted(path.name for path in folder.iterdir() if "odd" in path.name)
+    for name in ("single.ckpt", "one"):  # written by one plain process: a file, and a folder
+        with resumed_from(folder / name):
+            again, t = fit(batches={"train_dataloaders": as_loader(RANKS[0][:4])}, max_epochs=2)
+        found[f"from {name}"] = [t.global_step, agree(again)]
+        end = whole(again)
+        if RANK == 0:
+            torch.save(end, folder / f"from {name}.pt")
+
+    module, t = fit(limit_train_batches=2)
+    t.validate(module, as_loader(MINE[:2]), verbose=False)
+    t.save_checkpoint(folder / "validated.ckpt")  # parameters are shards again, though no backward came
+    found["validated"] = float(t.callback_metrics["val_loss"])
+    before = whole(module)
+    again, t = fit(net=module, limit_train_batches=2)  # a second fit of a sharded module
+    found["second fit"] = agree(again)
+    after = whole(again)
+    t.validate(module, as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
+    found["validated again"] = float(t.callback_metrics["val_loss"])
+    t = trainer(devices=2, strategy=FSDP2Strategy())
+    t.validate(TinyLM(), as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
+    found["validated alone"] = float(t.callback_metrics["val_loss"])
+    found["moved in second fit"] = largest_difference(before, after)
+
+
+def fabric_loop(found, folder):
+    expected, _ = reference(torch.optim.AdamW, accumulate=2, clip=0.5, epoch=20)
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricFSDP2Strategy())
+    fabric.launch()
+
+    def train(model, optimizer, first, last, raw):
+        for i in range(first, last):
+            accumulating = i % 2 == 0
+            with fabric.no_backward_sync(model, enabled=accumulating):
+                loss = raw_loss(model, MINE[i])
+                fabric.backward(loss / 2)
+            if not accumulating:
+                fabric.clip_gradients(raw, optimizer, max_norm=0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    raw = TinyLM(optimizer=torch.optim.AdamW)
+    with counted_reductions() as calls:
+        model, optimizer = fabric.setup(raw, raw.configure_optimizers())  # made before sharding
+        train(model, optimizer, 0, 10, model)
+        fabric.save(folder / "fabric", {"model": model, "optimizer": optimizer, "done": 10})
+        train(model, optimizer, 10, 20, model)
+    found["fabric"] = gap(expected, raw)
+    found["fabric reductions"] = len(calls)
+    again = TinyLM()
+    with torch.no_grad():
+        again.head.weight.zero_()
+    model, optimizer = fabric.setup(again, torch.optim.AdamW(again.parameters(), lr=0.01))
+    state = {"model": model, "optimizer": optimizer, "done": 0}
+    fabric.load(folder / "fabric", state)
+    train(model, optimizer, state["done"], 20, model)
+    found["fabric resumed"] = largest_difference(whole(raw), whole(again))
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
+    found["fabric foreign"] = refusal(lambda: fabric.setup_optimizers(foreign))
+    third = TinyLM()
+    late = torch.optim.SGD(third.parameters(), lr=0.1)
+    model = fabric.setup_module(third)
+    late = fabric.setup_optimizers(late)
+    before = whole(third)
+    fabric.backward(raw_loss(model, MINE[0]))
+    late.step()
+    found["fabric late moved"] = largest_difference(before, whole(third))
+    with fabric.init_module(empty_init=True):
+        empty = TinyLM()
+    found["fabric empty"] = [empty.head.weight.is_meta, agree(fabric.setup_module(empty).module)]
+    found["fabric by name"] = type(L.Fabric(accelerator="cpu", devices=2, strategy="fasttrain_fsdp2").strategy).__name__
+
+
+def raw_loss(model, batch):
+    return nn.functional.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def bad_input(found):
+    found["replicas"] = refusal(lambda: fit(strategy=FSDP2Strategy(replicas=3)))
+    found["float16"] = refusal(lambda: fit(precision="16-true"))
+    found["no number"] = refusal(lambda: fit(strategy=FSDP2Strategy(reshard_after_forward=3)))
+
+
+def main(path, folder):
+    faulthandler.dump_traceback_later(200, exit=True)  # a rank that waits for ever says where
+    found, folder = {}, Path(folder)
+    bad_input(found)
+    for scenario in (equal_to_one_process, one_concatenated_batch, reductions, options, loops, techniques, building):
+        began = time.time()
+        scenario(found)
+        found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
+    for scenario in (checkpoints, fabric_loop):
+        began = time.time()
+        scenario(found, folder)
+        found["seconds"][scenario.__name__] = time.time() - began
+    gathered = [None, None]
+    dist.all_gather_object(gathered, found)
+    if RANK == 0:
+        Path(path).write_text(json.dumps(gathered))
+    time.sleep(1)  # the other rank may still be reading what was gathered; see ddp_scenarios.py
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # the other rank must not wait for this one

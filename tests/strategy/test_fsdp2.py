@@ -1,0 +1,398 @@
+"""FSDP2 on two real processes with gloo, against one process and against DDP. One launch serves all tests."""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_fasttrain.strategy._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
+from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory):
+    """A run of one plain process, its checkpoint as a file and as a folder, and its end after another epoch."""
+    folder = tmp_path_factory.mktemp("fsdp2")
+    module, batches = TinyLM(), lm_batches(20, size=6, seed=3)[:4]
+    t = trainer()
+    t.fit(module, as_loader(batches))
+    t.save_checkpoint(folder / "single.ckpt")
+    rest = torch.load(folder / "single.ckpt", weights_only=True)
+    optimizers = {"optimizer_0": named_state(module, t.optimizers[0])}
+    rest.pop("optimizer_states")
+    save_sharded(folder / "one", rest.pop("state_dict"), optimizers, rest)
+    again = TinyLM()
+    trainer(max_epochs=2).fit(again, as_loader(batches), ckpt_path=folder / "single.ckpt", weights_only=True)
+    return folder, weights(again)
+
+
+@pytest.fixture(scope="module")
+def found(single):
+    folder, _ = single
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*command, "-m", "tests.strategy.fsdp2_scenarios", str(folder / "found.json"), str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert run.returncode == 0, run.stderr[-6000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def largest(found, key):
+    return max(rank[key] for rank in found)
+
+
+@pytest.mark.parametrize("run", ["adamw", "sgd"])  # the first with checkpointing and compiled blocks
+def test_twenty_losses_and_the_weights_are_those_of_one_process(found, run):
+    """With accumulation, ragged epoch ends and clipping, on unequal batches."""
+    assert largest(found, f"{run} losses") < 1e-5
+    assert largest(found, f"{run} weights") < 1e-4
+    assert largest(found, f"{run} agree") == 0
+    assert {rank[f"{run} steps"] for rank in found} == {11}
+
+
+def test_a_window_of_unequal_targets_is_one_concatenated_batch(found):
+    assert largest(found, "concatenated") < 1e-6
+    assert {rank["concatenated reductions"] for rank in found} == {3 * 4}  # three steps, three blocks and the root
+
+
+def test_gradients_are_reduced_once_a_step(found):
+    for rank in found:
+        assert rank["reductions"] == {"ours": 2 * 4, "each": 6 * 4, "stock": 6 * 4}
+        for name in ("ours", "each", "stock"):
+            assert rank[f"reductions {name} weights"] < 1e-6
+
+
+EXACT = ("hybrid", "kept", "number", "offload", "blocks", "value", "fused", "bf16-true", "no blocks")
+
+
+@pytest.mark.parametrize("option", EXACT)
+def test_options_do_not_change_training(found, option):
+    assert largest(found, f"option {option}") < 1e-6
+    assert largest(found, f"option {option} agree") == 0
+
+
+def test_bf16_mixed_has_float32_masters(found):
+    assert 0 < largest(found, "option bf16-mixed") < 2e-2  # weights are rounded before norms too
+    assert largest(found, "option bf16-mixed agree") == 0
+    assert found[0]["option bf16-mixed dtype"] == "torch.float32"
+    assert found[0]["option bf16-true dtype"] == "torch.bfloat16"
+
+
+def test_blocks_are_found_or_named(found):
+    assert found[0]["option kept blocks"] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert found[0]["option blocks blocks"] == ["blocks.0"]
+
+
+def test_strategies_are_known_by_name(found):
+    assert found[0]["by name"] == "FSDP2Strategy"
+    assert found[0]["fabric by name"] == "FabricFSDP2Strategy"
+    assert StrategyRegistry["fasttrain_fsdp2"]["strategy"] is FSDP2Strategy
+    assert STRATEGY_REGISTRY["fasttrain_fsdp2"]["strategy"] is FabricFSDP2Strategy
+
+
+# fmt: off
+TECHNIQUES = [
+    "LoRA", "QLoRA", "IA3", "FusedLossHead", "Distillation", "ActivationCheckpointing", "ActivationOffload",
+    "EagerGradientRelease", "MicroBatching", "DevicePrefetch",
+]
+# fmt: on
+
+
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_techniques_train_as_under_ddp_and_ranks_agree(found, technique):
+    for rank in found:
+        difference, agreement = rank["techniques"][technique]
+        assert difference < 1e-6
+        assert agreement == 0
+
+
+@pytest.mark.parametrize("loop", ["validation in a window", "manual"])
+def test_other_loops_train_as_under_ddp(found, loop):
+    assert largest(found, loop) < 1e-6
+
+
+def test_no_step_stays_wrapped(found):
+    assert all(rank["left behind"] == [] for rank in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("OptimizerInBackward", "OptimizerInBackward with FSDP2Strategy: it owns the gradients"),
+        ("GradualUnfreezing", "GradualUnfreezing with FSDP2Strategy: it takes the parameters over"),
+        ("WeightAveraging", "WeightAveraging with FSDP2Strategy: it averages a copy of the whole model"),
+        ("GaLoreAdamW", "a DTensor of shape (16, 8): it is quantised or split over devices"),
+    ],
+)
+def test_what_cannot_work_on_shards_is_refused(found, name, why):
+    for rank in found:
+        assert why in rank["refused"][name]
+
+
+def test_every_rank_begins_with_the_weights_of_rank_zero(found):
+    assert largest(found, "drawn") == 0
+    assert largest(found, "drawn agree") == 0
+
+
+def test_a_model_on_the_meta_device_gets_weights_and_buffers_of_rank_zero(found):
+    assert largest(found, "meta on rank 1") == 0
+    assert [rank["meta scale"] for rank in found] == [[1.0] * 3] * 2
+
+
+def test_a_model_on_the_meta_device_everywhere_is_made_by_rank_zero(found):
+    assert all(rank["was empty"] for rank in found)
+    assert largest(found, "meta everywhere agree") == 0
+    assert all(last < first for first, last in (rank["meta everywhere trained"] for rank in found))
+
+
+def test_steps_may_use_layers_without_calling_the_module(found):
+    assert largest(found, "direct") == 0
+
+
+def test_quantised_weights_that_differ_are_refused_on_all_ranks(found):
+    assert "another rank refused its model" in found[0]["other quantised"]
+    assert "rank 1 has quantised other weights than rank 0 in 'blocks.0.up" in found[1]["other quantised"]
+
+
+def test_other_builds_are_refused_on_all_ranks(found):
+    assert "another rank refused its model" in found[0]["other build"]
+    assert "rank 1 has built another model than rank 0: blocks.2" in found[1]["other build"]
+
+
+def test_layers_swapped_after_sharding_are_named(found):
+    for rank in found:
+        assert "'blocks.1.up.weight', 'blocks.1.up.bias'" in rank["swapped"]
+
+
+def test_an_optimizer_of_old_parameters_is_refused(found):
+    assert all("SGD holds 19 of 19 parameters that the model has no more" in rank["stale"] for rank in found)
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_resumed_is_uninterrupted_bit_for_bit(found, kind):
+    for rank in found:
+        assert rank[f"{kind} steps"] == [12, 4]
+        assert rank[f"{kind} losses"] == [0.0] * 4
+    assert largest(found, f"{kind} resumed") == 0
+
+
+@pytest.mark.parametrize("kind", ["hybrid", "quantised"])
+def test_resumes_onto_another_mesh_and_with_quantised_weights(found, kind):
+    assert largest(found, f"{kind} resumed") < 1e-6
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_checkpoints_that_are_not_kept_go_and_nothing_is_left_beside_them(found, kind):
+    assert found[0][f"{kind} kept"] == ["epoch=1.ckpt", "epoch=2.ckpt"]
+
+
+def test_a_damaged_checkpoint_is_passed_over_and_it_is_said(found):
+    for rank in found:
+        assert rank["fell back"] == [0.0, 4]  # from the one before it
+    assert any("epoch=2.ckpt is corrupt" in text and "epoch=1.ckpt is loaded" in text for text in found[0]["heard"])
+    assert found[1]["heard"] == []
+
+
+def test_checkpoints_of_other_models_optimizers_and_none_are_refused(found):
+    for rank in found:
+        assert "there is no such checkpoint" in rank["nothing there"]
+        assert "the model lacks blocks.2.down.bias" in rank["other model"]
+        assert "the checkpoint's AdamW does not fit this SGD" in rank["other optimizer"]
+
+
+def test_an_error_of_the_last_save_in_the_background_ends_the_run_on_all_ranks(found):
+    assert "/dev/null" in found[0]["async error"]
+    assert "could not be written: another rank failed" in found[1]["async error"]
+
+
+def test_a_checkpoint_inside_a_window_warns(found):
+    assert any("inside an accumulation window" in text for text in found[0]["window"])
+
+
+def test_what_could_not_be_read_back_is_refused_when_it_is_saved(found):
+    assert "entry ['rest']['odd']['deep'][1] of class Unreadable" in found[0]["odd"]
+    assert "another rank failed" in found[1]["odd"]
+    assert found[0]["odd left"] == []
+
+
+@pytest.mark.parametrize("name", ["single.ckpt", "one"])
+def test_a_checkpoint_of_one_process_goes_on_on_two(found, single, name):
+    folder, expected = single
+    assert all(rank[f"from {name}"] == [8, 0.0] for rank in found)
+    assert largest_difference(expected, torch.load(folder / f"from {name}.pt", weights_only=True)) < 1e-6
+
+
+def test_a_checkpoint_of_two_processes_loads_in_one_plain_process(found, single):
+    folder, _ = single
+    expected = torch.load(folder / "expected.pt", weights_only=True)
+    state = full_state_dict(folder / "async" / "epoch=2.ckpt")
+    assert list(state) == list(TinyLM().state_dict())
+    assert largest_difference(expected, state) == 0
+    TinyLM().load_state_dict(state)
+
+
+def test_a_checkpoint_of_two_processes_goes_on_on_one_device(found, single, tmp_path):
+    folder, _ = single
+    torch.save(full_checkpoint(folder / "async" / "epoch=1.ckpt"), tmp_path / "whole.ckpt")
+    module = TinyLM()
+    t = trainer(max_epochs=3)
+    t.fit(module, as_loader(lm_batches(20, size=6, seed=3)[:4]), ckpt_path=tmp_path / "whole.ckpt", weights_only=True)
+    steps = {state["step"].item() for state in t.optimizers[0].state.values()}
+    assert (t.global_step, steps) == (12, {12.0})
+
+
+ONE_PROCESS = """
+import sys, torch
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.sharded_checkpoint import full_state_dict
+from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+import lightning as L
+
+folder, batches = sys.argv[1], lm_batches(4)
+full = lambda module: {name: value.full_tensor() for name, value in weights(module).items()}
+
+class Loaded(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        assert largest_difference(full_state_dict(folder), full(pl_module)) == 0
+        assert {s["step"].item() for s in trainer.optimizers[0].state.values()} == {8.0}
+
+t = trainer([Loaded()], devices=1, max_epochs=3, strategy=FSDP2Strategy())
+t.fit(TinyLM(), as_loader(batches), ckpt_path=folder)
+assert t.global_step == 12
+plain, sharded = TinyLM(), TinyLM()
+trainer(accumulate_grad_batches=2, gradient_clip_val=0.1).fit(plain, as_loader(batches))
+t = trainer(accumulate_grad_batches=2, gradient_clip_val=0.1, devices=1, strategy=FSDP2Strategy(offload="cpu"))
+t.fit(sharded, as_loader(batches))
+assert largest_difference(weights(plain), full(sharded)) < 1e-6
+"""
+
+
+def test_one_sharded_process_trains_as_a_plain_one_and_takes_over_from_two(found, single):
+    folder, _ = single
+    run = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS, str(folder / "sync" / "epoch=1.ckpt")],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+def test_validation_leaves_shards_and_a_second_fit_goes_on(found):
+    for rank in found:
+        assert rank["validated"] == rank["validated again"] == rank["validated alone"] > 0
+    assert largest(found, "second fit") == 0
+    assert all(rank["moved in second fit"] > 0 for rank in found)
+
+
+def test_fabric_trains_as_one_process_with_an_optimizer_from_before(found):
+    assert largest(found, "fabric") < 1e-4
+    assert largest(found, "fabric resumed") == 0
+    assert {rank["fabric reductions"] for rank in found} == {10 * 4}
+    assert all(rank["fabric late moved"] > 1e-3 for rank in found)
+
+
+def test_fabric_makes_a_model_from_the_meta_device_on_rank_zero(found):
+    assert all(rank["fabric empty"] == [True, 0.0] for rank in found)
+
+
+def test_fabric_refuses_an_optimizer_of_another_model(found):
+    assert all("SGD holds 1 parameters of no model that was set up" in rank["fabric foreign"] for rank in found)
+
+
+def test_bad_input_is_an_error_before_anyone_waits(found):
+    for rank in found:
+        assert "replicas=3 over 2 processes" in rank["replicas"]
+        assert "precision='16-true' with FSDP2" in rank["float16"]
+        assert "reshard_after_forward=3 over 2 shards" in rank["no number"]
+
+
+@pytest.mark.parametrize("strategy", [FSDP2Strategy, FabricFSDP2Strategy])
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"offload": "nvme"}, "offload='nvme': not a known choice"),
+        ({"replicas": 0}, "replicas=0"),
+        ({"reshard_after_forward": 0}, "reshard_after_forward=0"),
+        ({"reduce_dtype": "float16"}, "reduce_dtype='float16'"),
+        ({"stage": 2}, "unexpected keyword argument 'stage'"),
+    ],
+)
+def test_options_that_do_not_exist_are_refused_when_given(strategy, options, error):
+    with pytest.raises((ValueError, TypeError), match=error):
+        strategy(**options)
+
+
+def test_strategies_can_be_copied_before_a_run():
+    assert copy.deepcopy(FSDP2Strategy(replicas=2)).sharding == FSDP2Strategy(replicas=2).sharding
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
+def test_on_one_gpu_as_without_sharding(precision, offload, tmp_path):
+    """In a process of its own, since a process group stays."""
+    code = f"""
+import lightning as L, torch
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+ends = []
+for strategy in ("auto", FSDP2Strategy(offload={offload!r})):
+    module = TinyLM()
+    t = trainer(accelerator="gpu", devices=1, precision={precision!r}, strategy=strategy)
+    t.fit(module, as_loader(lm_batches(6)))
+    ends.append({{k: getattr(v, "full_tensor", lambda v=v: v)().cpu().float() for k, v in module.state_dict().items()}})
+for name in ends[0]:
+    torch.testing.assert_close(ends[0][name], ends[1][name], atol=2e-2 if "bf16" in {precision!r} else 1e-4, rtol=0)
+"""
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.parametrize("options", ["", "offload='cpu'", "replicas=2", "async_checkpoints=True"])
+def test_on_two_gpus_ranks_agree(options, tmp_path):
+    code = f"""
+import os, time, torch, torch.distributed as dist
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from tests.nets import TinyLM, as_loader, lm_batches, trainer
+rank = int(os.environ["RANK"])
+module = TinyLM()
+t = trainer(accelerator="gpu", devices=2, strategy=FSDP2Strategy({options}), gradient_clip_val=0.5)
+t.fit(module, as_loader(lm_batches(6, seed=rank)))
+t.save_checkpoint({str(tmp_path / "two.ckpt")!r})
+t.strategy.teardown()
+flat = torch.cat([v.full_tensor().flatten().cuda() for v in module.state_dict().values()])
+other = flat.clone()
+dist.broadcast(other, 0)
+assert torch.equal(flat, other)
+time.sleep(1)
+os._exit(0)
+"""
+    script = tmp_path / "two.py"
+    script.write_text(code)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert run.returncode == 0, run.stderr[-4000:]

@@ -1,0 +1,343 @@
+"""Checkpoints of shards in one plain process: round trips, hostile and damaged folders, writing in the background."""
+
+import io
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import metadata
+
+import lightning_fasttrain as ft
+from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint, verify_checkpoint
+from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
+from lightning_fasttrain.strategy._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.background_save import BackgroundSave, to_host
+from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.sharded_checkpoint import (
+    full_checkpoint,
+    full_state_dict,
+    load_full_,
+    load_sharded_,
+    save_sharded,
+)
+from tests.nets import TinyLM, largest_difference, lm_batches, weights
+
+
+def trained(steps=2, make=torch.optim.AdamW, **settings):
+    module = TinyLM(optimizer=make, **settings)
+    optimizer = module.configure_optimizers()
+    step(module, optimizer, lm_batches(steps))
+    return module, optimizer
+
+
+def step(module, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        module.loss(batch).backward()
+        optimizer.step()
+
+
+def saved(folder, module, optimizer, **rest):
+    save_sharded(folder, module.state_dict(), {"o": named_state(module, optimizer)}, rest)
+    return folder
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.Adafactor, torch.optim.SGD])
+def test_model_optimizer_and_rest_come_back_and_train_on_bit_for_bit(tmp_path, make):
+    module, optimizer = trained(make=make)
+    saved(tmp_path / "c", module, optimizer, step=2, names=["a", None], nested={"x": torch.ones(2)})
+    again, other = trained(0, make=make)
+    rest = load_sharded_(tmp_path / "c", again, {"o": other})
+    assert (rest["step"], rest["names"], rest["nested"]["x"].sum()) == (2, ["a", None], 2)
+    for pair in ((module, optimizer), (again, other)):
+        step(*pair, lm_batches(3, seed=9))
+    assert largest_difference(weights(module), weights(again)) == 0
+
+
+def test_an_optimizer_without_steps_is_saved_as_such(tmp_path):
+    module, optimizer = trained(0)
+    saved(tmp_path / "c", module, optimizer)
+    assert optimizer.state_dict()["state"] == {}
+    again, other = trained(2)
+    load_sharded_(tmp_path / "c", again, {"o": other})
+    assert other.state_dict()["state"] == {}
+
+
+def test_groups_and_the_order_of_parameters_may_differ_as_long_as_names_agree(tmp_path):
+    module, optimizer = trained()
+    saved(tmp_path / "c", module, optimizer)
+    again = TinyLM()
+    turned = torch.optim.AdamW(list(again.parameters())[::-1], lr=0.5)
+    load_sharded_(tmp_path / "c", again, {"o": turned})
+    expected = optimizer.state[module.blocks[1].up.weight]["exp_avg"]
+    assert torch.equal(turned.state[again.blocks[1].up.weight]["exp_avg"], expected)
+    assert turned.param_groups[0]["lr"] == 0.01
+    split = torch.optim.AdamW([{"params": [p]} for p in again.parameters()])
+    with pytest.raises(ValueError, match="AdamW has 1 groups of parameters: this one has 19"):
+        load_sharded_(tmp_path / "c", again, {"o": split})
+
+
+@pytest.mark.parametrize(
+    ("module", "strict", "message"),
+    [
+        (TinyLM(depth=2), True, "the model lacks blocks.2.down.bias"),
+        (TinyLM(depth=4), True, "it lacks blocks.3.down.bias"),
+        (TinyLM(depth=4), False, None),
+    ],
+)
+def test_other_models_are_refused_unless_told(tmp_path, module, strict, message):
+    saved(tmp_path / "c", *trained())
+    if message is None:
+        load_sharded_(tmp_path / "c", module, strict=strict)
+    else:
+        with pytest.raises(ValueError, match=message):
+            load_sharded_(tmp_path / "c", module, strict=strict)
+
+
+def test_the_whole_model_goes_through_safetensors(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    module, optimizer = trained()
+    saved(tmp_path / "c", module, optimizer)
+    save_file(full_state_dict(tmp_path / "c"), tmp_path / "whole.safetensors")
+    again = TinyLM()
+    again.load_state_dict(load_file(tmp_path / "whole.safetensors"))
+    assert largest_difference(weights(module), weights(again)) == 0
+
+
+def test_a_whole_checkpoint_has_the_state_under_the_numbers_that_torch_gives(tmp_path):
+    module, optimizer = trained()
+    saved(tmp_path / "c", module, optimizer, epoch=3)
+    whole = full_checkpoint(tmp_path / "c")
+    assert whole["epoch"] == 3
+    [state], expected = whole["optimizer_states"], optimizer.state_dict()
+    assert state["param_groups"] == expected["param_groups"]
+    assert all(torch.equal(state["state"][i][k], v) for i, s in expected["state"].items() for k, v in s.items())
+
+
+def test_a_file_of_one_device_loads(tmp_path):
+    module, optimizer = trained()
+    state = {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()], "epoch": 1}
+    torch.save(state, tmp_path / "file.ckpt")
+    again, other = trained(0)
+    assert load_full_(tmp_path / "file.ckpt", again, {"o": other}, strict=True) == {"epoch": 1}
+    for pair in ((module, optimizer), (again, other)):
+        step(*pair, lm_batches(2, seed=9))
+    assert largest_difference(weights(module), weights(again)) == 0
+
+
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.path}",)
+
+
+@pytest.fixture
+def hostile(tmp_path):
+    """Folders of which one part would run a command, with the folder that shows whether it did."""
+    mark = tmp_path / "ran"
+
+    def make(where):
+        folder = saved(tmp_path / "c", *trained())
+        if where == "index":
+            (folder / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+        elif where == "inside the index":
+            index = SafeReader(folder).read_metadata()
+            index.planner_data = Runs(mark)
+            (folder / ".metadata").write_bytes(pickle.dumps(index))
+        elif where == "rest":
+            torch.save({"rest": Runs(mark)}, folder / "rest.pt")
+        return folder
+
+    yield make
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("where", ["index", "inside the index"])
+@pytest.mark.parametrize("read", [lambda f: load_sharded_(f, TinyLM()), lambda f: SafeReader(f).read_metadata()])
+def test_an_index_that_would_run_something_is_refused(hostile, where, read):
+    with pytest.raises(CorruptCheckpoint, match=r"the checkpoint's index asks for posix\.system"):
+        read(hostile(where))
+
+
+def test_rest_that_would_run_something_is_refused(hostile):
+    with pytest.raises(pickle.UnpicklingError, match="posix.system"):
+        load_sharded_(hostile("rest"), TinyLM())
+
+
+def test_the_hostile_index_does_run_in_torchs_own_reader(tmp_path):
+    """The control: without the list of what is allowed, the command runs."""
+    folder = saved(tmp_path / "c", *trained())
+    (folder / ".metadata").write_bytes(pickle.dumps(Runs(tmp_path / "ran")))
+    with pytest.raises(AttributeError):
+        torch.distributed.checkpoint.FileSystemReader(folder).read_metadata()
+    assert (tmp_path / "ran").exists()
+
+
+def test_bytes_beside_the_tensors_are_read_as_plain_values(tmp_path):
+    planner, mark = SafePlanner(), tmp_path / "ran"
+    planner.state_dict = {}
+    buffer = io.BytesIO()
+    torch.save(Runs(mark), buffer)
+    buffer.seek(0)
+    item = type("Item", (), {"dest_index": metadata.MetadataIndex("x")})()
+    with pytest.raises(pickle.UnpicklingError):
+        planner.load_bytes(item, buffer)
+    assert not mark.exists()
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path):
+    folder = saved(tmp_path / "c", *trained())
+    index = SafeReader(folder).read_metadata()
+    next(iter(index.storage_data.values())).relative_path = "../elsewhere"
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(CorruptCheckpoint, match="points out of its folder, to '../elsewhere'"):
+        load_sharded_(folder, TinyLM())
+
+
+@pytest.mark.parametrize("data", [b"", b"not a pickle", pickle.dumps({"a": 1})])
+def test_a_damaged_index_is_one_kind_of_error(tmp_path, data):
+    folder = saved(tmp_path / "c", *trained())
+    (folder / ".metadata").write_bytes(data)
+    with pytest.raises(CorruptCheckpoint):
+        SafeReader(folder).read_metadata()
+
+
+def test_what_could_not_be_read_back_is_named_and_nothing_is_written(tmp_path):
+    with pytest.raises(ValueError, match=r"entry \['rest'\]\['callbacks'\]\['mine'\]\[0\] of class PosixPath"):
+        save_sharded(tmp_path / "c", {}, rest={"callbacks": {"mine": [tmp_path]}, "fine": 1})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_changed_folder_is_refused_and_its_neighbour_chosen(tmp_path):
+    saved(tmp_path / "old", *trained(1))
+    saved(tmp_path / "new", *trained(2))
+    assert choose_checkpoint(tmp_path / "new") == tmp_path / "new"
+    (tmp_path / "new" / ".metadata").unlink()
+    with pytest.raises(CorruptCheckpoint, match=".metadata is missing"):
+        full_state_dict(tmp_path / "new")
+    with pytest.warns(ft.FastTrainWarning, match="old is loaded, the newest that is whole"):
+        with pytest.warns(ft.FastTrainWarning, match="passed over"):
+            assert choose_checkpoint(tmp_path / "new") == tmp_path / "old"
+    with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
+        choose_checkpoint(tmp_path / "never")
+
+
+def test_a_complete_save_that_was_killed_before_its_name_is_taken_up(tmp_path):
+    saved(tmp_path / "c", *trained())
+    (tmp_path / "c").rename(tmp_path / ".tmp-c")
+    assert choose_checkpoint(tmp_path / "c") == tmp_path / "c"
+    verify_checkpoint(tmp_path / "c")
+
+
+def test_a_second_save_of_the_same_name_leaves_no_file_of_the_first(tmp_path):
+    saved(tmp_path / "c", *trained())
+    (tmp_path / "c" / "__9_0.distcp").write_bytes(b"stale")
+    saved(tmp_path / "c", *trained())
+    assert "__9_0.distcp" not in verify_checkpoint(tmp_path / "c")["files"]
+
+
+def test_the_background_writes_what_was_when_it_began():
+    gate, written = threading.Event(), []
+
+    def write(state):
+        gate.wait(10)
+        written.append(state)
+
+    save, weight = BackgroundSave(write), torch.ones(2)
+    save.start({"nested": [weight], "n": 1})
+    weight.zero_()
+    assert save.in_flight
+    gate.set()
+    save.wait()
+    assert written[0]["nested"][0].tolist() == [1.0, 1.0]
+
+
+def test_the_next_save_waits_for_the_one_before():
+    gate, order = threading.Event(), []
+
+    def write(name):
+        gate.wait(10)
+        order.append(name)
+
+    save = BackgroundSave(write)
+    save.start("first")
+    threading.Timer(0.2, gate.set).start()
+    save.start("second")
+    assert order[0] == "first"
+    save.wait()
+    assert order == ["first", "second"]
+
+
+def test_an_error_surfaces_at_the_next_save_and_older_checkpoints_stay():
+    removed = []
+
+    def write(state):
+        raise OSError("disk full")
+
+    save = BackgroundSave(write)
+    save.start({})
+    save.afterwards(lambda: removed.append("old"))
+    with pytest.raises(OSError, match="disk full"):
+        save.start({})
+    assert removed == []
+    save.wait()
+
+
+def test_older_checkpoints_go_after_the_newer_one_is_complete():
+    gate, removed = threading.Event(), []
+    save = BackgroundSave(lambda state: gate.wait(10))
+    save.start({})
+    save.afterwards(lambda: removed.append("old"))
+    assert removed == []
+    gate.set()
+    save.wait()
+    assert removed == ["old"]
+    save.afterwards(lambda: removed.append("older"))
+    assert removed == ["old", "older"]
+
+
+def test_a_failing_run_gives_up_and_says_so():
+    gate = threading.Event()
+    save = BackgroundSave(lambda state: gate.wait(10))
+    save.start({})
+    with pytest.warns(UserWarning, match="the last checkpoint was not completed"):
+        save.give_up(0.05)
+    save.wait()  # not for what was given up
+    gate.set()
+    save.start({})
+    save.wait()
+
+
+def test_the_strategy_keeps_an_older_checkpoint_until_the_newer_one_is_complete(tmp_path):
+    gate, older, strategy = threading.Event(), tmp_path / "older", FSDP2Strategy(async_checkpoints=True)
+    older.mkdir()
+    strategy._background = BackgroundSave(lambda state: gate.wait(10))
+    strategy._background.start({})
+    strategy.remove_checkpoint(older)
+    assert older.exists()
+    gate.set()
+    strategy._background.wait()
+    assert not older.exists()
+
+
+def test_copies_share_no_memory():
+    tensor = torch.ones(3)
+    copied = to_host({"a": [tensor, (tensor, "x")], "b": None})
+    assert copied["a"][0].data_ptr() != tensor.data_ptr() != copied["a"][1][0].data_ptr()
+    assert copied["a"][1][1] == "x"
+
+
+def test_state_that_each_rank_keeps_of_its_own_shard_is_named():
+    module = nn.Linear(2, 2)
+    foreign = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    with pytest.raises(ValueError, match="SGD holds 1 parameters that the model has no more"):
+        named_state(module, foreign)

@@ -1,0 +1,300 @@
+"""ZeROStrategy and its Fabric twin: real processes with gloo, one launch of one process and one of two."""
+
+import json
+import os
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.pytorch.strategies import StrategyRegistry
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+from lightning_fasttrain.strategy._zero_stage import _a_batch
+from lightning_fasttrain.strategy.model_states import STAGES as KNOWN
+from lightning_fasttrain.strategy.zero import ZeROStrategy
+from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from tests.nets import trainer
+from tests.strategy.zero_launches import ROOT, launched
+
+STAGES = ("0", "1", "2", "3")
+KINDS = [ZeROStrategy, FabricZeROStrategy]
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return launched(tmp_path_factory)
+
+
+@pytest.fixture
+def one(runs):
+    return runs[0][1][0]
+
+
+@pytest.fixture
+def two(runs):
+    return runs[0][2]
+
+
+def test_every_scenario_ran(one, two):
+    for found in (one, *two):
+        assert not [key for key, value in found.items() if str(value).startswith("Traceback")], found
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_losses_and_weights_are_those_of_one_plain_process(two, kind):
+    for rank in two:
+        for stage in (*STAGES, *(("2+offload", "3+offload") if kind == "adamw" else ())):
+            found = rank[f"{kind} {stage}"]
+            assert found["losses"] < 1e-5
+            assert found["weights"] < 1e-4
+            assert found["agree"] == 0
+
+
+def test_steps_are_counted_as_the_engine_counts_them(two):
+    for stage in STAGES:
+        assert two[0][f"sgd {stage}"]["steps"] == [21, 21]
+
+
+def test_targets_weigh_the_same_over_unequal_ranks_windows_and_micro_batches(two):
+    for key in ("sgd 0", "sgd 1", "sgd 2", "sgd 3", "sgd 2+offload", "adamw 2", "adamw 3"):
+        assert two[0][f"tokens {key}"] < 1e-4
+
+
+def test_manual_optimisation_sums_what_it_says_is_not_the_last(one):
+    for stage in STAGES:
+        assert one[f"manual {stage}"] < 1e-5
+
+
+def test_a_window_without_targets_moves_nothing_and_the_next_is_as_ever(one):
+    for stage in ("0", "1", "3", "2+offload"):
+        assert one[f"empty {stage}"] < 1e-6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, ranks):
+    for found in runs[0][ranks]:
+        for stage in (*STAGES, "3+offload"):
+            assert found[f"resumed {stage}"] == 0
+            assert found[f"rate {stage}"] == [9, pytest.approx(0.9**9)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_resuming_on_another_number_of_processes_is_exact(runs, ranks):
+    for found in runs[0][ranks]:
+        for stage in ("1", "2", "3", "3+offload"):
+            resharded = found[f"resharded {stage}"]
+            assert resharded["differ"] == []
+            assert resharded["decay"] == [0.1, 0.0]
+            assert resharded["rate"] == pytest.approx(0.9**3)
+            assert resharded["steps"] == 8
+
+
+def test_nothing_is_left_beside_the_checkpoints(runs):
+    assert list(runs[1].rglob(".tmp*")) == []
+
+
+def test_another_world_size_is_refused_with_both_sizes(runs):
+    assert "saved by 1 processes, and this run has 2" in runs[0][2][0]["other world"]
+    assert runs[0][2][1]["other world"] == runs[0][2][0]["other world"]
+    assert "saved by 2 processes, and this run has 1" in runs[0][1][0]["other world"]
+
+
+def test_what_cannot_be_resharded_is_refused_on_all_ranks(two):
+    for rank in two:
+        assert "universal=True with SGD" in rank["sgd universal"]
+        assert "under ZeRO stage 2, and this run is stage 3" in rank["other stage"]
+
+
+def test_the_stage_is_what_fits_the_smallest_rank(two):
+    assert two[0]["chosen"] == two[1]["chosen"] == ["2+offload", 2]  # stage 0 fits the first rank, not the second
+
+
+def test_nothing_fits_on_any_rank_if_it_does_not_on_one(one, two):
+    for found in (one, *two):
+        assert "No stage fits" in found["too small"]
+        assert "GiB on each device" in found["too small"]
+
+
+def test_adapters_quantised_layers_and_the_fused_loss_train_as_under_ddp(two):
+    for name in ("LoRA", "QLoRA int8", "QLoRA nf4", "FusedLossHead"):
+        for stage in (2, 3):
+            assert two[0][f"{name} {stage}"] < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_the_fabric_twin_accumulates_clips_and_resumes(two, kind):
+    for rank in two:
+        for stage in (*STAGES, "2+offload", "3+offload") if kind == "sgd" else ("1", "3"):
+            found = rank[f"fabric {kind} {stage}"]
+            assert found["losses"] < 1e-5
+            assert found["weights"] < 1e-4
+            assert found["resumed"]
+            assert found["norm"] == pytest.approx(rank[f"fabric {kind} 1"]["norm"], rel=1e-5)
+
+
+def test_a_loss_is_divided_once_under_accumulation(one):
+    assert one["scale ours"] == pytest.approx(1.0)
+    assert one["scale stock"] == pytest.approx(0.5)
+
+
+def test_steps_do_not_drift_at_ragged_ends_of_epochs(one):
+    trainers, engines = one["steps ours"]
+    assert trainers == engines == 6
+    trainers, engines = one["steps stock"]
+    assert trainers != engines
+
+
+def test_hooks_of_the_optimizer_fire_once_a_step(one):
+    assert set(one["hooks ours"].values()) == {6}
+    assert one["hooks stock"]["on_before_optimizer_step"] == one["hooks stock"]["optimizer_step"] == 10
+
+
+def test_validation_leaves_the_hooks_of_the_model(one):
+    assert one["validation ours"] == 5
+    assert one["validation stock"] == 0
+
+
+def test_fabric_clips_nothing_unless_asked(one):
+    assert one["unclipped ours"] < 1e-6
+    assert one["unclipped stock"] > 1e-3
+
+
+def test_a_reused_folder_holds_no_shards_of_before(one):
+    assert one["reused ours"] == 0
+    assert "Expected 1 of '*_optim_states.pt'" in one["reused stock"]
+
+
+def test_a_module_is_fitted_validated_and_fitted_again(one):
+    assert one["fit twice"] < 1e-6
+    assert one["hooks left"] == 0
+
+
+def test_a_checkpoint_of_any_lower_stage_can_be_evaluated(one):
+    assert one["validated"] == 0
+
+
+def test_a_checkpoint_inside_a_window_is_warned_of(one):
+    assert len(one["window"]) == 1
+    assert "is not saved" in one["window"][0]
+
+
+def test_a_failed_save_is_an_error_on_all_ranks_and_leaves_the_checkpoint_that_was_there(one, two):
+    assert "no space left on device" in one["failed save"]
+    assert "another rank failed" in two[0]["failed save"]
+    assert "no space left on device" in two[1]["failed save"]
+    assert all(found["untouched"] for found in (one, *two))
+
+
+def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(one, two):
+    for found in (one, *two):
+        assert found["fell back"] == 10  # from step 5 of the one beside it
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("clipping by hand", "your code would clip nothing"),
+        ("two optimizers", "multiple optimizers"),
+        ("LBFGS", "closure several times a step"),
+        ("Adafactor", "Adafactor with ZeRO"),
+        ("Distillation", "under ZeRO stage 3"),
+        ("EagerGradientRelease", "needs them in the next step"),
+        ("no manifest", "corrupt"),
+        ("hostile", "objects of posix.system"),
+    ],
+)
+def test_what_zero_cannot_do_is_refused_with_the_reason(one, what, words):
+    assert words in one[what]
+
+
+# In this process: no group of processes is needed to refuse.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("stage", [4, -1, "2 + offload", "1+offload", True, None])
+def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
+    with pytest.raises(ValueError, match=r"no such stage. Use stage='auto', or one of 0, 1, 2, 3, '2\+offload'"):
+        kind(stage=stage)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"stage": 2, "config": {"zero_optimization": {"stage": 1}}}, "both say which stage"),
+        ({"memory_gib": 8, "config": {"zero_optimization": {"stage": 1}}}, "nothing is to be chosen"),
+        ({"stage": 2, "memory_gib": 8}, "nothing is to be chosen"),
+        ({"stage": 2, "offload_optimizer": True}, "the stage says where"),
+        ({"offload_parameters": True}, "the stage says where"),
+        ({"config": {"zero_optimization": {}}, "overlap_comm": False}, "would be ignored"),
+        ({"stage": "3+nvme"}, "no folder to offload to"),
+        ({"memory_gib": 0}, "nothing fits"),
+        ({"headroom": 1.0}, "it is a share"),
+    ],
+)
+def test_contradictions_are_refused_when_they_are_given(kind, arguments, words):
+    with pytest.raises(ValueError, match=words):
+        kind(**arguments)
+
+
+@pytest.mark.parametrize("precision", ["16-mixed", "16-true"])
+def test_float16_on_a_cpu_is_refused_before_anything_starts(precision):
+    with pytest.raises(ValueError, match="no float16 there. Use precision='bf16"):
+        trainer(strategy=ZeROStrategy(stage=2), precision=precision, devices=2)
+    with pytest.raises(ValueError, match="no float16 there"):
+        L.Fabric(accelerator="cpu", strategy=FabricZeROStrategy(stage=2), precision=precision, devices=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_deepspeed_the_extra_is_named(kind, monkeypatch):
+    monkeypatch.setitem(sys.modules, "deepspeed", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'lightning-fasttrain\[deepspeed\]'"):
+        kind(stage=2)
+
+
+def test_both_are_known_by_name():
+    assert isinstance(StrategyRegistry.get("fasttrain_zero"), ZeROStrategy)
+    assert isinstance(STRATEGY_REGISTRY.get("fasttrain_zero"), FabricZeROStrategy)
+    assert isinstance(trainer(strategy="fasttrain_zero").strategy, ZeROStrategy)
+
+
+@pytest.mark.parametrize("batches", [{"batch_size": 4}, {"batch_size": None}, {"batch_sampler": None}])
+def test_a_batch_is_had_without_touching_the_order_of_the_data(batches):
+    data = TensorDataset(torch.arange(10.0))
+    if "batch_sampler" in batches:
+        batches = {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)}
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(data, generator=generator, **batches)
+    before = generator.get_state(), torch.get_rng_state()
+    expected = [0.0] if batches == {"batch_size": None} else [0.0, 1.0, 2.0, 3.0]
+    assert _a_batch(loader)[0].tolist() == (expected[0] if len(expected) == 1 else expected)
+    assert torch.equal(generator.get_state(), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.parametrize("stage", KNOWN)
+def test_a_stage_is_what_lightning_means_by_it(stage, tmp_path):
+    config = ZeROStrategy(stage=stage, nvme_path=str(tmp_path)).config
+    zero = config["zero_optimization"]
+    level, _, where = stage.partition("+")
+    device = {"": None, "offload": "cpu", "nvme": "nvme"}[where]
+    assert zero["stage"] == int(level)
+    assert zero.get("offload_optimizer", {}).get("device") == device
+    assert zero.get("offload_param", {}).get("device") == (device if level == "3" else None)
+    assert config["gradient_clipping"] == 0.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("stage", ["2+offload", "3+offload"])
+def test_offload_on_one_gpu_is_the_training_of_the_cpu(stage, tmp_path):
+    code = "import sys; from tests.strategy.zero_scenarios import on_gpu; on_gpu(sys.argv[1], sys.argv[2])"
+    out = tmp_path / "found.json"
+    environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
+    subprocess.run([sys.executable, "-c", code, stage, str(out)], cwd=ROOT, env=environment, check=True, timeout=400)
+    assert json.loads(out.read_text())["losses"] < 1e-4

@@ -1,0 +1,681 @@
+"""Run by one and by two processes under torchrun (see test_zero.py): each scenario writes what it found.
+
+The two launches run side by side and hand each other checkpoints, so that both directions of resharding are tried.
+"""
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.strategy.model_states import predict_model_states
+from lightning_fasttrain.strategy.zero import ZeROStrategy
+from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from tests.nets import LazyLM, TinyLM, as_loader, concatenate, largest_difference, lm_batches, lm_loss, sgd, trainer
+
+RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank
+MINE = ALL[RANK]
+WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
+STAGES = (0, 1, 2, 3, "2+offload", "3+offload")
+OPTIMIZERS = {"sgd": (sgd, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
+
+
+def net(kind, cls=TinyLM, **more):
+    optimizer, settings = OPTIMIZERS[kind]
+    return cls(optimizer=optimizer, **settings, **more)
+
+
+def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
+    torch._dynamo.reset()
+    torch.manual_seed(11)
+    t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
+    t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
+    return t
+
+
+def whole(module):
+    """The weights of a module, gathered where they are in pieces."""
+    import deepspeed
+
+    pieces = [p for p in module.parameters() if hasattr(p, "ds_id")]
+    with deepspeed.zero.GatheredParameters(pieces):
+        return {name: value.detach().clone().float() for name, value in module.state_dict().items()}
+
+
+def mean_losses(module):
+    losses = torch.stack(module.losses)
+    dist.all_reduce(losses)
+    return losses / RANKS
+
+
+def agree(weights):
+    """Largest difference of these weights between the ranks."""
+    flat = torch.cat([value.flatten() for value in weights.values()])
+    other = flat.clone()
+    dist.broadcast(other, src=0)
+    gap = (flat - other).abs().max()
+    dist.all_reduce(gap, op=dist.ReduceOp.MAX)
+    return gap.item()
+
+
+def steps_by_hand(kind, epochs, clip, weighed=False):
+    """Plain PyTorch in one process: the mean over ranks and batches of a window, or over all of its targets."""
+    module, losses = net(kind), []
+    optimizer = module.configure_optimizers()
+    for window in WINDOWS * epochs:
+        optimizer.zero_grad()
+        if weighed:
+            module.loss(concatenate([rank[i] for i in window for rank in ALL[:RANKS]])).backward()
+        for i in window if not weighed else ():
+            loss = sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS
+            losses.append(loss.detach())
+            (loss / 2).backward()  # Lightning divides by accumulate_grad_batches in the tail, too
+        torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+    return module, losses
+
+
+def whole_difference(expected, module):
+    return largest_difference({k: v.detach() for k, v in expected.state_dict().items()}, whole(module))
+
+
+def equals_one_process(found, folder):
+    """21 steps with accumulation, ragged ends, clipping, checkpointing and compile on."""
+    for kind in OPTIMIZERS:
+        expected, losses = steps_by_hand(kind, 7, 0.3)
+        for stage in STAGES if kind == "adamw" else STAGES[:4]:
+            module = net(kind)
+            techniques = [ft.ActivationCheckpointing(), ft.CompileBlocks(backend="aot_eager")]
+            settings = {"max_epochs": 7, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+            t = fit(module, ZeROStrategy(stage=stage), techniques, **settings)
+            found[f"{kind} {stage}"] = {
+                "losses": (mean_losses(module) - torch.stack(losses)).abs().max().item(),
+                "weights": whole_difference(expected, module),
+                "agree": agree(whole(module)),
+                "steps": [t.global_step, t.strategy.engine.deepspeed.global_steps],
+            }
+
+
+def weighs_tokens(found, folder):
+    """Windows of unequal numbers of targets, on unequal ranks, in micro-batches."""
+    for kind in OPTIMIZERS:
+        expected, _ = steps_by_hand(kind, 4, 0.3, weighed=True)
+        for stage in STAGES[:5] if kind == "sgd" else (2, 3):
+            module = net(kind)
+            techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
+            fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=4, gradient_clip_val=0.3)
+            found[f"tokens {kind} {stage}"] = whole_difference(expected, module)
+
+
+class Scheduled(TinyLM):
+    def configure_optimizers(self):
+        decayed = [p for p in self.parameters() if p.ndim > 1]
+        others = [p for p in self.parameters() if p.ndim <= 1]
+        groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+        optimizer = torch.optim.AdamW(groups, **self.settings)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def resumes(found, folder):
+    for stage in (0, 1, 2, 3, "3+offload"):
+        path = folder / f"by-{RANKS}-stage-{stage}"
+        first, settings = net("adamw", Scheduled), {"accumulate_grad_batches": 2}
+        t = fit(first, ZeROStrategy(stage=stage), max_epochs=1, **settings)
+        t.save_checkpoint(path)
+        resumed, through = net("adamw", Scheduled), net("adamw", Scheduled)
+        t = fit(resumed, ZeROStrategy(stage=stage), path=path, max_epochs=3, **settings)
+        fit(through, ZeROStrategy(stage=stage), max_epochs=3, **settings)
+        found[f"resumed {stage}"] = whole_difference_of(through, resumed)
+        found[f"rate {stage}"] = [t.global_step, t.optimizers[0].param_groups[0]["lr"] / 0.01]
+        weights = whole(first)
+        if RANK == 0:
+            torch.save(weights, folder / f"weights-{RANKS}-{stage}")
+    dist.barrier()
+    (folder / f"ready-{RANKS}").touch()
+
+
+def whole_difference_of(expected, module):
+    return largest_difference(whole(expected), whole(module))
+
+
+class State(L.Callback):
+    """Weights and Adam state at the start of training, gathered from all ranks."""
+
+    def on_train_start(self, trainer, pl_module):
+        from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+        groups = trainer.optimizers[0].param_groups
+        self.decay, self.rate = [group["weight_decay"] for group in groups], groups[1]["lr"]
+        named = {n: p for n, p in pl_module.named_parameters() if p.requires_grad}
+        self.state = {n: safe_get_full_fp32_param(p).clone() for n, p in named.items()}
+        for key in ("exp_avg", "exp_avg_sq"):
+            self.state |= {f"{n} {key}": safe_get_full_optimizer_state(p, key).clone() for n, p in named.items()}
+
+
+def reshards(found, folder):
+    """Resume what the other launch has saved: by 1 on 2, by 2 on 1."""
+    others = 3 - RANKS
+    for _ in range(900):
+        if (folder / f"ready-{others}").exists():
+            break
+        time.sleep(0.1)
+    for stage in (1, 2, 3, "3+offload"):
+        path = folder / f"by-{others}-stage-{stage}"
+        state, module = State(), net("adamw", Scheduled)
+        t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], path=path, max_epochs=2)
+        saved = read_pieces(path, stage)
+        found[f"resharded {stage}"] = {
+            "steps": t.global_step,
+            "decay": state.decay,
+            "rate": state.rate / 0.01,
+            "differ": [name for name in state.state if not torch.equal(state.state[name], saved[name])],
+        }
+    path = folder / f"by-{others}-stage-2"
+    found["other world"] = error_of(lambda: fit(net("adamw"), ZeROStrategy(stage=2), path=path, max_epochs=2))
+    found["sgd universal"] = error_of(
+        lambda: fit(net("sgd"), ZeROStrategy(stage=2, universal=True), path=path, max_epochs=2)
+    )
+    found["other stage"] = error_of(
+        lambda: fit(net("adamw"), ZeROStrategy(stage=3), path=folder / f"by-{RANKS}-stage-2", max_epochs=2)
+    )
+
+
+def read_pieces(path, stage):
+    """Weights and Adam state of a checkpoint by DeepSpeed's files, put together by hand."""
+    from lightning_fasttrain.strategy._zero_files import ZeROFiles
+
+    files = ZeROFiles.read(path / "checkpoint")
+    saved = dict(files.masters())
+    for key in ("exp_avg", "exp_avg_sq"):
+        for piece in files.pieces:
+            states = piece["optimizer_state_dict" if files.stage == 3 else "base_optimizer_state"]["state"]
+            flat = [states[i][key] for i in sorted(states)]
+            piece["fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"] = flat
+        saved |= {f"{name} {key}": value for name, value in files.masters()}
+    return saved
+
+
+def error_of(action):
+    """What all ranks say; every one of them must raise."""
+    try:
+        action()
+    except (ValueError, OSError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def saves_whole_or_not_at_all(found, folder):
+    path = folder / f"whole-{RANKS}" / "a.ckpt"
+    module = net("adamw")
+    t = fit(module, ZeROStrategy(stage=2), max_epochs=1)
+    t.save_checkpoint(path)
+    before = sorted(p.name for p in (path / "checkpoint").iterdir())
+    writer = t.strategy.engine.deepspeed.checkpoint_engine
+    save = writer.save
+
+    def fails_on_the_last_rank(state_dict, path):
+        save(state_dict, path)
+        if RANK == RANKS - 1:
+            raise OSError("no space left on device")
+
+    writer.save = fails_on_the_last_rank
+    found["failed save"] = error_of(lambda: t.save_checkpoint(path))
+    writer.save = save
+    found["untouched"] = before == sorted(p.name for p in (path / "checkpoint").iterdir())
+    other = path.parent / "b.ckpt"
+    t.save_checkpoint(other)
+    dist.barrier()
+    if RANK == 0:
+        next(other.glob("checkpoint/*optim_states.pt")).write_bytes(b"cut short")
+    dist.barrier()
+    try:
+        t = fit(net("adamw"), ZeROStrategy(stage=2), path=other, max_epochs=2)
+        found["fell back"] = t.global_step
+    except Exception as error:
+        found["fell back"] = repr(error)
+
+
+class Wide(L.LightningModule):
+    """Parameters weigh much more than activations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)])
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).pow(2).mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+def chooses(found, folder):
+    """Ranks with different memory come to one answer: what fits the smallest."""
+    module, batches = Wide(), [torch.ones(2, 256)] * 2
+    stage_0 = predict_model_states(module, module.configure_optimizers(), world_size=RANKS, stages=("0",))[0]
+    gib = [1.0, 0.99 * stage_0.device / 0.9 / 2**30][RANK]  # just below what stage 0 takes
+    t = fit(module, ZeROStrategy(memory_gib=gib), batches=batches, max_epochs=1)
+    found["chosen"] = [t.strategy.question.stage, t.strategy.stage]
+    found["too small"] = error_of(
+        lambda: fit(Wide(), ZeROStrategy(memory_gib=[1.0, 1e-6][RANK or RANKS == 1]), batches=batches, max_epochs=1)
+    )
+
+
+def adapts(found, folder):
+    """Frozen, quantised and adapted parts, against DDP."""
+    makers = {
+        "LoRA": lambda: [ft.LoRA(rank=2)],
+        "QLoRA int8": lambda: [ft.QLoRA(rank=2, kind="int8")],
+        "QLoRA nf4": lambda: [ft.QLoRA(rank=2)],
+        "FusedLossHead": lambda: [ft.FusedLossHead("head")],
+    }
+    for name, make in makers.items():
+        cls = LazyLM if name == "LoRA" else TinyLM
+        expected = net("adamw", cls)
+        fit(expected, DDPStrategy(process_group_backend="gloo"), make(), max_epochs=2)
+        for stage in (2, 3):
+            module = net("adamw", cls)
+            t = fit(module, ZeROStrategy(stage=stage), make(), max_epochs=2)
+            found[f"{name} {stage}"] = whole_difference_of(expected, module)
+            if name.startswith("QLoRA"):
+                path = folder / f"{name}-{stage}.ckpt"
+                t.save_checkpoint(path)
+                if RANK == 0:
+                    torch.save({n: v.clone() for n, v in expected.state_dict().items()}, f"{path}.expected")
+
+
+def twin(found, folder):
+    """A Fabric loop: accumulation, clipping, resuming."""
+    for kind in OPTIMIZERS:
+        expected, losses = fabric_by_hand(kind, 3, 0.3)
+        for stage in STAGES if kind == "sgd" else (1, 3):
+            path = folder / f"fabric-{RANKS}-{kind}-{stage}"
+            module, seen, norms, _ = fabric_loop(kind, stage, 3, 0.3, save=path)
+            other, again, _, step = fabric_loop(kind, stage, 2, 0.3, load=path)
+            seen = [loss.clone() for loss in seen]
+            mean = torch.stack(seen)
+            dist.all_reduce(mean)
+            found[f"fabric {kind} {stage}"] = {
+                "losses": (mean / RANKS - torch.stack(losses)).abs().max().item(),
+                "weights": largest_difference({k: v.detach() for k, v in expected.state_dict().items()}, whole(module)),
+                "resumed": all(map(torch.equal, seen[5:], again)) and step == 3,
+                "norm": norms[0].item(),
+            }
+
+
+def fabric_by_hand(kind, epochs, clip):
+    module, losses = net(kind), []
+    optimizer = module.configure_optimizers()
+    for window in WINDOWS * epochs:
+        optimizer.zero_grad()
+        for i in window:
+            loss = sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS
+            losses.append(loss.detach())
+            (loss / len(window)).backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
+        optimizer.step()
+    return module, losses
+
+
+def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
+    fabric = L.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy or FabricZeROStrategy(stage=stage))
+    fabric.launch()
+    module, losses, norms, state = net(kind), [], [], {"step": 0}
+    model, optimizer = fabric.setup(module, module.configure_optimizers())
+    state |= {"model": model, "optimizer": optimizer}
+    if load is not None:
+        fabric.load(load, state)
+    for epoch in range(epochs):
+        for window in WINDOWS:
+            for i in window:
+                with fabric.no_backward_sync(model, enabled=i != window[-1]):
+                    loss = lm_loss(model(MINE[i]["input_ids"]), MINE[i])
+                    losses.append(loss.detach())
+                    fabric.backward(loss / len(window))
+            if clip is not None:
+                norms.append(fabric.clip_gradients(model, optimizer, max_norm=clip))
+            optimizer.step()
+            optimizer.zero_grad()
+        if epoch == 0 and save is not None:
+            fabric.save(save, {**state, "step": 3})
+    return module, losses, norms, state["step"]
+
+
+# What the hosts get wrong, each beside Lightning's own strategy, which is made to run on a CPU and no more.
+
+
+class OnCPU:
+    def setup_environment(self):
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self):
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    def _auto_select_batch_size(self):
+        return 1
+
+
+class Stock(OnCPU, DeepSpeedStrategy):
+    def _setup_model_and_optimizer(self, *args):
+        with rank_given(self.local_rank):
+            return super()._setup_model_and_optimizer(*args)
+
+    def _initialize_deepspeed_inference(self, *args):
+        with rank_given(self.local_rank):
+            return super()._initialize_deepspeed_inference(*args)
+
+
+class StockFabric(FabricDeepSpeedStrategy):
+    def setup_environment(self):
+        self.accelerator.setup_device(self.root_device)
+        self._set_world_ranks()
+        self._init_deepspeed_distributed()
+        if not self._config_initialized:
+            self._format_config()
+            self._config_initialized = True
+
+    def _initialize_engine(self, *args):
+        with rank_given(self.local_rank):
+            return super()._initialize_engine(*args)
+
+
+class rank_given:
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __enter__(self):
+        import deepspeed
+
+        self.initialize = deepspeed.initialize
+
+        def initialize(args, **kwargs):
+            args.device_rank = self.rank
+            return self.initialize(args=args, **kwargs)
+
+        deepspeed.initialize = initialize
+
+    def __exit__(self, *error):
+        import deepspeed
+
+        deepspeed.initialize = self.initialize
+
+
+class Hooks(L.Callback):
+    def __init__(self):
+        self.count = {"on_before_optimizer_step": 0, "on_before_zero_grad": 0}
+
+    def on_before_optimizer_step(self, *args):
+        self.count["on_before_optimizer_step"] += 1
+
+    def on_before_zero_grad(self, *args):
+        self.count["on_before_zero_grad"] += 1
+
+
+class CountsSteps(TinyLM):
+    steps = 0
+
+    def optimizer_step(self, *args, **kwargs):
+        self.steps += 1
+        return super().optimizer_step(*args, **kwargs)
+
+
+def mends(found, folder):
+    for name, make in {"ours": lambda: ZeROStrategy(stage=2), "stock": lambda: Stock(stage=2)}.items():
+        hooks, module = Hooks(), net("sgd", CountsSteps)
+        t = fit(module, make(), [hooks], max_epochs=2, accumulate_grad_batches=2)
+        engine = t.strategy.model if name == "stock" else t.strategy.engine.deepspeed
+        found[f"steps {name}"] = [t.global_step, engine.global_steps]
+        found[f"hooks {name}"] = {**hooks.count, "optimizer_step": module.steps}
+        one = net("sgd")
+        before = {n: p.detach().clone() for n, p in one.named_parameters()}
+        fit(one, make(), max_steps=1, accumulate_grad_batches=2, batches=MINE[:2])
+        moved = {n: p.detach() - before[n] for n, p in one.named_parameters()}
+        plain = net("sgd")
+        (sum(plain.loss(b) for b in MINE[:2]) / 2).backward()
+        gradient = {n: p.grad for n, p in plain.named_parameters()}
+        ratios = [(moved[n] / (-0.1 * gradient[n]))[gradient[n].abs() > 1e-4] for n in moved]
+        found[f"scale {name}"] = torch.cat([r.flatten() for r in ratios]).median().item()
+        found[f"validation {name}"] = calls_of_a_hook(make())
+    for name, make in {"ours": lambda: FabricZeROStrategy(stage=2), "stock": lambda: StockFabric(stage=2)}.items():
+        module, *_ = fabric_loop("sgd", None, 1, None, strategy=make())
+        expected, _ = fabric_by_hand("sgd", 1, float("inf"))
+        found[f"unclipped {name}"] = whole_difference(expected, module)
+    stale(found, folder)
+
+
+def calls_of_a_hook(strategy):
+    """A forward hook of the user's, on a block, through ``trainer.validate``."""
+    module, calls = net("sgd"), []
+    module.blocks[0].register_forward_hook(lambda *args: calls.append(1))
+    trainer(devices=RANKS, strategy=strategy).validate(module, as_loader(MINE), verbose=False)
+    return len(calls)
+
+
+def stale(found, folder):
+    """A folder in which a checkpoint of more ranks was, saved into again."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    for name, make in {"ours": lambda: ZeROStrategy(stage=2), "stock": lambda: Stock(stage=2)}.items():
+        path = folder / f"reused-{name}"
+        module = net("sgd")
+        t = fit(module, make(), max_epochs=1)
+        t.save_checkpoint(path)
+        piece = path / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+        shutil.copy(piece, piece.with_name(piece.name.replace("rank_0", "rank_1", 1)))  # as if of two ranks
+        t.save_checkpoint(path)
+        try:
+            state = get_fp32_state_dict_from_zero_checkpoint(path)
+            found[f"reused {name}"] = largest_difference(whole(module), {n: state[n] for n in whole(module)})
+        except Exception as error:
+            found[f"reused {name}"] = repr(error)
+
+
+def goes_on(found, folder):
+    """Fit, validate, test and fit again with one module; nothing of DeepSpeed's is left on it in between."""
+    module = net("sgd")
+    fit(module, ZeROStrategy(stage=3), max_epochs=1)
+    t = trainer(devices=RANKS, strategy=ZeROStrategy(stage=1), max_epochs=1)
+    plain = net("sgd")
+    t.fit(plain, as_loader(MINE))
+    t.validate(plain, as_loader(MINE), verbose=False)
+    t.fit_loop.max_epochs = 2
+    t.fit(plain, as_loader(MINE))
+    expected, module = net("sgd"), plain
+    optimizer = expected.configure_optimizers()
+    for batch in MINE * 2:
+        optimizer.zero_grad()
+        expected.loss(batch).backward()
+        optimizer.step()
+    found["fit twice"] = whole_difference(expected, module)
+    validated = net("sgd")
+    trainer(devices=RANKS, strategy=ZeROStrategy()).validate(
+        validated, as_loader(MINE), ckpt_path=folder / "by-1-stage-2", verbose=False
+    )
+    saved = torch.load(folder / "weights-1-2", weights_only=True)
+    found["validated"] = largest_difference(saved, whole(validated))
+    t.strategy.engine.release()
+    found["hooks left"] = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in module.modules())
+
+
+def rounds(found, folder):
+    """In bfloat16 the optimizer has float32 copies, which are what a consolidated file must hold."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    for stage in (0, 1, 2, 3):
+        module = net("adamw")
+        t = fit(module, ZeROStrategy(stage=stage), max_epochs=2, precision="bf16-true")
+        optimizer = t.strategy.engine.deepspeed.optimizer
+        if stage:
+            masters = {n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()}
+        else:
+            flat = [copy for group in optimizer.fp32_groups for copy in group]
+            masters = {n: copy.clone() for (n, _), copy in zip(module.named_parameters(), flat, strict=True)}
+        torch.save(masters, folder / f"masters-{stage}")
+        t.save_checkpoint(folder / f"bf16-{stage}.ckpt")
+
+
+class ByHand(TinyLM):
+    """Two backward passes a step, the module's own affair."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        with optimizer.toggle_model(sync_grad=False):
+            self.manual_backward(self.loss(batch))
+        self.manual_backward(2 * self.loss(batch))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def steps_manually(found, folder):
+    expected = net("sgd")
+    optimizer = expected.configure_optimizers()
+    for batch in MINE:
+        optimizer.zero_grad()
+        (3 * expected.loss(batch)).backward()
+        optimizer.step()
+    for stage in (0, 1, 2, 3):
+        module = net("sgd", ByHand)
+        fit(module, ZeROStrategy(stage=stage), max_epochs=1)
+        found[f"manual {stage}"] = whole_difference(expected, module)
+
+
+def counts_nothing(found, folder):
+    """A window in which no target counts moves nothing, and the next one is as ever."""
+    empty = {"input_ids": MINE[0]["input_ids"], "labels": torch.full_like(MINE[0]["labels"], -100)}
+    batches, expected = [empty, empty, *MINE[2:4]], net("sgd")
+    optimizer = expected.configure_optimizers()
+    expected.loss(concatenate(MINE[2:4])).backward()
+    optimizer.step()
+    for stage in (0, 1, 3, "2+offload"):
+        module = net("sgd")
+        fit(module, ZeROStrategy(stage=stage), [ft.TokenWeightedAccumulation(2)], batches, max_epochs=1)
+        found[f"empty {stage}"] = whole_difference(expected, module)
+
+
+def warns_inside_a_window(found, folder):
+    class Saves(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 0:
+                trainer.save_checkpoint(folder / "window.ckpt")
+
+    import warnings
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fit(net("sgd"), ZeROStrategy(stage=2), [Saves()], max_epochs=1, accumulate_grad_batches=2)
+    found["window"] = [str(w.message) for w in seen if "accumulation window" in str(w.message)]
+
+
+def refuses(found, folder):
+    class Clips(TinyLM):
+        def configure_gradient_clipping(self, *args, **kwargs):
+            pass
+
+    class Two(TinyLM):
+        def configure_optimizers(self):
+            return [super(Two, self).configure_optimizers() for _ in range(2)]
+
+    lbfgs = TinyLM(optimizer=torch.optim.LBFGS, lr=0.1)
+    for name, module, stage, callbacks in (
+        ("EagerGradientRelease", net("sgd"), "2+offload", [ft.EagerGradientRelease()]),
+        ("clipping by hand", Clips(), 2, []),
+        ("two optimizers", Two(), 2, []),
+        ("LBFGS", lbfgs, 0, []),
+        ("Adafactor", TinyLM(optimizer=torch.optim.Adafactor), 2, []),
+        ("Distillation", net("sgd"), 3, [ft.Distillation(TinyLM(depth=2), alpha=0.5, head="head")]),
+    ):
+        try:
+            fit(module, ZeROStrategy(stage=stage), callbacks, max_epochs=1)
+            found[name] = "no error"
+        except Exception as error:
+            found[name] = str(error)
+    path = folder / "hostile" / "a.ckpt"
+    fit(net("sgd"), ZeROStrategy(stage=2), max_epochs=1).save_checkpoint(path)
+    (path / "MANIFEST.json").unlink()
+    found["no manifest"] = error_of(lambda: fit(net("sgd"), ZeROStrategy(stage=2), path=path, max_epochs=2))
+    from lightning_fasttrain._checkpoint_folder import checkpoint_folder
+
+    with checkpoint_folder(path, about={"stage": 2}) as staging:
+        (staging / "checkpoint").mkdir()
+        torch.save({"x": os.system}, staging / "checkpoint" / "mp_rank_00_model_states.pt")
+    found["hostile"] = error_of(lambda: fit(net("sgd"), ZeROStrategy(stage=2), path=path, max_epochs=2))
+
+
+def on_gpu(stage, path):
+    """One process, one card: the losses beside those of the CPU."""
+    expected, module = net("adamw"), net("adamw")
+    trainer(max_epochs=4).fit(expected, as_loader(MINE))
+    trainer(max_epochs=4, accelerator="gpu", devices=1, strategy=ZeROStrategy(stage=stage)).fit(module, as_loader(MINE))
+    worst = max((a.cpu() - b).abs().item() for a, b in zip(module.losses, expected.losses, strict=True))
+    Path(path).write_text(json.dumps({"losses": worst}))
+    time.sleep(1)
+    os._exit(0)
+
+
+TWO = (
+    resumes,
+    equals_one_process,
+    weighs_tokens,
+    chooses,
+    adapts,
+    twin,
+    saves_whole_or_not_at_all,
+    reshards,
+)
+ONE = (
+    resumes,
+    mends,
+    rounds,
+    counts_nothing,
+    steps_manually,
+    goes_on,
+    warns_inside_a_window,
+    refuses,
+    saves_whole_or_not_at_all,
+    chooses,
+    reshards,
+)
+
+
+def main(path, only=()):
+    folder, found = Path(path), {}
+    for scenario in TWO if RANKS == 2 else ONE:
+        if only and scenario.__name__ not in only:
+            continue
+        started = time.perf_counter()
+        try:
+            scenario(found, folder)
+        except Exception:
+            traceback.print_exc()
+            found[scenario.__name__] = traceback.format_exc()
+            if RANKS > 1:  # the other rank may wait for this one
+                print(found[scenario.__name__], flush=True)
+                os._exit(1)
+        found[f"seconds {scenario.__name__}"] = time.perf_counter() - started
+    gathered = [None] * RANKS
+    if dist.is_initialized():
+        dist.all_gather_object(gathered, found)
+    if RANK == 0:
+        (folder / f"found-{RANKS}.json").write_text(json.dumps(gathered))
+    time.sleep(1)  # the other rank may still be reading what was gathered; gloo's destructor can hang
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])

@@ -1,0 +1,42 @@
+"""Runs that are killed with SIGKILL over and over end as the uninterrupted one, bit for bit, and lose no checkpoint."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RUNS = {"single": (1, 13), "ddp": (2, 13)}  # strategy: processes, kills
+
+
+@pytest.fixture(scope="module", params=RUNS)
+def found(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    processes, kills = RUNS[request.param]
+    run = subprocess.run(
+        [sys.executable, "-m", "tests.kill_scenarios", request.param, str(processes), str(kills), str(folder)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads((folder / "found.json").read_text())
+
+
+def test_the_end_is_that_of_the_uninterrupted_run(found):
+    assert len(found["killed"]["moments"]) >= 13
+    assert found["killed differs in"] == []
+
+
+def test_no_checkpoint_is_lost(found):
+    for trained, resumed in found["killed"]["resumed"]:
+        assert trained - 1 <= resumed <= trained  # one is saved after each batch
+
+
+def test_negative_control_without_exact_resume_the_end_is_another(found):
+    assert len(found["without differs in"]) > 0
