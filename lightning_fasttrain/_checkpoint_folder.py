@@ -199,14 +199,14 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise CorruptCheckpoint(
             explain(f"{path} is corrupt", reason, f"Use an older one: newest_checkpoint({str(path.parent)!r})")
         )
-    return _manifest(path) if path.is_dir() else {"bytes": path.stat().st_size}
+    return read_manifest(path) if path.is_dir() else {"bytes": path.stat().st_size}
 
 
 def _damage(path: Path) -> str | None:
     if not path.is_dir():
         return _damage_of_file(path)
     try:
-        listed, found = _manifest(path)["files"], _files(path)
+        listed, found = read_manifest(path)["files"], _files(path)
     except CorruptCheckpoint as error:
         return str(error)
     if set(listed) != set(found):
@@ -231,7 +231,12 @@ def _damage_of_file(path: Path) -> str | None:
     return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 
 
-def _manifest(folder: Path) -> dict[str, Any]:
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's folder says of itself; its files are not looked at.
+
+    Raises:
+        CorruptCheckpoint: it says nothing that can be read.
+    """
     path = folder / MANIFEST
     if not path.is_file():
         raise CorruptCheckpoint(f"it has no {MANIFEST}, which is written last")
@@ -252,12 +257,15 @@ def whole_or_newest(path: str | os.PathLike[str]) -> Path:
         CorruptCheckpoint: it is damaged, and no other is there.
         FileNotFoundError: nothing is there.
     """
+    path = Path(path)
+    if not path.exists():
+        _sweep(path.parent)  # a save that was killed when it was complete takes its name only now
     try:
         verify_checkpoint(path)
-        return Path(path)
+        return path
     except CorruptCheckpoint as error:
         try:
-            other = newest_checkpoint(Path(path).parent)
+            other = newest_checkpoint(path.parent)
         except CorruptCheckpoint:
             other = None
         if other is None:

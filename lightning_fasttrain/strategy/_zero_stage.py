@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._messages import explain, say, wide_enough
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan import predict_memory
@@ -190,7 +190,10 @@ def choose_together(
     _show(choice)
     made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
     assert made is not None
-    return made["zero_optimization"]
+    given = {
+        key: question.settings[key] for key in ("reduce_bucket_size", "sub_group_size") if key in question.settings
+    }
+    return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # what was predicted with
 
 
 def _smallest(values: list[int], device: torch.device) -> list[int]:
@@ -203,7 +206,7 @@ def _smallest(values: list[int], device: torch.device) -> list[int]:
 
 @rank_zero_only
 def _show(choice: Any) -> None:
-    Console(width=max(Console().width, 110)).print(choice.as_table())
+    wide_enough(Console()).print(choice.as_table())
 
 
 def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:

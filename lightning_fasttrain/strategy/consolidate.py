@@ -71,9 +71,13 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     if (folder / MANIFEST).exists():
         verify_checkpoint(folder)
     state, source = _state_of(folder)
+    if not state:
+        raise ValueError(
+            explain(f"{folder}", "no model is in it", "Give the folder that the run has saved, not a part of it")
+        )
     save: Any = require("safetensors.torch", extra="finetune").save
     whole = _untied(state)
-    write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt", "source": source})))
+    write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
     once = {tensor.data_ptr(): tensor for tensor in state.values()}
     return Consolidated(
         out, len(whole), sum(t.numel() for t in once.values()), sum(t.nbytes for t in whole.values()), source

@@ -14,11 +14,10 @@ import torch
 
 from lightning_fasttrain._checkpoint_folder import (
     MANIFEST,
-    CorruptCheckpoint,
     agree_on_all_ranks,
     checkpoint_folder,
-    newest_checkpoint,
-    verify_checkpoint,
+    read_manifest,
+    whole_or_newest,
 )
 from lightning_fasttrain._files import TEMPORARY, lock
 from lightning_fasttrain._messages import explain, warn
@@ -173,11 +172,14 @@ def _restore_groups(engine: Engine, made: Path) -> None:
 
 
 def _look(path: Path, ranks: int, stage: int, trusted: bool, universal: bool, optimizer_too: bool) -> tuple[Path, bool]:
-    if not path.exists():
-        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
     manifest: dict[str, Any] = {}
-    if not (trusted and not (path / MANIFEST).exists()):
-        path, manifest = _whole(path)
+    if not (trusted and path.exists() and not (path / MANIFEST).exists()):
+        path = whole_or_newest(path)
+        manifest = read_manifest(path) if path.is_dir() else {}
+    if not (path / TAG).is_dir():
+        raise ValueError(
+            explain(f"{path}", "it is no checkpoint of DeepSpeed's", "Load it with the strategy that saved it")
+        )
     files = sorted(path.rglob("*.pt"))
     if not trusted:
         for file in files:
@@ -208,22 +210,6 @@ def _look(path: Path, ranks: int, stage: int, trusted: bool, universal: bool, op
 
 def _kind(stage: int) -> int:
     return {0: 0, 1: 1, 2: 1, 3: 3}[stage]  # 1 and 2 save the same
-
-
-def _whole(path: Path) -> tuple[Path, dict[str, Any]]:
-    try:
-        manifest = verify_checkpoint(path)
-    except CorruptCheckpoint as error:
-        other = newest_checkpoint(path.parent)
-        if other is None or not (other / TAG).is_dir():
-            raise CorruptCheckpoint(f"{error} Nothing else is there.") from error
-        warn(f"{path} is not whole: loading {other.name}, the newest beside it that is.")
-        return other, verify_checkpoint(other)
-    if not (path / TAG).is_dir():
-        raise ValueError(
-            explain(f"{path}", "it is no checkpoint of DeepSpeed's", "Load it with the strategy that saved it")
-        )
-    return path, manifest
 
 
 def _refuse_unknown_classes(file: Path) -> None:

@@ -263,16 +263,21 @@ def test_both_are_known_by_name():
     assert isinstance(trainer(strategy="fasttrain_zero").strategy, ZeROStrategy)
 
 
-@pytest.mark.parametrize("batches", [{"batch_size": 4}, {"batch_size": None}, {"batch_sampler": None}])
-def test_a_batch_is_had_without_touching_the_order_of_the_data(batches):
-    data = TensorDataset(torch.arange(10.0))
-    if "batch_sampler" in batches:
-        batches = {"batch_sampler": BatchSampler(RandomSampler(data), 4, drop_last=False)}
+DATA = TensorDataset(torch.arange(10.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "expected"),
+    [
+        ({"batch_size": 4, "shuffle": True}, [0.0, 1.0, 2.0, 3.0]),
+        ({"batch_size": None}, 0.0),
+        ({"batch_sampler": BatchSampler(RandomSampler(DATA), 2, drop_last=False)}, [0.0, 1.0]),
+    ],
+)
+def test_a_batch_is_had_without_touching_the_order_of_the_data(how, expected):
     generator = torch.Generator().manual_seed(1)
-    loader = DataLoader(data, generator=generator, **batches)
     before = generator.get_state(), torch.get_rng_state()
-    expected = [0.0] if batches == {"batch_size": None} else [0.0, 1.0, 2.0, 3.0]
-    assert _a_batch(loader)[0].tolist() == (expected[0] if len(expected) == 1 else expected)
+    assert _a_batch(DataLoader(DATA, generator=generator, **how))[0].tolist() == expected
     assert torch.equal(generator.get_state(), before[0])
     assert torch.equal(torch.get_rng_state(), before[1])
 
