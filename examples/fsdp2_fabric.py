@@ -74,6 +74,8 @@ def main():
         newest = ft.newest_checkpoint(options.folder)
         weights = ft.consolidate(newest, Path(options.folder) / "weights.safetensors")
         print(f"loss {loss:.5f} after {state['step']} steps on {fabric.world_size} ranks; weights: {weights.path}")
+    fabric.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

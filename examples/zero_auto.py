@@ -1,7 +1,7 @@
 """A GPT on real text, its parameters where there is room for them: the ZeRO stage is chosen by prediction.
 
 python examples/zero_auto.py                    # two processes on this machine
-python examples/zero_auto.py --memory-gib 0.1   # pretend that there is less memory: a higher stage
+python examples/zero_auto.py --memory-gib 0.011 # pretend that there is hardly any: states wait on the host
 examples/cluster/torchrun.sh examples/zero_auto.py
 sbatch examples/cluster/train.sbatch
 
@@ -71,6 +71,8 @@ def main():
         weights = ft.consolidate(ft.newest_checkpoint(options.folder), Path(options.folder) / "weights.safetensors")
         loss = trainer.callback_metrics["loss"]
         print(f"loss {loss:.5f} after {trainer.global_step} steps on {world_size} ranks; weights: {weights.path}")
+    trainer.strategy.barrier()
+    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from lightning_fasttrain._checkpoint_folder import (  # noqa: E402
     verify_checkpoint,
 )
 from lightning_fasttrain._messages import FastTrainWarning  # noqa: E402
+from lightning_fasttrain._random_state import random_state, set_random_state  # noqa: E402
 from lightning_fasttrain._surgery import find_blocks  # noqa: E402
 from lightning_fasttrain._technique import CONFLICTS, Exactness, Surgery, Technique, apply  # noqa: E402
 from lightning_fasttrain.data import (  # noqa: E402
@@ -107,6 +108,7 @@ from lightning_fasttrain.plan import BlockPlan, CheckpointPlan, MemoryBudget, Me
 from lightning_fasttrain.run import (  # noqa: E402
     AtomicCheckpointIO,
     AtomicCheckpoints,
+    ExactResume,
     HangWatch,
     MatmulPrecision,
     MemoryMeter,
@@ -117,10 +119,12 @@ from lightning_fasttrain.run import (  # noqa: E402
     Preemption,
     PreemptionFlag,
     ProgressWatch,
+    ResumableLoader,
     StepMeter,
     StepTimer,
     draw_memory,
     matmul_precision_,
+    resumable,
     save_memory_record,
 )
 from lightning_fasttrain.strategy import (  # noqa: E402

@@ -81,6 +81,7 @@ CASES = [
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
     Case(lambda: ft.MemoryTimeline(f"{tempfile.gettempdir()}/memory", first_step=0)),
     Case(lambda: ft.AtomicCheckpoints()),
+    Case(lambda: ft.ExactResume()),
     Case(lambda: ft.Preemption()),
     Case(lambda: ft.HangWatch()),
 ]

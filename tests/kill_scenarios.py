@@ -24,6 +24,7 @@ from torch import nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
+import lightning_fasttrain as ft  # noqa: E402
 from lightning_fasttrain import _files  # noqa: E402
 from lightning_fasttrain._checkpoint_folder import newest_checkpoint  # noqa: E402
 from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpoints  # noqa: E402
@@ -38,7 +39,13 @@ WHOLE_GRADIENTS = ("single", "ddp")  # strategies that have gradients and optimi
 
 def strategy_named(name):
     """What to give the Trainer; a row for each strategy that this is run with."""
-    return {"single": lambda: "auto", "ddp": lambda: DDPStrategy(process_group_backend="gloo")}[name]()
+    makers = {
+        "single": lambda: "auto",
+        "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+        "fasttrain_zero": lambda: ft.ZeROStrategy(stage=2),
+        "fasttrain_fsdp2": lambda: ft.FSDP2Strategy(blocks="Linear"),
+    }
+    return makers[name]()
 
 
 class Rows(Dataset):

@@ -1,6 +1,7 @@
 """The examples run as a new user runs them, and show what they say."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
-def last_line(script, *arguments):
+def last_line(script, *arguments, launcher=()):
     run = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / script), *arguments],
+        [sys.executable, *launcher, str(ROOT / "examples" / script), *arguments],
         capture_output=True,
         text=True,
         timeout=300,
@@ -50,6 +51,36 @@ def test_the_budget_benchmark_keeps_its_limits(tmp_path):
 @pytest.mark.slow
 def test_the_galore_example_predicts_a_llama():
     assert last_line("galore_memory.py", "12").startswith("a Llama of 7B in bfloat16, predicted: AdamW 25.1 GiB")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["zero_auto.py", "fsdp2_fabric.py"])
+def test_two_processes_shard_save_and_go_on(script, tmp_path):
+    torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    first = last_line(script, "--steps", "10", "--folder", str(tmp_path / "whole"), launcher=torch_run)
+    assert first.split()[2:7] == ["after", "10", "steps", "on", "2"]
+    (tmp_path / "again").mkdir()
+    shutil.copytree(tmp_path / "whole" / "step=5.ckpt", tmp_path / "again" / "step=5.ckpt")
+    second = last_line(script, "--steps", "10", "--folder", str(tmp_path / "again"), launcher=torch_run)
+    assert second.split()[:7] == first.split()[:7]
+    whole, again = (tmp_path / name / "weights.safetensors" for name in ("whole", "again"))
+    assert whole.read_bytes() == again.read_bytes()
+
+
+@pytest.mark.slow
+def test_the_check_of_a_cluster_sees_both_ranks():
+    torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    assert last_line("cluster/hello.py", launcher=torch_run).startswith("gloo: 2 ranks agree")
+
+
+@pytest.mark.slow
+def test_offloading_is_compared_on_any_device(tmp_path):
+    out = tmp_path / "results.json"
+    little = ["--size", "nano", "--batch", "1", "--steps", "1", "--stages", "0,3+offload"]
+    last_line("gpu/zero_offload.py", *little, "--out", str(out))
+    rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
+    assert all(row["fits"] for row in rows.values())
+    assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
 
 
 @pytest.mark.slow

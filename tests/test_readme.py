@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from lightning_fasttrain.bench.techniques import markdown_table
+from lightning_fasttrain.cli import main
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -31,8 +32,14 @@ def test_the_table_of_fine_tuning_is_what_was_measured():
         )
 
 
+def test_the_comparison_of_strategies_is_what_the_command_prints(capsys):
+    command, _, written = README.split("$ fasttrain shard")[1].split("```")[0].partition("\n")
+    assert main(["shard", *command.split()]) == 0
+    assert written.split() == capsys.readouterr().out.split()
+
+
 def test_its_python_is_python():
-    assert len(blocks("python")) == 5
+    assert len(blocks("python")) == 7
     for block in blocks("python"):
         ast.parse(block)
 

@@ -170,6 +170,7 @@ class FusedLossHead(Technique):
         self.chunk = None if chunk is None else positive_int("chunk", chunk)
         self.backend = one_of("backend", backend, BACKENDS)
         self._fused: dict[str, FusedHead] = {}
+        self._batches_before = -1
 
     def apply(self, model: nn.Module) -> Undo:
         fused = self._fused = fuse_loss_head_(model, self.head, chunk=self.chunk, backend=self.backend)
@@ -181,8 +182,14 @@ class FusedLossHead(Technique):
 
         return undo
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: a resumed run may have no batch left of its epoch."""
+        self._batches_before = trainer.fit_loop.total_batch_idx
+
     def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first by which losses must have come."""
+        if trainer.fit_loop.total_batch_idx == self._batches_before:
+            return
         if self._fused and not any(head.used for head in self._fused.values()):
             warn(
                 explain(

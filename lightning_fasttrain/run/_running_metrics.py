@@ -51,7 +51,6 @@ def _logged(results: Any) -> dict[str, Any]:
             "meta": {name: getattr(meta, name) for name in _META} | {"reduce_fx": meta.reduce_fx.__name__},
             "sync": [meta.sync.should, meta.sync.rank_zero_only],
             "sums": {name: _copied(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)},
-            "last": _copied(result._forward_cache),
         }
     return logged
 
@@ -81,7 +80,6 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
             setattr(result, name, value)
         if not saved["sums"]:
             result.value = metrics[str(meta.metric_attribute)]
-        result._forward_cache = _copied(saved["last"], device)
         result._update_count = 1
         trainer.fit_loop.epoch_loop._results[key] = result
 

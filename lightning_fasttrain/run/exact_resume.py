@@ -80,7 +80,7 @@ class ExactResume(Technique):
         self._used = 0
         self._wrapping: list[ResumableLoader | None] | None = None  # those made right now
         self._positioned = self._begins_epoch = False
-        self._between: dict[ResumableLoader, Any] = {}  # what the next pass begins with, if none was going on
+        self._between: list[tuple[ResumableLoader, Any]] = []  # what the next pass begins with, if none was going on
         self._validation: list[Any] = []
         self._said: set[str] = set()
 
@@ -119,8 +119,6 @@ class ExactResume(Technique):
         def counting_run_start(data_fetcher: Any) -> None:
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
                 for held in (loader for loader in self._loaders if loader is not None):  # Lightning iterates anew
-                    if held in self._between:
-                        _load(held, self._between.pop(held))
                     held.count_from(0)
             run_start(data_fetcher)
 
@@ -249,8 +247,9 @@ class ExactResume(Technique):
         restore_metrics(trainer, pl_module, mine)
         if state["point"] is SavePoint.EPOCH and state["plateaus"]:
             end_epoch_of_plateau_schedules(trainer)
-        for held, between in self._between.items():
+        for held, between in self._between:
             _load(held, between)  # again: Lightning may have fetched a batch ahead
+        self._between.clear()
         loaders = _validation(trainer)
         for loader, states in zip(loaders, mine["validation"], strict=False):
             _set_generators(loader, states)
@@ -262,11 +261,10 @@ class ExactResume(Technique):
         state = states[i] if i < len(states) else None
         if held is None or state is None:
             return
+        _load(held, state)
         if state["start"] is None:
-            self._between[held] = state
-            _load(held, state)
+            self._between.append((held, state))
         else:
-            _load(held, {**state, "ended": False})
             held.count_from(self._used)
 
     def _check(self, now: dict[str, Any], loader: int | None = None) -> None:

@@ -45,7 +45,7 @@ def resumable(loader: Iterable[Any]) -> Any:
     Example:
         A loop that goes on where its checkpoint was taken, bit for bit:
 
-        >>> from lightning_fasttrain._random_state import random_state, set_random_state
+        >>> from lightning_fasttrain import random_state, set_random_state
         >>> def train(saved=None, stop=99):
         ...     loader, seen, first = resumable(DataLoader(range(6), batch_size=2, shuffle=True)), [], 0
         ...     if saved is not None:
@@ -102,7 +102,7 @@ class ResumableLoader:
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
-        self._lazy = False  # after a load, generators are set by others before the first batch is asked for
+        self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate anew before
         self._workers_seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:

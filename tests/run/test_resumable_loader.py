@@ -144,6 +144,16 @@ def test_batches_are_those_of_the_loader_itself(name):
     assert equal(seen, uninterrupted(LOADERS[name]))
 
 
+def test_persistent_workers_give_the_order_of_the_loader_itself():
+    make = lambda: DataLoader(range(7), 2, shuffle=True, num_workers=2, persistent_workers=True)  # noqa: E731
+    seed(1)
+    loader = make()
+    seen = [batch for _ in range(EPOCHS) for batch in loader]
+    seed(1)
+    loader = resumable(make())
+    assert equal(seen, [batch for _ in range(EPOCHS) for batch in loader])
+
+
 @pytest.mark.parametrize(
     ("name", "part"),
     [
