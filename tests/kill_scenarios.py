@@ -14,7 +14,8 @@ import time
 import warnings
 from pathlib import Path
 
-warnings.filterwarnings("ignore")
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
 import lightning as L  # noqa: E402
 import numpy as np  # noqa: E402
 import torch  # noqa: E402

@@ -146,6 +146,7 @@ class Preemption(Technique):
         if "://" not in path and trainer.is_global_zero:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(path)
+        getattr(trainer.strategy, "wait", lambda: None)()  # one that writes in the background
         say("Preemption: told to go. Saved %s after step %d; exit code %d", path, trainer.global_step, self.exit_code)
         raise SystemExit(self.exit_code)
 

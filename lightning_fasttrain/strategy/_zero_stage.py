@@ -1,5 +1,6 @@
 """The question which stage to use, and how all ranks come to the same answer."""
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.choose_stage import choose_stage
 from lightning_fasttrain.strategy.model_states import STAGES, ZeROSizes
+from lightning_fasttrain.strategy.sharding import Sharding
 
 GIB = 2**30
 
@@ -39,12 +41,24 @@ def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
     """``stage`` as one of :data:`STAGES` or ``"auto"``.
 
     Raises:
+        TypeError: a setting that there is none of.
         ValueError: another stage, or one beside settings that already say what the stage would.
     """
     name = str(stage)
     if isinstance(stage, bool) or name not in (*STAGES, "auto"):
         words = ", ".join(repr(int(word) if word.isdigit() else word) for word in STAGES)
         raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", f"Use stage='auto', or one of {words}"))
+    known = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise TypeError(
+            explain(
+                f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}",
+                "neither it nor Lightning's DeepSpeedStrategy has such a setting"
+                + (", FSDP2Strategy has" if unknown[0] in Sharding.__dataclass_fields__ else ""),
+                "Leave it out",
+            )
+        )
     twice = [key for key in _PART_OF_STAGE if key in settings]
     if twice:
         raise ValueError(

@@ -17,8 +17,10 @@ from lightning_fasttrain.strategy._held import ZeROSizes, held_by
 from lightning_fasttrain.strategy._optimizer_state import MakeOptimizer, refuse_unshardable
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.choose_stage import GIB, gib
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
 from lightning_fasttrain.strategy.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import FSDP2, Moved, Traffic
+from lightning_fasttrain.strategy.zero import ZeROStrategy
 
 # With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
 CANDIDATES = (
@@ -98,19 +100,37 @@ class StrategyChoice:
     def strategy(self, **settings: Any) -> Strategy | str:
         """A new strategy for ``L.Trainer(strategy=…)``; its ``devices=`` are those of one node. Of one device "auto".
 
+        On another number of processes than was planned for, what was predicted would not hold: then it raises
+        ``ValueError`` before the processes meet.
+
         Args:
             settings: further arguments of its class.
         """
         kind, _, stage = self.name.partition("-")
         if kind == "ddp":
-            return DDPStrategy(**settings) if self.devices > 1 else "auto"
-        if kind.startswith("fsdp2"):
-            from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+            if self.devices == 1:
+                return "auto"
+            made: Any = DDPStrategy(**settings)
+        elif kind.startswith("fsdp2"):
+            made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
+        else:
+            made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
+        setup = made.setup_environment
 
-            return FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
-        from lightning_fasttrain.strategy.zero import ZeROStrategy
+        def setup_environment() -> None:
+            processes = made.num_nodes * made.num_processes
+            if processes != self.devices:
+                raise ValueError(
+                    explain(
+                        f"{self.name} was chosen for {self.devices} devices, and the Trainer has {processes}",
+                        "what each rank holds depends on their number",
+                        f"Choose again with devices={processes}, or give the Trainer {self.devices}",
+                    )
+                )
+            setup()
 
-        return ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
+        made.setup_environment = setup_environment
+        return made
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, in bytes, for JSON."""
@@ -133,20 +153,21 @@ class StrategyChoice:
         """For ``rich``: what each takes on one rank and moves in a step, in GiB."""
         activations = self.activation_bytes or 0
         where = f"{self.devices} devices" if self.nodes == 1 else f"{self.devices} devices in {self.nodes} nodes"
+        usable = f"On each device {gib(self.usable_bytes)} GiB are usable; activations take {gib(activations)} GiB."
         table = Table(
             title=f"{where}, {self.precision}: GiB on one rank, and GiB that it moves in a step",
-            caption="\n".join([self.why, f"Usable on each device: {gib(self.usable_bytes)} GiB.", *self.notes]),
+            caption="\n".join([self.why, usable, *self.notes]),
             title_justify="left",
             caption_justify="left",
         )
         table.add_column("strategy")
-        headings = ("parameters", "gradients", "optimizer", "buffers", "activations", "device", "host", "to ranks")
+        headings = ("params", "grads", "optimizer", "buffers", "device", "host", "to ranks")
         for heading in (*headings, "to host"):
             table.add_column(heading, justify="right")
         table.add_column("fits")
         for row in self.candidates:
             states, moved = row.states, row.traffic
-            figures = (states.parameters, states.gradients, states.optimizer, states.buffers, activations)
+            figures = (states.parameters, states.gradients, states.optimizer, states.buffers)
             figures = (*figures, states.device + activations, states.host, moved.ranks, moved.host)
             verdict = "yes" if row.fits else f"no, {gib(row.short or row.short_of_host)} over"
             verdict += "" if row.short or row.fits else " in host"

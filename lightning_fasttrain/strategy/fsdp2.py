@@ -222,8 +222,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        if self._background is not None:
-            self._background.wait()
+        self.wait()
         path = choose_checkpoint(checkpoint_path)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         load = load_sharded_ if path.is_dir() else load_full_
@@ -239,10 +238,14 @@ class FSDP2Strategy(ModelParallelStrategy):
     def teardown(self) -> None:
         self._steps.close()
         try:
-            if self._background is not None:
-                self._background.wait()
+            self.wait()
         finally:
             super().teardown()
+
+    def wait(self) -> None:
+        """Until no checkpoint is being written; raises what went wrong with the last."""
+        if self._background is not None:
+            self._background.wait()
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:

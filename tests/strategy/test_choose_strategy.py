@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
-from tests.nets import TinyLM, lm_batches
+from tests.nets import TinyLM, as_loader, lm_batches, trainer
 
 GIB = 2**30
 LAYERS, WIDTH = 64, 2**12  # 2³⁰ numbers
@@ -191,7 +191,7 @@ def test_the_table_has_all_of_it(large):
         if "│" in line
     }
     assert list(rows) == list(CANDIDATES)
-    assert rows["ddp"] == ["4.00", "4.00", "8.00", "4.00", "0", "20.00", "0", "7.00", "0", "no, 12.00 over"]
+    assert rows["ddp"] == ["4.00", "4.00", "8.00", "4.00", "20.00", "0", "7.00", "0", "no, 12.00 over"]
     assert rows["fsdp2"][-1] == "yes"
     assert "Activations are not counted" in text.getvalue()
 
@@ -230,3 +230,12 @@ def test_bad_input(more, says):
 def test_without_a_gpu_the_memory_must_be_given():
     with pytest.raises(ValueError, match="memory_gib=None: there is no GPU here to be asked"):
         choose_strategy(nn.Linear(2, 2), torch.optim.AdamW, 2)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero-2"])
+def test_another_number_of_processes_than_planned_is_refused_before_they_meet(large, name):
+    strategy = dataclasses.replace(large, name=name).strategy()
+    t = trainer(devices=1, strategy=strategy)
+    with pytest.raises(ValueError, match="was chosen for 8 devices, and the Trainer has 1: .*devices=1"):
+        t.fit(TinyLM(), as_loader(lm_batches(1)))
+    assert not torch.distributed.is_initialized()

@@ -23,7 +23,7 @@ from lightning_fasttrain.strategy.zero import ZeROStrategy
 from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
 from tests.nets import LazyLM, TinyLM, as_loader, concatenate, largest_difference, lm_batches, lm_loss, sgd, trainer
 
-RANK, RANKS = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank
 MINE = ALL[RANK]
 WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
