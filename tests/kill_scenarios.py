@@ -11,25 +11,22 @@ import signal
 import socket
 import sys
 import time
-import warnings
 from pathlib import Path
 
-if __name__ == "__main__":
-    warnings.filterwarnings("ignore")
-import lightning as L  # noqa: E402
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from lightning.pytorch.callbacks import ModelCheckpoint  # noqa: E402
-from lightning.pytorch.strategies import DDPStrategy  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.distributed.tensor import DTensor  # noqa: E402
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
 
-import lightning_fasttrain as ft  # noqa: E402
-from lightning_fasttrain import _files  # noqa: E402
-from lightning_fasttrain._checkpoint_folder import newest_checkpoint  # noqa: E402
-from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpoints  # noqa: E402
-from lightning_fasttrain.run.exact_resume import ExactResume  # noqa: E402
+import lightning_fasttrain as ft
+from lightning_fasttrain import _files
+from lightning_fasttrain._checkpoint_folder import newest_checkpoint
+from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpoints
+from lightning_fasttrain.run.exact_resume import ExactResume
 
 EPOCHS, BATCHES, WINDOW = 5, 7, 2  # an odd number of batches: the last window of an epoch is short
 MOMENTS = ("batch", "forward", "backward", "validation", "before a rename", "after a rename", "any time")
