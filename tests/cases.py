@@ -1,5 +1,7 @@
 """One row for each technique. The promises of ``test_contracts.py`` are held over all rows."""
 
+import atexit
+import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -15,6 +17,9 @@ from lightning_fasttrain import Technique
 from lightning_fasttrain._technique import check_together
 from tests import by_hand
 from tests.nets import TinyLM, concatenate, lm_loss
+
+FOLDER = tempfile.mkdtemp()  # of this process: several may run tests at once
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ CASES = [
     Case(lambda: ft.DevicePrefetch()),
     # model
     Case(lambda: ft.ActivationCheckpointing()),
-    Case(lambda: ft.ActivationOffload(min_mib=0, folder=tempfile.gettempdir())),
+    Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER)),
     Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
     # finetune
     Case(lambda: ft.QuantizedBase("int8"), by_hand=by_hand.QuantizedBase),
@@ -79,7 +84,7 @@ CASES = [
     Case(lambda: ft.StepMeter()),
     Case(lambda: ft.MemoryMeter()),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
-    Case(lambda: ft.MemoryTimeline(f"{tempfile.gettempdir()}/memory", first_step=0)),
+    Case(lambda: ft.MemoryTimeline(f"{FOLDER}/memory", first_step=0)),
     Case(lambda: ft.AtomicCheckpoints()),
     Case(lambda: ft.ExactResume()),
     Case(lambda: ft.Preemption()),

@@ -10,6 +10,7 @@ import random
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 torch.set_num_threads(1)  # small tensors: threads only get in each other's way
 
@@ -27,6 +28,18 @@ def _nothing_global_changed():
     yield
     after = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
     assert after == before
+
+
+@pytest.fixture(autouse=True)
+def _nothing_distributed_stays():
+    """Lightning and DeepSpeed leave process groups, ranks and ports, which whatever is started later would believe."""
+    grouped, environment = dist.is_initialized(), dict(os.environ)
+    yield
+    if dist.is_initialized() and not grouped:
+        dist.destroy_process_group()
+    if os.environ != environment:
+        os.environ.clear()
+        os.environ.update(environment)
 
 
 def pytest_collection_modifyitems(items):

@@ -49,6 +49,6 @@ def test_its_commands_use_extras_and_scripts_that_exist():
     run, test, *_ = blocks("bash")
     assert "fasttrain ladder" in run
     assert "fasttrain" in project["scripts"]
-    assert test.rstrip().endswith("pytest")
+    assert "&& .venv/bin/pytest " in test
     for extra in re.findall(r"\[(\w+)\]", run + test):
         assert extra in project["optional-dependencies"]
