@@ -108,18 +108,3 @@ def test_an_8b_model_is_predicted_to_fit(tmp_path):
     predicted = json.loads((tmp_path / "results.json").read_text())["predicted"]
     peaks = [predicted[way]["peak_gib"] for way in ("full fine-tuning", "LoRA", "QLoRA", "QLoRA + FusedLossHead")]
     assert peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
-def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
-    import nbformat
-    from nbclient import NotebookClient
-
-    content = nbformat.read(notebook, as_version=4)
-    client = NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
-    client.execute()
-    outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
-    assert not [output for output in outputs if output.output_type == "error"]
-    assert any("image/png" in output.get("data", {}) for output in outputs)
