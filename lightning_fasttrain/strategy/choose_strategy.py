@@ -23,16 +23,7 @@ from lightning_fasttrain.strategy.traffic import FSDP2, Moved, Traffic
 from lightning_fasttrain.strategy.zero import ZeROStrategy
 
 # With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
-CANDIDATES = (
-    "ddp",
-    "fsdp2",
-    "zero-1",
-    "zero-2",
-    "zero-3",
-    "fsdp2+offload",
-    "zero-2+offload",
-    "zero-3+offload",
-)
+CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")
 _FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels know no DTensor, which FSDP2's parameters are
 _ABOUT = 1.1  # traffic within so much is the same
 
