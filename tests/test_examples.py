@@ -1,26 +1,11 @@
-"""The examples run as a new user runs them, and show what they say."""
+"""The examples run as a new user runs them, and show what they say. Those that measure are in bench/."""
 
 import json
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
-
-def last_line(script, *arguments, launcher=()):
-    run = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-    )
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.strip().splitlines()[-1]
+from tests.run_example import last_line
 
 
 @pytest.mark.slow
@@ -28,29 +13,6 @@ def test_the_same_run_prints_the_same_numbers_in_every_host():
     lines = {host: last_line(f"same_run_{host}.py") for host in ("plain", "trainer", "mixin", "fabric")}
     assert lines["plain"].startswith("loss ")
     assert len(set(lines.values())) == 1, lines
-
-
-@pytest.mark.slow
-def test_the_overhead_benchmark_prints_a_ratio():
-    word, ratio, *_ = last_line("overhead.py", "60", "1").replace(":", "").split()
-    assert word == "ratio"
-    assert float(ratio) > 0.5
-
-
-@pytest.mark.slow
-def test_the_budget_benchmark_keeps_its_limits(tmp_path):
-    out = tmp_path / "results.json"
-    last_line("checkpoint_budget.py", "--models", "uneven", "--rounds", "1", "--no-compile", "--out", str(out))
-    result = json.loads(out.read_text())
-    in_memory = {promise: held for promise, held in result["held"].items() if promise.startswith("peak")}
-    assert len(in_memory) == 2
-    assert all(in_memory.values()), result["held"]
-    assert {row["variant"] for row in result["rows"]} >= {"everything kept", "every block", "selective"}
-
-
-@pytest.mark.slow
-def test_the_galore_example_predicts_a_llama():
-    assert last_line("galore_memory.py", "12").startswith("a Llama of 7B in bfloat16, predicted: AdamW 25.1 GiB")
 
 
 @pytest.mark.slow
@@ -71,16 +33,6 @@ def test_two_processes_shard_save_and_go_on(script, tmp_path):
 def test_the_check_of_a_cluster_sees_both_ranks():
     torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert last_line("cluster/hello.py", launcher=torch_run).startswith("gloo: 2 ranks agree")
-
-
-@pytest.mark.slow
-def test_offloading_is_compared_on_any_device(tmp_path):
-    out = tmp_path / "results.json"
-    little = ["--size", "nano", "--batch", "1", "--steps", "1", "--stages", "0,3+offload"]
-    last_line("gpu/zero_offload.py", *little, "--out", str(out))
-    rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
-    assert all(row["fits"] for row in rows.values())
-    assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
 
 
 @pytest.mark.slow

@@ -1,0 +1,40 @@
+"""The examples that measure print, and write, what they measured."""
+
+import json
+
+import pytest
+
+from tests.run_example import last_line
+
+
+@pytest.mark.slow
+def test_the_overhead_benchmark_prints_a_ratio():
+    word, ratio, *_ = last_line("overhead.py", "60", "1").replace(":", "").split()
+    assert word == "ratio"
+    assert float(ratio) > 0.5
+
+
+@pytest.mark.slow
+def test_the_budget_benchmark_keeps_its_limits(tmp_path):
+    out = tmp_path / "results.json"
+    last_line("checkpoint_budget.py", "--models", "uneven", "--rounds", "1", "--no-compile", "--out", str(out))
+    result = json.loads(out.read_text())
+    in_memory = {promise: held for promise, held in result["held"].items() if promise.startswith("peak")}
+    assert len(in_memory) == 2
+    assert all(in_memory.values()), result["held"]
+    assert {row["variant"] for row in result["rows"]} >= {"everything kept", "every block", "selective"}
+
+
+@pytest.mark.slow
+def test_the_galore_example_predicts_a_llama():
+    assert last_line("galore_memory.py", "12").startswith("a Llama of 7B in bfloat16, predicted: AdamW 25.1 GiB")
+
+
+@pytest.mark.slow
+def test_offloading_is_compared_on_any_device(tmp_path):
+    out = tmp_path / "results.json"
+    little = ["--size", "nano", "--batch", "1", "--steps", "1", "--stages", "0,3+offload"]
+    last_line("gpu/zero_offload.py", *little, "--out", str(out))
+    rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
+    assert all(row["fits"] for row in rows.values())
+    assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
