@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -17,7 +18,7 @@ from lightning_fasttrain._files import TEMPORARY, is_being_written, lock, sync_f
 from lightning_fasttrain._messages import explain, say, warn
 
 MANIFEST = "MANIFEST.json"
-_OLD = ".old-"
+_OLD = ".fasttrain-old-"
 _LOCK = ".writing"
 _LARGEST_MANIFEST = 100 * 2**20
 
@@ -226,7 +227,8 @@ def _damage_of_file(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, NotImplementedError) as error:
+        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:  # RuntimeError: encrypted
         return f"its {size} bytes are no archive of torch.save ({error})"
     return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 

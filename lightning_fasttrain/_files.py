@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-TEMPORARY = ".tmp-"
+TEMPORARY = ".fasttrain-tmp-"  # what carries it may be removed, so it must be no name of a user's
 
 
 def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:

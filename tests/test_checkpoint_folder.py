@@ -224,10 +224,10 @@ def test_a_save_under_way_is_left_alone_and_a_dead_one_is_swept(tmp_path):
         with checkpoint_folder(tmp_path / "one") as folder:
             (folder / "new").write_bytes(b"new")
             time.sleep(60)
-    while not (tmp_path / ".tmp-one" / "new").exists():
+    while not (tmp_path / ".fasttrain-tmp-one" / "new").exists():
         time.sleep(0.01)
     assert newest_checkpoint(tmp_path) == tmp_path / "zero"
-    assert ".tmp-one" in os.listdir(tmp_path)
+    assert ".fasttrain-tmp-one" in os.listdir(tmp_path)
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     assert newest_checkpoint(tmp_path) == tmp_path / "zero"
@@ -235,7 +235,7 @@ def test_a_save_under_way_is_left_alone_and_a_dead_one_is_swept(tmp_path):
 
 
 def test_the_temporary_file_of_a_dead_writer_is_swept_and_that_of_a_living_one_is_not(tmp_path):
-    (tmp_path / ".tmp-a.ckpt-1-x").write_bytes(b"left by a killed process")
+    (tmp_path / ".fasttrain-tmp-a.ckpt-1-x").write_bytes(b"left by a killed process")
 
     def slow(file):
         file.write(b"x")
@@ -244,3 +244,33 @@ def test_the_temporary_file_of_a_dead_writer_is_swept_and_that_of_a_living_one_i
 
     write_atomic(tmp_path / "b.bin", slow)
     assert os.listdir(tmp_path) == ["b.bin"]
+
+
+def test_what_others_have_named_alike_is_left_alone(tmp_path):
+    write(tmp_path / "data")
+    for theirs in (".tmp-data", ".old-data", ".tmp-download", "notes"):
+        (tmp_path / theirs).mkdir()
+        (tmp_path / theirs / "precious").write_text("theirs")
+    (tmp_path / ".fasttrain-tmp-left").mkdir()  # so that there is something to sweep
+    newest_checkpoint(tmp_path)
+    write(tmp_path / "data")
+    assert sorted(os.listdir(tmp_path)) == [".old-data", ".tmp-data", ".tmp-download", "data", "notes"]
+
+
+def test_wherever_a_bit_flips_the_file_is_whole_or_corrupt_and_never_another_error(tmp_path):
+    path = tmp_path / "one.ckpt"
+    torch.save({"step": 3, "weights": torch.arange(300.0)}, path)
+    whole, expected, unnoticed = path.read_bytes(), torch.arange(300.0), 0
+    for at in range(0, len(whole), 3):
+        broken = bytearray(whole)
+        broken[at] ^= 1 << at % 8
+        path.write_bytes(bytes(broken))
+        try:
+            verify_checkpoint(path)
+        except CorruptCheckpoint:
+            continue
+        unnoticed += 1  # in padding, dates and the like: then it must not matter
+        loaded = torch.load(path, weights_only=True)
+        assert loaded["step"] == 3
+        assert torch.equal(loaded["weights"], expected)
+    assert unnoticed < len(whole) / 3

@@ -10,7 +10,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
 from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._files import TEMPORARY, write_atomic
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain.finetune.base_fingerprint import Fingerprint, base_fingerprint, first_few
 
@@ -18,7 +18,7 @@ Folder = str | os.PathLike[str]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 BASE, SETTINGS = "lightning_fasttrain.base", "lightning_fasttrain.config"  # in the metadata, which PEFT leaves alone
 _PICKLES = (".bin", ".ckpt", ".pkl", ".pickle", ".pt", ".pth")
-_LEFT = f".tmp-{WEIGHTS}-"  # by a process that was killed
+_LEFT = f"{TEMPORARY}{WEIGHTS}-"  # by a process that was killed
 
 
 def refuse_other_things(folder: Path) -> None:

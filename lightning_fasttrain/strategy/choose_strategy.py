@@ -1,5 +1,6 @@
 """Chooses among DDP, FSDP2 and the stages of ZeRO: what fits, and of that what moves the fewest bytes."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -106,21 +107,7 @@ class StrategyChoice:
             made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
-        setup = made.setup_environment
-
-        def setup_environment() -> None:
-            processes = made.num_nodes * made.num_processes
-            if processes != self.devices:
-                raise ValueError(
-                    explain(
-                        f"{self.name} was chosen for {self.devices} devices, and the Trainer has {processes}",
-                        "what each rank holds depends on their number",
-                        f"Choose again with devices={processes}, or give the Trainer {self.devices}",
-                    )
-                )
-            setup()
-
-        made.setup_environment = setup_environment
+        made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
         return made
 
     def as_dict(self) -> dict[str, Any]:
@@ -166,6 +153,20 @@ class StrategyChoice:
             name = f"{row.name} ←" if chosen else row.name
             table.add_row(name, *map(gib, figures), verdict, style="bold" if chosen else None)
         return table
+
+
+def _meet(strategy: Any, name: str, devices: int) -> None:
+    """In the place of ``setup_environment``: refuse another number of processes before they wait for one another."""
+    processes = strategy.num_nodes * strategy.num_processes
+    if processes != devices:
+        raise ValueError(
+            explain(
+                f"{name} was chosen for {devices} devices, and the Trainer has {processes}",
+                "what each rank holds depends on their number",
+                f"Choose again with devices={processes}, or give the Trainer {devices}",
+            )
+        )
+    type(strategy).setup_environment(strategy)
 
 
 def choose_strategy(

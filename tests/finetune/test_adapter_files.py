@@ -479,7 +479,7 @@ def test_whenever_a_save_dies_the_folder_holds_the_old_adapter_or_the_new_one(ra
 
 def test_what_a_killed_save_left_is_swept_by_the_next(tmp_path):
     _, model = adapted("plain")
-    (tmp_path / ".tmp-adapter_model.safetensors-1-ab").write_bytes(b"half")
+    (tmp_path / ".fasttrain-tmp-adapter_model.safetensors-1-ab").write_bytes(b"half")
     save_adapter(model, tmp_path)
     assert sorted(os.listdir(tmp_path)) == [CONFIG, WEIGHTS]
 

@@ -233,7 +233,7 @@ def test_a_changed_folder_is_refused_and_its_neighbour_chosen(tmp_path):
 
 def test_a_complete_save_that_was_killed_before_its_name_is_taken_up(tmp_path):
     saved(tmp_path / "c", *trained())
-    (tmp_path / "c").rename(tmp_path / ".tmp-c")
+    (tmp_path / "c").rename(tmp_path / ".fasttrain-tmp-c")
     assert choose_checkpoint(tmp_path / "c") == tmp_path / "c"
     verify_checkpoint(tmp_path / "c")
 

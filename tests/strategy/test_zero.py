@@ -95,7 +95,7 @@ def test_resuming_on_another_number_of_processes_is_exact(runs, ranks):
 
 
 def test_nothing_is_left_beside_the_checkpoints(runs):
-    assert list(runs[1].rglob(".tmp*")) == []
+    assert list(runs[1].rglob(".fasttrain*")) == []
 
 
 def test_another_world_size_is_refused_with_both_sizes(runs):
