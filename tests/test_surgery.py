@@ -123,3 +123,59 @@ def test_a_deep_copy_runs_on_its_own_weights():
         net.bias.zero_()
     assert net(x).abs().sum() == 0
     assert twin(x).abs().sum() > 0
+
+
+def test_what_lies_outside_of_the_blocks_is_named_with_its_share(caplog):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(nn.Linear(8, 8, bias=False), nn.ReLU(), nn.Linear(8, 8, bias=False))
+            self.layers = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)])
+            self.head = nn.Linear(8, 8)
+
+    net = Net()
+    share = 2 * 64 / sum(p.numel() for p in net.parameters())
+    with caplog.at_level("INFO"):
+        find_blocks(net)
+    assert (
+        f"blocks TransformerEncoderLayer ×2; outside of them are 'stem' ({share:.0%} of the parameters)" in caplog.text
+    )
+
+
+def test_a_stack_of_blocks_is_searched_and_a_block_with_experts_is_not():
+    layers = lambda: nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 8, batch_first=True) for _ in range(2)])  # noqa: E731
+
+    class Tower(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.projection = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+            self.layers = layers()
+
+    class Towers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.left, self.right = Tower(), Tower()
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(8, 2)
+            self.experts = layers()
+
+    assert list(find_blocks(Towers())) == ["left.layers.0", "left.layers.1", "right.layers.0", "right.layers.1"]
+    assert list(find_blocks(nn.ModuleList([Routed() for _ in range(2)]))) == ["0", "1"]
+
+
+def test_two_small_heads_are_no_blocks_beside_the_body():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.ModuleList([nn.TransformerEncoderLayer(32, 2, 64, batch_first=True) for _ in range(2)])
+            self.boxes, self.labels = Head(), Head()
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 4), nn.Linear(4, 4)
+
+    assert list(find_blocks(Net())) == ["body.0", "body.1"]

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from lightning_fasttrain._blocks import _candidates, _matches
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Undo, _candidates, _matches
+from lightning_fasttrain._surgery import Undo
 
 Named = str | type[nn.Module]
 

@@ -8,9 +8,10 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from torch import nn
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Blocks, Undo, find_blocks
+from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Technique, patch
 from lightning_fasttrain.finetune.freezing import (
     Chosen,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._surgery import Blocks
 from lightning_fasttrain.finetune._quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized_base import check_settings, choose_compute_dtype, report, sort_out

@@ -7,8 +7,8 @@ from typing import ClassVar
 import torch
 from torch import nn
 
+from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Blocks
 from lightning_fasttrain._technique import Surgery
 from lightning_fasttrain.finetune.lora import LoRA
 from lightning_fasttrain.finetune.quantized_base import QuantizedBase

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Blocks, _candidates, _matches
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune._quantized_layer import (
     FLOATS,

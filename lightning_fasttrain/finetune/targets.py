@@ -7,9 +7,10 @@ from typing import Any, cast
 
 from torch import nn
 
+from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import find_blocks, told_heads
+from lightning_fasttrain._surgery import told_heads
 
 Target = str | re.Pattern[str] | type[nn.Module]
 Targets = Target | Iterable[Target]

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Blocks, Undo, find_blocks, wrapper_on
+from lightning_fasttrain._surgery import Undo, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 

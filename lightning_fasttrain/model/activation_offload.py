@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 

@@ -8,9 +8,10 @@ import lightning as L  # before torch.compile is used: Lightning records its arg
 import torch
 from torch import nn
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Blocks, Undo, WrappedForward, find_blocks, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch

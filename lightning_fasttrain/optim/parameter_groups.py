@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Blocks, find_blocks
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

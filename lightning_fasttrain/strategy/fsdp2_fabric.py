@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
+from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Blocks
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave, own_group
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint

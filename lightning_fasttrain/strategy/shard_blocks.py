@@ -12,9 +12,9 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Blocks, find_blocks
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
