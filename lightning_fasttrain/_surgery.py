@@ -39,29 +39,33 @@ class WrappedForward:
     def install(self) -> Undo:
         """Put this object in place; the returned function takes it out again, wherever in the stack it then is."""
         self.module.forward = self
+        return self.remove
 
-        def undo() -> None:
-            holder: Any = self.module.__dict__.get("forward")
-            if holder is self:
-                if self.previous is None:
-                    del self.module.forward
-                else:
-                    self.module.forward = self.previous
+    def remove(self) -> None:
+        """Take this object out, also from under others that were put on top since."""
+        holder: Any = self.module.__dict__.get("forward")
+        if holder is self:
+            if self.previous is None:
+                del self.module.forward
+            else:
+                self.module.forward = self.previous
+            return
+        while isinstance(holder, WrappedForward):
+            if holder.previous is self:
+                holder.previous = self.previous
                 return
-            while isinstance(holder, WrappedForward):  # something was put on top since: unlink from the middle
-                if holder.previous is self:
-                    holder.previous = self.previous
-                    return
-                holder = holder.previous
-
-        return undo
+            holder = holder.previous
 
 
 def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
     """Whether a wrapper of this ``kind`` already stands on ``module``, at any depth."""
+    return any(True for _ in wrappers_on(module, kind))
+
+
+def wrappers_on(module: nn.Module, kind: type[WrappedForward]) -> Iterator[WrappedForward]:
+    """The wrappers of this ``kind`` that stand on ``module``, the outermost first."""
     holder = module.__dict__.get("forward")
     while isinstance(holder, WrappedForward):
         if isinstance(holder, kind):
-            return True
+            yield holder
         holder = holder.previous
-    return False

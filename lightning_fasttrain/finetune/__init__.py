@@ -6,12 +6,11 @@ from lightning_fasttrain.finetune.adapter_files import load_adapter_, save_adapt
 from lightning_fasttrain.finetune.adapters import (
     adapter_names,
     add_adapter_,
-    base_model,
     count_parameters,
-    enable_adapters_,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.base_fingerprint import base_fingerprint
+from lightning_fasttrain.finetune.base_model import base_model, enable_adapters_
 from lightning_fasttrain.finetune.freezing import freeze_, freeze_except_, thaw_
 from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from lightning_fasttrain.finetune.load_quantized import load_quantized

@@ -1,9 +1,9 @@
-"""Small trainable layers beside a frozen model: put in, found again, switched, and left out of a forward."""
+"""Small trainable layers beside a frozen model: put in, found again, and chosen among."""
 
 import copy
 import warnings
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
@@ -20,7 +20,8 @@ from lightning_fasttrain.finetune._adapter_checks import (
     refuse_namesake,
     without_namesakes,
 )
-from lightning_fasttrain.finetune._quantized_layer import is_quantized
+from lightning_fasttrain.finetune._fast_paths import see_adapters_
+from lightning_fasttrain.finetune._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.prompt_forward import prompts_on
 from lightning_fasttrain.finetune.targets import (
@@ -115,7 +116,8 @@ def add_adapter_(
             holder = model.get_submodule(parent)
             on_error.callback(setattr, holder, last, getattr(holder, last))
         _inject(peft, config, root, name)
-        _in_float32_(root, name)
+        keep_adapter_in_float32_(switches(root), name)
+        see_adapters_(model, on_error)
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)
@@ -186,45 +188,6 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
             prompts.use(names[0])
 
 
-@contextmanager
-def base_model(model: nn.Module) -> Iterator[nn.Module]:
-    """The model without its adapters, for the length of a ``with``: a reference for DPO, or a distillation's teacher.
-
-    Example:
-        >>> import peft, torch
-        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        >>> x, before = torch.ones(1, 4), net(torch.ones(1, 4))
-        >>> _ = add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
-        >>> with base_model(net) as base:
-        ...     torch.equal(base(x), before)
-        True
-        >>> torch.equal(net(x), before)
-        False
-    """
-    adapted(model)
-    refuse_merged(model, "base_model(model)")
-    trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT sets it when adapters are switched
-    layers: list[Any] = list(_switches(model))
-    on = [layer for layer in layers if not layer.disable_adapters]
-    try:
-        for layer in on:
-            layer.enable_adapters(False)
-        yield model
-    finally:
-        for layer in on:
-            layer.enable_adapters(True)
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)
-
-
-def enable_adapters_(model: nn.Module, on: bool = True) -> None:
-    """Switch the model's adapters on or off until further notice; :func:`base_model` does so for a ``with``."""
-    adapted(model)
-    refuse_merged(model, f"enable_adapters_(model, {on})")
-    for layer in _switches(model):
-        layer.enable_adapters(on)
-
-
 def count_parameters(model: nn.Module) -> tuple[int, int]:
     """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for."""
     trained = total = 0
@@ -256,14 +219,15 @@ def refuse_merged(model: nn.Module, what: str) -> None:
     Raises:
         ValueError: one is merged.
     """
-    layers: list[Any] = [layer for layer in _switches(model) if isinstance(layer, nn.Module)]
+    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
     merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
     if merged:
         why = f"{', '.join(merged)} is merged into the weights already"
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
-def _switches(model: nn.Module) -> Iterator[Any]:
+def switches(model: nn.Module) -> Iterator[Any]:
+    """All in ``model`` that can be switched on and off: PEFT's layers and wrappers, and virtual tokens."""
     for module in model.modules():
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
             yield module
@@ -291,15 +255,6 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
             ) from error
 
 
-def _in_float32_(root: nn.Module, name: str) -> None:
-    """PEFT gives an adapter the dtype that a quantised layer computes in; small steps would be rounded away in it."""
-    for layer in _switches(root):
-        if isinstance(layer, nn.Module) and is_quantized(layer._modules.get("base_layer") or layer):
-            for key, parameter in layer.named_parameters():
-                if name in key.split(".") and parameter.is_floating_point() and not key.startswith("base_layer."):
-                    parameter.data = parameter.data.float()
-
-
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
     return names if isinstance(names, str) else set(names)
 
@@ -324,7 +279,7 @@ def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
 
 def train_mode(root: nn.Module) -> None:
     """Lightning leaves pretrained parts in eval, as they come; the adapter's own dropout is meant."""
-    for layer in _switches(root):
+    for layer in switches(root):
         for name, child in layer.named_children():
             if name not in ("base_layer", "original_module"):
                 child.train()

@@ -108,14 +108,14 @@ def _changed(model: nn.Module) -> set[str]:
     changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if any(getattr(config, "bias", "none") != "none" for config in configs):
         changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
-    begun = any(_changes_base(config) for config in configs)
+    begun = any(changes_base(config) for config in configs)
     for name, layer in layers.items():
         if begun or layer.merged:
             changed |= {f"{name}.base_layer.{key}" for key, _ in layer.base_layer.named_parameters()}
     return changed
 
 
-def _changes_base(config: Any) -> bool:
+def changes_base(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
     decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
     return decomposed or getattr(config, "kasa_config", None) is not None

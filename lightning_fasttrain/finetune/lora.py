@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
 
 from lightning_fasttrain._checks import one_of, positive_int
@@ -14,6 +14,7 @@ from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain.finetune._float32_adapters import let_round_
 from lightning_fasttrain.finetune.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters import add_adapter_
 from lightning_fasttrain.finetune.targets import ALL_LINEAR, Targets, require_peft
@@ -23,7 +24,8 @@ class Adapter(Technique):
     """Train a small adapter of any of PEFT's kinds beside the frozen model.
 
     Acts right after ``configure_model``, so that Lightning restores, optimises and synchronises what was added. The
-    adapter stays in the model after the run, and a second run goes on with it.
+    adapter stays in the model after the run, and a second run goes on with it. It is in float32 beside a model in any
+    precision, also with ``precision="bf16-true"``, but for DeepSpeed, which has copies in float32 of its own.
 
     Args:
         config: one of PEFT's, as for :func:`~lightning_fasttrain.add_adapter_`; so are the following.
@@ -52,6 +54,7 @@ class Adapter(Technique):
 
     _resumed: dict[str, Any] | None = None
     _alone = False
+    _rounds = False  # DeepSpeed wants one dtype, and updates copies of its own in float32
 
     def __init__(
         self,
@@ -69,10 +72,16 @@ class Adapter(Technique):
         self.checkpoint = one_of("checkpoint", checkpoint, ("adapter", "full"))
 
     def apply(self, model: nn.Module) -> None:
-        add_adapter_(model, self.config, self.targets, train=self.train, name=self.name)
+        self._add(model, self.config, self.targets)
+
+    def _add(self, model: nn.Module, config: Any, targets: Targets | None) -> None:
+        add_adapter_(model, config, targets, train=self.train, name=self.name)
+        if self._rounds:
+            let_round_(model)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._resumed = None
+        self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._alone = trainer.world_size == 1
         if self.checkpoint == "full":
             return None
@@ -222,7 +231,7 @@ class IA3(Adapter):
         config, targets = self.config, self.targets
         if targets is None:
             config, targets = _papers_own(model, config)
-        add_adapter_(model, config, targets, train=self.train, name=self.name)
+        self._add(model, config, targets)
 
 
 def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:

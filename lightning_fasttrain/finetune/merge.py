@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.finetune._fast_paths import forget_adapters_
 from lightning_fasttrain.finetune._merged_layers import Originals, is_tuner, outermost, take_out_adapters_, tuner_layers
 from lightning_fasttrain.finetune._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.adapters import (
@@ -17,7 +18,7 @@ from lightning_fasttrain.finetune.adapters import (
     refuse_merged,
     use_adapter_,
 )
-from lightning_fasttrain.finetune.base_fingerprint import _changes_base
+from lightning_fasttrain.finetune.base_model import refuse_changed_base
 from lightning_fasttrain.finetune.freezing import thaw_
 from lightning_fasttrain.finetune.merge_quantized import (
     Original,
@@ -212,7 +213,7 @@ def unload_adapters_(
             explain("unload_adapters_", f"{why}, so names=, into= and original= mean nothing", "Omit them")
         )
     if not merge:
-        _refuse_changed_base(model)
+        refuse_changed_base(model, "unload_adapters_(merge=False)")
         if done:
             unmerge_adapters_(model)
     elif not done:
@@ -226,6 +227,7 @@ def unload_adapters_(
         take_out_adapters_(root, merge)
         del root.peft_config
         forget_quantization_(root)
+    forget_adapters_(model)
     thaw_(model)
     return model
 
@@ -326,19 +328,6 @@ def _refuse_unmergeable(layers: dict[str, Any], quantized: list[str]) -> None:
                     "Use unload_adapters_(model, into=...)",
                 )
             )
-
-
-def _refuse_changed_base(model: nn.Module) -> None:
-    for root in adapted(model).values():
-        for name, config in vars(root)["peft_config"].items():
-            if _changes_base(config):
-                raise ValueError(
-                    explain(
-                        f"unload_adapters_(merge=False) of '{name}'",
-                        f"it began as '{config.init_lora_weights}', which takes its start out of the weights",
-                        "Use merge=True, or load the model again",
-                    )
-                )
 
 
 def _active(layers: dict[str, Any]) -> list[str]:

@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune._adapter_checks import check_name, is_there, without_namesakes
+from lightning_fasttrain.finetune._float32_adapters import keep_in_float32_
 from lightning_fasttrain.finetune._prompt_checks import (
     HEADS,
     check_config,
@@ -100,6 +101,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
             peft.PeftModel.add_adapter(prompts.frame, name, config)
         prompts.frame.word_embeddings = root.get_input_embeddings()  # PEFT goes by their size
         prompts.use(name)
+        keep_in_float32_(prompts.frame.prompt_encoder)
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)

@@ -14,6 +14,7 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
+from lightning_fasttrain.finetune._float32_adapters import let_round_
 from lightning_fasttrain.strategy._optimizer_state import refuse_unshardable
 
 _HOOKS = (
@@ -147,6 +148,8 @@ class Engine:
     ) -> None:
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
+        if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
+            let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
         self.deepspeed, self.optimizer, _, self.scheduler = import_deepspeed().initialize(
             args=argparse.Namespace(device_rank=device_rank),
             config=config,

@@ -1,0 +1,81 @@
+"""Adapters where torch computes with a layer's weight without calling the layer."""
+
+from contextlib import ExitStack
+from typing import Any
+
+from torch import nn
+
+from lightning_fasttrain._surgery import WrappedForward, wrapper_on, wrappers_on
+from lightning_fasttrain._technique import patch
+from lightning_fasttrain.finetune.targets import is_a
+
+# What torch looks at before it takes the fast path, and at nothing else.
+_SWITCHES: dict[type[nn.Module], tuple[str, Any]] = {
+    nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
+    nn.TransformerEncoder: ("use_nested_tensor", False),
+}
+
+
+class SlowPath(WrappedForward):
+    """Stands in the place of the forward of torch's encoder layers, and of the encoder that holds them.
+
+    In eval they hand the weights of the layers inside to one fused kernel, so what sits beside the weights would be
+    passed by. The fast path is left only while an adapter acts: otherwise the model is the pretrained one, to the bit.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.module.training or not _is_adapted_inside(self.module):
+            return self.inner(*args, **kwargs)
+        name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
+        restore = patch(self.module, name, off)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            restore()
+
+
+class KeepsBaseWeights(WrappedForward):
+    """Stands in the place of the forward of PEFT's ``nn.MultiheadAttention``, and keeps the base bit for bit.
+
+    PEFT adds the adapter to the weights, calls the attention, and subtracts it again, which leaves a rounding error in
+    the frozen weights at every step.
+    """
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.module
+        base = layer.get_base_layer()
+        before = base.in_proj_weight.data, layer.out_proj.weight.data
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            base.in_proj_weight.data, layer.out_proj.weight.data = before
+
+
+def see_adapters_(model: nn.Module, on_error: ExitStack) -> None:
+    """Let torch's own layers in ``model`` compute with the adapters inside them, in eval too."""
+    for module in list(model.modules()):
+        kind = _kind_for(module)
+        if kind is not None and not wrapper_on(module, kind):
+            on_error.callback(kind(module).install())
+
+
+def forget_adapters_(model: nn.Module) -> None:
+    """Take off what :func:`see_adapters_` has put on."""
+    for module in list(model.modules()):
+        for wrapper in list(wrappers_on(module, SlowPath)):
+            wrapper.remove()
+
+
+def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
+    if isinstance(module, tuple(_SWITCHES)):
+        return SlowPath if any(is_a(one, "BaseTunerLayer") for one in module.modules()) else None
+    return KeepsBaseWeights if _is_attention(module) else None
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return is_a(module, "BaseTunerLayer") and isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
+
+
+def _is_adapted_inside(module: nn.Module) -> bool:
+    layers: list[Any] = [one for one in module.modules() if is_a(one, "BaseTunerLayer")]
+    return any(not layer.disable_adapters and not layer.merged for layer in layers)
