@@ -62,7 +62,7 @@ class GaLoreAdamW(Optimizer):
         Zhao et al. 2024, "GaLore: Memory-Efficient LLM Training by Gradient Low-Rank Projection",
         https://arxiv.org/abs/2403.03507, and its reference ``galore_torch``. Here Adam is PyTorch's own (the reference
         adds ``eps`` before the bias correction, and decays weights after the update). The singular vectors are the
-        eigenvectors of G·Gᵀ. The sketch is that of Halko et al. 2011, https://arxiv.org/abs/0909.4061.
+        eigenvectors of G·Gᵀ, found in float64. The sketch is that of Halko et al. 2011, https://arxiv.org/abs/0909.4061.
     """
 
     def __init__(
@@ -200,18 +200,20 @@ def _towards(gradient: Tensor, projection: Tensor) -> Tensor:
 def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tensor:
     """Orthonormal columns that span most of ``gradient`` along its shorter side; the strongest comes first."""
     wide = gradient.T if _is_tall(gradient) else gradient
-    wide = wide.to(torch.promote_types(wide.dtype, torch.float32), copy=True)
+    sketched = how == "sketched" and rank + 8 < wide.shape[0]  # eight more than wanted: Halko et al. advise five to ten
+    wide = wide.to(torch.promote_types(wide.dtype, torch.float32 if sketched else torch.float64), copy=True)
     largest = torch.linalg.vector_norm(wide, float("inf"))
     wide.div_(largest.clamp_min_(torch.finfo(wide.dtype).tiny))  # or the squares of small ones vanish
     try:
         basis = None
-        if how == "sketched" and rank + 8 < wide.shape[0]:  # eight more than wanted: Halko et al. advise five to ten
+        if sketched:
             generator = torch.Generator(wide.device).manual_seed(seed)  # alike on all processes, and after resuming
             noise = torch.randn(wide.shape[1], rank + 8, generator=generator, device=wide.device, dtype=wide.dtype)
             basis = torch.linalg.qr(wide @ noise).Q
             for _ in range(2):
                 basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
-            wide = basis.T @ wide
+            wide = (basis.T @ wide).double()
+        # In float64: the product squares how far the singular values lie apart, which float32 has no digits for.
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:
         raise RuntimeError(
@@ -221,7 +223,8 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
                 "Look for NaN in the loss, and clip the gradients",
             )
         ) from error
-    return (vectors if basis is None else basis @ vectors).to(gradient.dtype).contiguous()
+    found = vectors if basis is None else basis @ vectors.to(basis.dtype)
+    return found.to(gradient.dtype).contiguous()
 
 
 def _with_signs_of(previous: Tensor, found: Tensor) -> Tensor:

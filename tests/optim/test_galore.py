@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -142,6 +143,38 @@ def test_subspaces_hold_what_the_best_one_holds(shape, scale):
         assert abs(strongest @ basis[:, 0]) > 0.999
         kept = (gradient @ basis if shape[0] > short else basis.T @ gradient).square().sum()
         assert least < kept / spectrum[:8].square().sum() < 1.00001
+
+
+def ill_conditioned(shape, smallest):
+    """Singular values from one down to ``smallest``, all the same ratio apart."""
+    short, generator = min(shape), torch.Generator().manual_seed(4)
+    u, v = (torch.linalg.qr(torch.randn(n, short, generator=generator, dtype=torch.float64)).Q for n in shape)
+    return (u * torch.logspace(0, smallest, short, dtype=torch.float64)) @ v.T
+
+
+def gradient_of_a_deep_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(*[part for _ in range(8) for part in (nn.Linear(48, 48), nn.Tanh())], nn.Linear(48, 48))
+    net(torch.randn(256, 48)).square().mean().backward()
+    return net[0].weight.grad
+
+
+@pytest.mark.parametrize(
+    "gradient",
+    [ill_conditioned((60, 100), -10), ill_conditioned((100, 60), -10), gradient_of_a_deep_net()],
+    ids=["wide", "tall", "of a net"],
+)
+def test_the_exact_subspace_is_that_of_a_float64_svd_vector_by_vector(gradient):
+    rank = 32  # the last singular value of the first two is 5e-6 of the largest
+    basis = _leading_subspace(gradient.float(), rank, "exact", seed=0).double()
+    u, values, vt = np.linalg.svd(gradient.float().double().numpy(), full_matrices=False)
+    expected = torch.from_numpy(vt.T if gradient.shape[0] >= gradient.shape[1] else u)[:, :rank]
+    assert values[rank - 1] < 0.05 * values[0]
+    assert float(torch.linalg.svdvals(expected.T @ basis).min()) > 0.99999
+    apart = torch.from_numpy(values[:rank] / values[1 : rank + 1]) > 1.01
+    apart[1:] &= apart[:-1].clone()
+    assert apart.sum() > rank / 2
+    assert float((expected * basis).sum(0).abs()[apart].min()) > 0.999
 
 
 def test_a_sketch_is_the_same_again_and_draws_no_random_numbers_of_yours():
