@@ -1,6 +1,6 @@
 """Floor: put something in the place of a module's ``forward``, and ask models for their heads."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
