@@ -92,6 +92,24 @@ class LazyLM(TinyLM):
         self.build()
 
 
+class HeadFirst(nn.Module):
+    """A language model that registers its head before everything else, as litgpt's does."""
+
+    def __init__(self, dim: int = DIM, tied: bool = False) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(dim, VOCAB, bias=False)
+        blocks = nn.ModuleList([Block(dim) for _ in range(2)])
+        self.transformer = nn.ModuleDict({"wte": nn.Embedding(VOCAB, dim), "h": blocks, "ln_f": nn.LayerNorm(dim)})
+        if tied:
+            self.lm_head.weight = self.transformer["wte"].weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.transformer["wte"](ids)
+        for block in self.transformer["h"]:
+            x, _ = block(x)
+        return self.lm_head(self.transformer["ln_f"](x))
+
+
 def lm_batches(count: int, size: int = 6, length: int = 5, seed: int = 3) -> list[dict[str, Tensor]]:
     """Batches whose rows hold very different numbers of targets: what makes plain averaging wrong."""
     g = torch.Generator().manual_seed(seed)

@@ -1,5 +1,6 @@
 """Decides which parameters exist and train, and how the frozen rest is kept."""
 
+from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain.finetune._quantized_layer import dequantized_weight, quantized_bytes
 from lightning_fasttrain.finetune.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapter_files import load_adapter_, save_adapter
@@ -22,4 +23,4 @@ from lightning_fasttrain.finetune.qlora import QLoRA
 from lightning_fasttrain.finetune.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
 from lightning_fasttrain.finetune.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.swap_head import swap_head_
-from lightning_fasttrain.finetune.targets import find_heads, find_targets
+from lightning_fasttrain.finetune.targets import find_targets

@@ -10,6 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain._heads import find_heads, is_a
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.finetune._adapter_checks import (
@@ -27,9 +28,7 @@ from lightning_fasttrain.finetune.prompt_forward import prompts_on
 from lightning_fasttrain.finetune.targets import (
     Targets,
     _kinds,
-    find_heads,
     find_targets,
-    is_a,
     refuse_tied,
     require_peft,
     shortest_names,

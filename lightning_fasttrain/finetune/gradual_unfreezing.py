@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Technique, patch
@@ -39,8 +40,8 @@ class Unfreezing:
         model: any module. Nothing is frozen before the first ``thaw_to``.
         groups: what belongs together, from the top down, as for
             :func:`~lightning_fasttrain.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. What no group
-            names is the last. By default, in the order in which the model holds them: what comes after the blocks;
-            each block with what lies between it and the next; what comes before the blocks.
+            names is the last. By default: the heads (:func:`~lightning_fasttrain.find_heads`) and what the
+            model lists after its blocks; each block with what lies between it and the next; what comes before them.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
 
     Raises:
@@ -156,12 +157,16 @@ def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
 
 def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
     names = list(find_blocks(model, blocks))
+    if blocks is not None:
+        warn_of_blocks_beyond(model, names, [], f"Unfreezing(blocks={blocks!r})")
+    heads = heads_beside(model, names)
     floors = [Chosen() for _ in range(len(names) + 2)]  # the stem, each block, the head
     reached = 0
     for name, module in model.named_modules():
         inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
         reached = inside or reached
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
+        floor = floors[-1] if any(f"{name}.".startswith(f"{head}.") for head in heads) else floor
         prefix = f"{name}." if name else ""
         floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})
         floor.norms.extend([module] if keeps_statistics(module) else [])

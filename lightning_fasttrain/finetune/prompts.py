@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune._adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune._float32_adapters import keep_in_float32_
@@ -24,7 +25,7 @@ from lightning_fasttrain.finetune._prompt_checks import (
 from lightning_fasttrain.finetune.adapters import count_parameters, train_mode
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.prompt_forward import PromptForward, prompts_on
-from lightning_fasttrain.finetune.targets import find_heads, find_targets, refuse_tied, require_peft
+from lightning_fasttrain.finetune.targets import find_targets, refuse_tied, require_peft
 
 
 def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), name: str = "default") -> str:

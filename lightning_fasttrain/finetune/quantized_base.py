@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune._quantized_layer import (
@@ -22,7 +23,6 @@ from lightning_fasttrain.finetune._quantized_layer import (
     round_bias_,
 )
 from lightning_fasttrain.finetune.quantized_state import keep_quantized_
-from lightning_fasttrain.finetune.targets import find_heads
 
 _ADAPTERS = (
     "BaseTunerLayer",

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._heads import base_of, find_heads
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import told_heads
-from lightning_fasttrain.finetune.targets import base_of, find_heads
 
 
 def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:

@@ -3,14 +3,13 @@
 import difflib
 import re
 from collections.abc import Collection, Iterable
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain._checks import require
+from lightning_fasttrain._heads import find_heads, is_linear, layers_of
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import told_heads
 
 Target = str | re.Pattern[str] | type[nn.Module]
 Targets = Target | Iterable[Target]
@@ -41,10 +40,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
         ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
     """
-    layers = _layers(model)
+    layers = layers_of(model)
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         heads = find_heads(model)
-        found = {name: layer for name, layer in layers.items() if name not in heads and _is_linear(layer)}
+        found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
             raise ValueError(
                 explain(
@@ -66,43 +65,6 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     return {name: layer for name, layer in layers.items() if name in names}
 
 
-def find_heads(model: nn.Module) -> list[str]:
-    """Names of the layers that turn features into predictions, which "all-linear" and quantisation leave out.
-
-    These are what Hugging Face's models return from ``get_output_embeddings()``, linear layers that share their weight
-    with an embedding, and linear layers that come after the last of the model's repeated blocks. In a model without
-    such blocks it is the last linear layer, unless that is the only one.
-
-    Example:
-        >>> find_heads(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
-        ['2']
-    """
-    layers = _layers(model)
-    linear = [name for name, layer in layers.items() if _is_linear(layer)]
-    embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    heads = {name for name in linear if id(layers[name].weight) in embeddings}
-    told = [base_of(head) for head in told_heads(model)]
-    heads |= {name for name in linear if any(layers[name] is head for head in told)}
-    order = list(layers)
-    try:
-        blocks = find_blocks(model)
-    except ValueError:
-        blocks = {}
-    blocks = {name: block for name, block in blocks.items() if not _is_linear(block)}
-    inside = max(
-        (i for i, name in enumerate(order) if any(name.startswith(f"{block}.") for block in blocks)), default=0
-    )
-    after = [name for name in linear if order.index(name) > inside]
-    # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
-    heads |= set(after if 4 * len(after) <= len(linear) else after[-1:])
-    return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
-
-
-def base_of(module: nn.Module) -> nn.Module:
-    """The layer under an adapter, or the module itself."""
-    return cast(Any, module).get_base_layer() if _is_adapted(module) else module
-
-
 def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
     """Refuse layers whose weight is also that of another layer: an adapter on one of them would part the two.
 
@@ -110,7 +72,7 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
         ValueError: names the layers.
     """
     holders: dict[int, list[str]] = {}
-    for name, layer in _layers(model).items():
+    for name, layer in layers_of(model).items():
         weight = layer._parameters.get("weight")
         if weight is not None:
             holders.setdefault(id(weight), []).append(name)
@@ -140,37 +102,6 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
         if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
             return sorted(candidate)
     return "|".join(re.escape(name) for name in names)
-
-
-def _layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name → module, without what an adapter brought; an adapted layer is represented by its base."""
-    found: dict[str, nn.Module] = {}
-    inside = "\0"
-    for name, module in model.named_modules():
-        if not name or name.startswith(inside):
-            continue
-        if _is_adapted(module) or is_a(module, "BasePromptEncoder"):
-            inside = f"{name}."
-        if not is_a(module, "BasePromptEncoder"):
-            found[name] = base_of(module)
-    return found
-
-
-def _is_adapted(module: nn.Module) -> bool:
-    return is_a(module, "BaseTunerLayer")
-
-
-def is_a(module: nn.Module, ancestor: str) -> bool:
-    """Asked by name, so that PEFT is not imported for models that never met it."""
-    return any(base.__name__ == ancestor for base in type(module).__mro__)
-
-
-def _is_linear(layer: nn.Module) -> bool:
-    """``nn.Linear``, its quantised descendants, and GPT-2's transposed one; not those inside ``nn.MultiheadAttention``,
-    which computes with their weights and never calls them."""
-    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-        return False
-    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
 
 
 def _means(target: Any, name: str, layer: nn.Module) -> bool:

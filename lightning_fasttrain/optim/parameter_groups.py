@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
+from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
 from lightning_fasttrain._messages import explain, note_once
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
@@ -26,9 +27,10 @@ def layer_decay_groups(
 
     With L blocks, the head learns at ``lr``, block i (the first is 1) at lr · decay^(L + 1 − i), and the stem at
     lr · decay^(L + 1). The stem is what the model lists before its first block (embeddings, the first convolution),
-    the head what it lists after the last one (the final norm, the classifier), and what lies between two blocks goes
-    with the earlier one. Which is which is said in one line. A parameter that several modules share is listed once,
-    where the model names it first: a head that is tied to the embeddings is in the stem.
+    the head what it lists after the last one (the final norm, the classifier) and what
+    :func:`~lightning_fasttrain.find_heads` finds elsewhere, and what lies between two blocks goes with the earlier one.
+    Which is which is said in one line. A parameter that several modules share is listed once, where the model names it
+    first: a head that is tied to the embeddings is in the stem.
 
     Norms, biases, embeddings and the stem's bare tensors (position embeddings, a class token) have no weight decay.
 
@@ -38,8 +40,8 @@ def layer_decay_groups(
         decay: from one layer to the next below, above 0; 1 gives all the same.
         weight_decay: of the matrices and kernels.
         blocks: as for :func:`~lightning_fasttrain.find_blocks`; by default the repeated blocks of the model.
-        head: names of modules that are the head wherever they are listed, such as ``"classifier"`` in a LightningModule
-            that makes it before its backbone.
+        head: names of modules that are the head wherever they are listed, beside those that are found, such as
+            ``"classifier"`` in a LightningModule that makes it before its backbone.
         frozen: also list parameters that are frozen now. They take no memory, and train once they are thawed, which
             an optimizer that has never seen them cannot offer. Quantised weights are left out in any case.
 
@@ -70,11 +72,15 @@ def layer_decay_groups(
         raise ValueError(
             explain(f"decay={decay}", "it is the ratio of a layer's rate to that of the one above", "Use 0.75 to 0.95")
         )
-    layers = ["stem", *find_blocks(model, blocks), "head"]
+    named = [head] if isinstance(head, str) else list(head)
+    found = list(find_blocks(model, blocks))
+    layers = ["stem", *found, "head"]
+    if blocks is not None:
+        warn_of_blocks_beyond(model, found, named, f"layer_decay_groups(blocks={blocks!r})")
     members: dict[tuple[int, bool], list[Tensor]] = {}
     outside: dict[int, dict[str, None]] = {0: {}, len(layers) - 1: {}}  # dicts, as ordered sets
     undecayed = _never_decayed(model)
-    for name, parameter, layer in _with_layers(model, layers, [head] if isinstance(head, str) else list(head)):
+    for name, parameter, layer in _with_layers(model, layers, named):
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
         bare = layer == 0 and "weight" not in name.rpartition(".")[2]
@@ -177,6 +183,8 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
                 explain(f"head={name!r}", f"{type(model).__name__} has no such module", f"Its children are {children}")
             )
     named = list(model.named_parameters())
+    tied = _shared_with_tables(model)
+    head = [*head, *(one for one in heads_beside(model, layers[1:-1]) if one not in tied)]
     of_block = [
         next((i for i, block in enumerate(layers[1:-1], 1) if name.startswith(f"{block}.")), None) for name, _ in named
     ]
@@ -189,6 +197,12 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
         block = of_block[position]
         layer = block if block is not None else layer if position < last else len(layers) - 1
         yield name, parameter, layer
+
+
+def _shared_with_tables(model: nn.Module) -> set[str]:
+    tables = {p for module in model.modules() if isinstance(module, _EMBEDDINGS) for p in module.parameters()}
+    own = {name: module.parameters(recurse=False) for name, module in model.named_modules()}
+    return {name for name, parameters in own.items() if tables.intersection(parameters)}
 
 
 def _never_decayed(model: nn.Module) -> set[Tensor]:

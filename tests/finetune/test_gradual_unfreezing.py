@@ -4,6 +4,7 @@ import copy
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import Exactness
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.families import built
+from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(4)
 
@@ -99,6 +101,23 @@ def test_what_lies_between_two_blocks_goes_with_the_one_below():
         ["2.weight", "2.bias", "3.weight", "3.bias"],
         ["0.weight", "0.bias", "1.weight", "1.bias"],
     ]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_registered_first_is_thawed_first(tied):
+    groups = ft.Unfreezing(HeadFirst(tied=tied)).groups
+    assert sorted(groups[0]) == ["lm_head.weight", "transformer.ln_f.bias", "transformer.ln_f.weight"]
+    assert groups[1][0] == "transformer.h.1.norm.weight"
+    assert groups[3:] == ([] if tied else [["transformer.wte.weight"]])
+
+
+@pytest.mark.parametrize("family", ["BartForConditionalGeneration", "Whisper", "FromTorch"])
+def test_a_decoder_is_thawed_layer_by_layer_and_before_the_encoder(family):
+    groups = ft.Unfreezing(copy.deepcopy(built(family))).groups
+    layers = [{re.sub(r"(coder\.(?:layers\.)?\d).*", r"\1", name) for name in group} for group in groups]
+    kinds = [{name.split(".")[-3] for name in names if name[-1].isdigit()} for names in layers]
+    assert kinds == [set(), *[{"decoder"}] * 3, *[{"encoder"}] * 2, *kinds[6:]]
+    assert not any(kinds[6:])
 
 
 def test_what_no_group_names_is_the_last():

@@ -8,7 +8,8 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.targets import refuse_tied, shortest_names
-from tests.nets import TinyLM
+from tests.families import built
+from tests.nets import HeadFirst, TinyLM
 
 transformers = pytest.importorskip("transformers")
 TINY = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
@@ -70,6 +71,28 @@ def test_what_matches_nothing_lists_near_names_and_candidates():
 )
 def test_heads(make, heads):
     assert ft.find_heads(make()) == heads
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_registered_before_the_blocks_is_found_and_left_as_it_is(tied):
+    pytest.importorskip("bitsandbytes")
+    model = HeadFirst(dim=16, tied=tied)
+    assert ft.find_heads(model) == ["lm_head"]
+    assert "lm_head" not in ft.find_targets(model)
+    assert ft.quantize_base_(model).left["lm_head"] == "a head"
+    assert model.lm_head.weight.dtype is torch.float32
+
+
+def test_what_comes_before_the_blocks_and_is_no_vocabulary_is_no_head():
+    blocks = nn.ModuleList([nn.TransformerEncoderLayer(17, 1, 8) for _ in range(2)])
+    parts = {"into": nn.Linear(4, 17), "places": nn.Embedding(17, 17), "blocks": blocks, "out": nn.Linear(17, 2)}
+    assert ft.find_heads(nn.ModuleDict(parts)) == ["out"]
+
+
+def test_no_layer_of_a_decoder_is_a_head():
+    for name, head in (("BartForConditionalGeneration", "lm_head"), ("T5ForConditionalGeneration", "lm_head"),
+                       ("Whisper", "proj_out"), ("FromTorch", "head")):  # fmt: skip
+        assert ft.find_heads(built(name)) == [head]
 
 
 def test_a_second_half_of_a_model_is_no_head():

@@ -1,6 +1,7 @@
 """Who is in which group, at which rate: worked out by hand, and against PEFT for LoRA+."""
 
 import logging
+import re
 
 import lightning as L
 import pytest
@@ -9,10 +10,14 @@ from torch import nn
 
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
-from tests.nets import TinyLM, fit, largest_difference, lm_batches, weights
+from tests.families import built
+from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
 
 # PEFT asks transformers by a name that it is about to drop.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+
+
+DECODERS = ["BartForConditionalGeneration", "T5ForConditionalGeneration", "Whisper", "FromTorch"]
 
 
 def names_in(net, groups):
@@ -67,6 +72,42 @@ class Stages(nn.Module):
 
 
 # By depth
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_head_that_is_registered_first_learns_at_the_full_rate_unless_it_is_the_embedding(tied):
+    net = HeadFirst(tied=tied)
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5)
+    assert_each_once(net, groups)
+    named = names_in(net, groups)
+    ends = ["transformer.ln_f.weight", "transformer.ln_f.bias"]
+    if tied:
+        assert named["stem/no_decay"] == ["lm_head.weight"]
+        assert named["head/no_decay"] == ends
+        return
+    assert named["stem/no_decay"] == ["transformer.wte.weight"]
+    assert named["head"] == ["lm_head.weight"]
+    assert named["head/no_decay"] == ends
+
+
+@pytest.mark.parametrize(
+    "family", ["BartForConditionalGeneration", "T5ForConditionalGeneration", "Whisper", "FromTorch"]
+)
+def test_no_layer_of_a_decoder_learns_at_the_rate_of_the_head(family):
+    net = built(family)
+    groups = layer_decay_groups(net, lr=1.0, decay=0.5)
+    assert_each_once(net, groups)
+    named, rate = names_in(net, groups), rates(groups)
+    head = [name for group in ("head", "head/no_decay") for name in named.get(group, [])]
+    assert not [name for name in head if re.search(r"\d", name)]  # nothing of a list
+    first = next(group for group in named if "decoder" in group)
+    assert max(rate[group] for group in named if "encoder" in group) < rate[first] < 1
+
+
+def test_a_decoder_that_blocks_leave_out_is_named():
+    with pytest.warns(UserWarning, match=r"body\.decoder\.layers\.0, .* would count as head"):
+        layer_decay_groups(built("FromTorch"), lr=1.0, blocks="body.encoder.layers.*")
+    layer_decay_groups(built("FromTorch"), lr=1.0, blocks="body.encoder.layers.*", head=["body.decoder"])
 
 
 def test_the_tiny_language_model_by_hand():

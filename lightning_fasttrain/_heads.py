@@ -1,0 +1,127 @@
+"""Floor: the layers of a model as they were before adapters came, and which of them make its predictions."""
+
+from collections.abc import Collection
+from typing import Any, cast
+
+from torch import nn
+
+from lightning_fasttrain._blocks import find_blocks
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._surgery import told_heads
+
+
+def find_heads(model: nn.Module) -> list[str]:
+    """Names of the layers that turn features into predictions, which "all-linear" and quantisation leave out.
+
+    These are what Hugging Face's models return from ``get_output_embeddings()``; linear layers that share their weight
+    with an embedding; outside of the model's repeated blocks, those with one output for each row of its largest
+    embedding, wherever they are listed; and those that come after the last block. In a model without such blocks it is
+    the last linear layer, unless that is the only one.
+
+    Example:
+        >>> find_heads(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)))
+        ['2']
+    """
+    layers = layers_of(model)
+    linear = [name for name, layer in layers.items() if is_linear(layer)]
+    order = list(layers)
+    blocks = _blocks_of(model)
+    outside = [name for name in linear if not is_inside(name, blocks)]
+    last = max((i for i, name in enumerate(order) if is_inside(name, blocks)), default=0)
+    after = [name for name in linear if order.index(name) > last]
+    # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
+    after = after if 4 * len(after) <= len(linear) else after[-1:]
+    heads = {
+        *_told(model, linear, layers),
+        *_tied(model, linear, layers),
+        *_of_vocabulary(model, outside, layers),
+        *after,
+    }
+    return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
+
+
+def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:
+    """Names of the heads that are neither one of ``blocks`` nor in one."""
+    return [head for head in find_heads(model) if not is_inside(head, blocks) and head not in blocks]
+
+
+def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Collection[str], what: str) -> None:
+    """Say so where blocks of another kind come after the last of ``blocks``, and would count as head."""
+    names = [name for name, _ in model.named_modules()]
+    last = max((i for i, name in enumerate(names) if name in blocks), default=0)
+    taken = {*blocks, *named}
+    left = [name for name in _blocks_of(model) if name not in taken and not is_inside(name, taken)]
+    beyond = [
+        name for name in left if names.index(name) > last and not any(one.startswith(f"{name}.") for one in blocks)
+    ]
+    if beyond:
+        listed = ", ".join(beyond[:3]) + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
+        why = f"{listed} come after the blocks that are named, and would count as head"
+        warn(explain(what, why, "Name these blocks too, or leave blocks= out"))
+
+
+def is_inside(name: str, blocks: Collection[str]) -> bool:
+    """Whether ``name`` is that of a part of one of ``blocks``."""
+    return any(name.startswith(f"{block}.") for block in blocks)
+
+
+def _blocks_of(model: nn.Module) -> list[str]:
+    try:
+        blocks = find_blocks(model)
+    except ValueError:
+        return []
+    return [name for name, block in blocks.items() if not is_linear(block)]
+
+
+def _told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
+    told = [base_of(head) for head in told_heads(model)]
+    return [name for name in linear if any(layers[name] is head for head in told)]
+
+
+def _tied(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
+    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    return [name for name in linear if id(layers[name].weight) in tables]
+
+
+def _of_vocabulary(model: nn.Module, outside: list[str], layers: dict[str, nn.Module]) -> list[str]:
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    vocabulary = max(tables, key=lambda table: table.num_embeddings, default=None)
+    if vocabulary is None or vocabulary.num_embeddings <= vocabulary.embedding_dim:  # a table of positions, say
+        return []
+    return [name for name in outside if getattr(layers[name], "out_features", 0) == vocabulary.num_embeddings]
+
+
+def base_of(module: nn.Module) -> nn.Module:
+    """The layer under an adapter, or the module itself."""
+    return cast(Any, module).get_base_layer() if _is_adapted(module) else module
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Qualified name → module, without what an adapter brought; an adapted layer is represented by its base."""
+    found: dict[str, nn.Module] = {}
+    inside = "\0"
+    for name, module in model.named_modules():
+        if not name or name.startswith(inside):
+            continue
+        if _is_adapted(module) or is_a(module, "BasePromptEncoder"):
+            inside = f"{name}."
+        if not is_a(module, "BasePromptEncoder"):
+            found[name] = base_of(module)
+    return found
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    return is_a(module, "BaseTunerLayer")
+
+
+def is_a(module: nn.Module, ancestor: str) -> bool:
+    """Asked by name, so that PEFT is not imported for models that never met it."""
+    return any(base.__name__ == ancestor for base in type(module).__mro__)
+
+
+def is_linear(layer: nn.Module) -> bool:
+    """``nn.Linear``, its quantised descendants, and GPT-2's transposed one; not those inside ``nn.MultiheadAttention``,
+    which computes with their weights and never calls them."""
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
