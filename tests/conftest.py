@@ -31,6 +31,30 @@ def _nothing_global_changed():
     assert after == before
 
 
+_cuda = torch.backends.cuda
+_MODES = (  # of a GPU: (what reads it, what sets it)
+    (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+)
+
+
+@pytest.fixture(autouse=True)
+def _modes_of_the_gpu_are_put_back(request):
+    """A test that fails with a mode switched on must not take the later ones with it."""
+    if "gpu" not in request.keywords:
+        yield
+        return
+    torch.cuda.synchronize()  # an error of the device belongs to the test before
+    before = [get() for get, _ in _MODES]
+    yield
+    for (_, put), mode in zip(_MODES, before, strict=True):
+        put(mode)
+
+
 @pytest.fixture(autouse=True)
 def _nothing_distributed_stays():
     """Lightning and DeepSpeed leave process groups, ranks and ports, which whatever is started later would believe."""

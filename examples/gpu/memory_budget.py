@@ -39,7 +39,7 @@ def train(size, batch, policy):
 
         def step():
             optimizer.zero_grad()
-            with torch.autocast("cuda", torch.bfloat16):
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):  # as in the Trainer
                 loss = module.loss(data)
             loss.backward()
             optimizer.step()

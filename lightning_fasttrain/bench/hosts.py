@@ -1,7 +1,6 @@
 """One rung's training run, in the two hosts that the ladder compares: ``L.Trainer`` and a bare loop."""
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -112,7 +111,7 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
         batches = data.prefetch_to_device(loader, device) if "DevicePrefetch" in names else loader
 
         def loss_of(batch: Any) -> Tensor:
-            with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
+            with torch.autocast(device.type, torch.bfloat16, enabled=bf16, cache_enabled=False):  # as in the Trainer
                 return module.loss(batch)
 
         for step, batch in enumerate(batches):

@@ -8,7 +8,8 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo
@@ -50,6 +51,7 @@ class DevicePrefetcher:
         self.inner = inner
         self.device = device
         self._pinned: bool | None = None
+        self._in_turn = False  # a copy begins when the device is done with the batches before
 
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
@@ -69,25 +71,28 @@ class DevicePrefetcher:
         state = self._state_now()
         if stream is None:
             return move_data_to_device(batch, self.device), None, None, state
-        self._check_pinned(batch)
-        with torch.cuda.stream(stream):
+        if self._in_turn:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream), _Copies(self.device) as copies:
             moved = move_data_to_device(batch, self.device)
             event = stream.record_event()
-        return moved, event, batch, state  # the host tensors must outlive the copy
+        self._check_pinned(copies)
+        return moved, event, (batch, copies.made), state  # the host tensors must outlive the copy
 
-    def _finish_copy(self, moved: Any, event: Any, source: Any, state: Any) -> Any:
+    def _finish_copy(self, moved: Any, event: Any, kept: Any, state: Any) -> Any:
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
-            for leaf in tree_leaves(moved):
-                if isinstance(leaf, Tensor):
-                    leaf.record_stream(current)  # memory of the side stream, used on this one
+            for tensor in kept[1]:  # memory of the side stream, used on this one
+                try:
+                    tensor.record_stream(current)
+                except NotImplementedError:  # sparse and nested tensors
+                    self._in_turn = True
         return self._handed_out(moved, state)
 
-    def _check_pinned(self, batch: Any) -> None:
+    def _check_pinned(self, copies: "_Copies") -> None:
         if self._pinned is None:
-            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
-            self._pinned = all(tensor.is_pinned() for tensor in tensors)
+            self._pinned = all(tensor.is_pinned() for tensor in copies.sources)
             if not self._pinned:
                 warn(
                     "DevicePrefetch: the batches are not in pinned memory, so the host waits for each copy and "
@@ -133,6 +138,31 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
     def load_state_dict(self, state: Any) -> None:
         self._state = None
         self.inner.load_state_dict(state)  # type: ignore[attr-defined]
+
+
+class _Copies(TorchDispatchMode):
+    """Sees what a transfer copies and makes.
+
+    Any object may say by its own ``to`` how it travels, so no walk over a batch finds all its tensors.
+
+    Attributes:
+        sources: tensors in host memory that were copied to the device.
+        made: tensors that were made on the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.device = device
+        self.sources: list[Tensor] = []
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device.type == self.device.type]
+        self.made += made
+        if made:
+            self.sources += [leaf for leaf in tree_iter(args) if isinstance(leaf, Tensor) and leaf.device.type == "cpu"]
+        return result
 
 
 class DevicePrefetch(Technique):

@@ -1,10 +1,12 @@
 """A step that is traced on the CPU, with the choices that torch makes on a GPU."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
@@ -34,10 +36,18 @@ class AsOnCuda(TorchFunctionMode):
         if func is F.dropout:
             return _fused_dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            return func(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
+            return _attention(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
         if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
         return func(*args, **kwargs)
+
+
+def _attention(query: Tensor, **settings: Any) -> Tensor:
+    """Of the fused kernels, only flash attention shares keys among heads, and it takes no float32."""
+    in_float32 = query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
+    whole = in_float32 and settings.get("enable_gqa", False)
+    with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
+        return F.scaled_dot_product_attention(query, **settings)
 
 
 def _fused_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

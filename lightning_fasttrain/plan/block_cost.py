@@ -76,7 +76,7 @@ def measure_block(
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own graph holds is a circle, which only a backward would free
 
     def run() -> Any:
         with forward.leaving_no_trace():

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
@@ -36,6 +37,7 @@ from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module,
 from lightning_fasttrain.plan.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.memory_report import MemoryReport, report
 from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
+from lightning_fasttrain.plan.unseen_on_cuda import CUDA_WORKSPACE
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
@@ -73,15 +75,15 @@ def predict_memory(
 
     Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.PeakMemory` would measure it.
     Not counted: what the process and CUDA's context take, fragmentation, and most of what kernels allocate for
-    themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in, and one cuBLAS workspace on CUDA; cuDNN's
-    are not. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
+    themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in; and on CUDA one cuBLAS workspace, sums
+    over rows, and attention; cuDNN's are not. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
 
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or a model that exists, which is left
             as it is, its memory uncopied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch, as the loader gives it; only shapes and types matter.
-        loss: (module, batch) → loss, in the place of ``training_step``.
-        optimizer: parameters → optimizer, in the place of ``configure_optimizers``.
+        loss: (module, batch) → loss, instead of ``training_step``.
+        optimizer: parameters → optimizer, instead of ``configure_optimizers``.
         techniques: those to be used, as the Trainer would get them.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
         device: whose allocator and kernels to assume, ``"cuda"`` or ``"cpu"``; none is touched.
@@ -107,15 +109,15 @@ def predict_memory(
 
     Source:
         Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.PeakMemory` on the CPU by
-        ``examples/memory_prediction.py``. What differs on CUDA follows PyTorch's documentation and sources; it has
-        not been held against a GPU yet.
+        ``examples/memory_prediction.py``. What differs on CUDA follows PyTorch's documentation and sources; a test
+        for machines with a GPU holds it against the caching allocator.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
     check_together(techniques)
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
     on_cuda = device == "cuda"
-    trace = AllocationTrace(GRANULE if on_cuda else 1, {} if on_cuda else CPU_WORKSPACE, KEPT)
+    trace = AllocationTrace(GRANULE if on_cuda else 1, CUDA_WORKSPACE if on_cuda else CPU_WORKSPACE, KEPT)
     _refuse_measured(techniques)
     surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in {**_LEFT_OUT, **_UNCOUNTED}]
     with isolate_rng(include_cuda=False), _explained(), ExitStack() as undo:
@@ -136,7 +138,8 @@ def predict_memory(
         if on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
-        forward = _forward(net, loss, plugin, AsOnCuda() if on_cuda else nullcontext())
+            undo.enter_context(AsOnCuda())  # for the backward too, which runs blocks once more
+        forward = _forward(net, loss, plugin)
         since = 0
         for _ in range(2):
             since = trace.now
@@ -184,7 +187,7 @@ def _step(
         output = forward(batch)
         optimizer.zero_grad()
         trace.phase = "backward"
-        loss_of(output).backward()
+        _backward(loss_of(output))
     else:
         output = None
         optimizer.zero_grad()
@@ -192,7 +195,7 @@ def _step(
             trace.phase = "forward"
             loss = loss_of(forward(part))
             trace.phase = "backward"
-            loss.backward()
+            _backward(loss)
             del loss
     trace.phase = "optimizer step"
     optimizer.step()
@@ -200,7 +203,13 @@ def _step(
         release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
 
-def _forward(net: nn.Module, loss: Loss | None, plugin: Precision, device: Any) -> Callable[[Any], Any]:
+def _backward(loss: Tensor) -> None:
+    """As ``loss.backward()``, which :class:`AsOnCuda` would take for one function and see nothing inside of it."""
+    root = torch.ones_like(loss)
+    _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _forward(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
     if loss is None and not isinstance(net, L.LightningModule):
         raise TypeError(
             explain(
@@ -211,7 +220,7 @@ def _forward(net: nn.Module, loss: Loss | None, plugin: Precision, device: Any) 
         )
 
     def step(batch: Any) -> Any:
-        with plugin.forward_context(), device:
+        with plugin.forward_context():
             if loss is not None:
                 return loss(net, batch)
             assert isinstance(net, L.LightningModule)

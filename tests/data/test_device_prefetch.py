@@ -1,11 +1,17 @@
 """Every batch once, in order, at the right resume position; overlap on CUDA."""
 
+import ctypes
+import dataclasses
+
 import pytest
 import torch
+from lightning.fabric.utilities import move_data_to_device
 from torch.utils.data import DataLoader
+from transformers import BatchEncoding
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import prefetch_to_device
+from lightning_fasttrain.data.device_prefetch import _Copies
 from tests.data.test_token_weighted_accumulation import StatefulLoader
 from tests.nets import TinyLM, fit, lm_batches, weights
 
@@ -123,7 +129,81 @@ def test_cuda_copy_overlaps_with_compute():
     assert not busy.query()  # handing out the second did not wait for the kernels
 
 
+@dataclasses.dataclass
+class Rows:
+    x: torch.Tensor
+
+
+class Graph:
+    """Like a batch of torch_geometric: it says itself how it travels, and nobody else can look inside."""
+
+    __slots__ = ("edges",)
+
+    def __init__(self, edges):
+        self.edges = edges
+
+    def to(self, device, non_blocking=False):
+        return Graph(self.edges.to(device, non_blocking=non_blocking))
+
+
+CONTAINERS = {
+    "list": (lambda x: [x], lambda batch: batch[0]),
+    "BatchEncoding": (lambda x: BatchEncoding({"x": x}), lambda batch: batch["x"]),
+    "dataclass": (Rows, lambda batch: batch.x),
+    "in a list": (lambda x: [Rows(x)], lambda batch: batch[0].x),
+    "own object": (Graph, lambda batch: batch.edges),
+}
+of_every_kind = pytest.mark.parametrize(("wrap", "tensor_in"), CONTAINERS.values(), ids=CONTAINERS)
+
+
+@of_every_kind
+def test_what_a_transfer_copies_and_makes_is_seen_in_any_container(wrap, tensor_in):
+    x = torch.zeros(4)
+    with _Copies(torch.device("meta")) as copies:
+        moved = move_data_to_device(wrap(x), torch.device("meta"))
+    assert copies.sources[0] is x
+    assert copies.made[0] is tensor_in(moved)
+
+
+@pytest.fixture
+def device_is_behind():
+    """Call it: from then on the device is busy, and no event is reached."""
+    stand_in = getattr(ctypes.CDLL(None), "fake_not_ready", None)  # where a driver only pretends, it is told to lag
+
+    def begin():
+        torch.cuda._sleep(2 * 10**9)
+        if stand_in is not None:
+            stand_in(1)
+
+    yield begin
+    if stand_in is not None:
+        stand_in(0)
+    torch.cuda.synchronize()
+
+
 @pytest.mark.gpu
-def test_unpinned_batches_are_said():
+@of_every_kind
+def test_memory_of_a_batch_that_is_still_read_is_not_given_to_a_later_one(device_is_behind, wrap, tensor_in):
+    batches = (wrap(torch.zeros(2**20).pin_memory()) for _ in range(4))
+    iterator = iter(prefetch_to_device(batches, "cuda"))
+    first = next(iterator)
+    address = tensor_in(first).data_ptr()
+    device_is_behind()
+    tensor_in(first).sum()  # a kernel that waits for its turn, as the batch is dropped
+    del first
+    later = [next(iterator), next(iterator)]  # the third batch was fetched when the first one was gone
+    assert address not in [tensor_in(batch).data_ptr() for batch in later]
+
+
+@pytest.mark.gpu
+def test_batches_that_no_stream_can_be_recorded_for_arrive_too():
+    batches = [torch.eye(3).to_sparse() * i for i in range(4)]
     with pytest.warns(ft.FastTrainWarning, match="not in pinned memory"):
-        list(prefetch_to_device([torch.zeros(4)], "cuda"))
+        assert len(list(prefetch_to_device(batches, "cuda"))) == 4
+
+
+@pytest.mark.gpu
+@of_every_kind
+def test_unpinned_batches_are_said(wrap, tensor_in):
+    with pytest.warns(ft.FastTrainWarning, match="not in pinned memory"):
+        list(prefetch_to_device([wrap(torch.zeros(4))], "cuda"))

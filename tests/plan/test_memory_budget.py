@@ -1,17 +1,21 @@
 """A limit in GiB is kept, predicted, and met at the least time, while the training stays the same bit for bit."""
 
 import copy
+import gc
 import itertools
+import weakref
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationCheckpointing, EveryBlock, MemoryBudget, PeakMemory
 from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.plan.block_cost import BlockCost, measure_block
 from lightning_fasttrain.plan.checkpoint_plan import GIB, make_plan
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
@@ -315,6 +319,21 @@ def test_fit_takes_what_the_machine_has():
     fit([ActivationCheckpointing(policy)])
     assert 2**26 < policy.plan.limit_bytes < 2**50
     assert {block.action for block in policy.plan.blocks} == {"kept"}
+
+
+def test_nothing_that_was_measured_stays_in_memory():
+    class Attention(nn.Module):
+        def forward(self, x):
+            out = F.scaled_dot_product_attention(x, x, x)
+            made.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    made, block = [], Attention()
+    x = torch.randn(2, 2, 8, 8, requires_grad=True)
+    measure_block(CheckpointedForward(block), ft.SelectiveOps().keeps, set(), (x,), {})
+    gc.collect()
+    assert made
+    assert all(storage() is None for storage in made)
 
 
 @pytest.mark.gpu

@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import threading
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import BatchEncoding
+from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import MemoryReport, PeakMemory, predict_memory
@@ -279,22 +280,31 @@ def test_quantised_it_is_the_peak_of_the_real_trainer():
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_within_ten_per_cent_on_a_gpu(precision, checkpointing):
-    specimen = zoo.gpt("tiny", batch=16)
+@pytest.mark.parametrize(
+    "model", [lambda: zoo.gpt("tiny", batch=16), lambda: zoo.resnet(width=64)], ids=["gpt", "conv"]
+)
+def test_within_five_per_cent_of_the_caching_allocator(model, precision, checkpointing):
+    specimen = model()
     techniques = [ft.ActivationCheckpointing()] if checkpointing else []
-    module = specimen.module().cuda()
-    batch = [tensor.cuda() for tensor in specimen.batch()]
-    ft.apply(module, techniques)
-    optimizer = module.configure_optimizers()
-    for _ in range(3):
-        with PeakMemory("cuda") as peak:
-            with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
-                loss = module.loss(batch)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    torch.backends.cuda.enable_cudnn_sdp(False)  # what cuDNN takes for itself is not predicted
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    before = torch.cuda.memory_allocated()
+    with torch.backends.cudnn.flags(enabled=False):
+        module = specimen.module().cuda()
+        batch = [tensor.cuda() for tensor in specimen.batch()]
+        ft.apply(module, techniques)
+        optimizer = module.configure_optimizers()
+        for _ in range(3):
+            with PeakMemory("cuda") as peak:
+                with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+                    loss = module.loss(batch)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                del loss
     report = predict_memory(specimen.module, batch, techniques=techniques, precision=precision, device="cuda")
-    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.10)
+    assert report.peak_bytes == pytest.approx(peak.peak_bytes - before, rel=0.05)
 
 
 # --- what it takes
@@ -472,6 +482,52 @@ def test_cuda_keeps_dropout_masks_of_one_byte():
     )
     loss = 4, 512
     assert (on_cpu, on_cuda) == (4 * MIB + loss[0], 1 * MIB + loss[1])
+
+
+@pytest.mark.parametrize(("rows", "columns", "mib"), [(4096, 2048, 64), (4096, 512, 16), (2048, 768, 12)])
+def test_cuda_sums_up_a_bias_gradient_in_memory_of_its_own(rows, columns, mib):
+    """Against what the caching allocator of torch 2.11 gave to this sum on 132 processors."""
+    report = of_chain(
+        lambda: nn.Linear(8, columns),
+        batch=(torch.zeros(rows, 8), torch.zeros(rows, columns)),
+        loss=lambda net, batch: (net(batch[0]) * batch[1]).sum(),
+        device="cuda",
+    )
+    assert report.op == "sum (workspace)"
+    held = report.at_peak["temporaries"] - 32 * MIB - rows * columns * 4  # cuBLAS's, and the layer's output's gradient
+    assert held == pytest.approx(mib * MIB, rel=0.02)
+
+
+@pytest.mark.parametrize("policy", [ft.EveryBlock(), ft.SelectiveOps()], ids=["every block", "selective"])
+def test_cuda_with_dropout_in_blocks_that_are_recomputed(policy):
+    hidden = 16 * 128 * 64 * 4  # bytes
+
+    def model():
+        return zoo.Supervised(GPT2LMHeadModel(config).train(), lambda net, tokens: net(tokens, labels=tokens).loss)
+
+    config = GPT2Config(n_layer=6, n_embd=64, n_head=2, vocab_size=64, n_positions=128, bos_token_id=0, eos_token_id=0)
+    batch = torch.zeros(16, 128, dtype=torch.long)
+    plain, recomputed = (
+        predict_memory(model, batch, techniques=techniques).peaks["activations"]
+        for techniques in ([], [ft.ActivationCheckpointing(policy)])
+    )
+    assert config.attn_pdrop > 0
+    assert plain - recomputed > 6 * 3 * hidden
+
+
+def test_cuda_keeps_the_table_where_heads_share_keys_in_float32():
+    def loss(net, x):
+        query, key = net(x).view(2, 4, 256, 64), net(x)[..., :128].reshape(2, 2, 256, 64)
+        return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).sum()
+
+    table = 2 * 4 * 256 * 256 * 4
+    in_float32, in_bf16 = (
+        of_chain(linear(256, 256), batch=torch.zeros(2, 256, 256), loss=loss, device="cuda", precision=precision).peaks[
+            "activations"
+        ]
+        for precision in ("32-true", "bf16-mixed")
+    )
+    assert in_bf16 < table < in_float32
 
 
 def test_cuda_keeps_no_table_of_an_attention_with_dropout():
