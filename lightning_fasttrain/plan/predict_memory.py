@@ -76,7 +76,8 @@ def predict_memory(
     Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.PeakMemory` would measure it.
     Not counted: what the process and CUDA's context take, fragmentation, and most of what kernels allocate for
     themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in; and on CUDA one cuBLAS workspace, sums
-    over rows, and attention; cuDNN's are not. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
+    over rows, and attention, but not cuDNN's. Code is run eagerly: for
+    :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
 
     Args:
         module: a function that builds the model, such as ``lambda: Net(...)``, or a model that exists, which is left
