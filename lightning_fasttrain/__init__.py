@@ -21,6 +21,7 @@ from lightning_fasttrain.data import (  # noqa: E402
     accumulate_window,
     count_next_tokens,
     count_targets,
+    find_count,
     prefetch_to_device,
     split_batch,
     split_until_it_fits,

@@ -3,6 +3,7 @@
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
 from lightning_fasttrain.data.count_targets import count_next_tokens, count_targets
 from lightning_fasttrain.data.device_prefetch import DevicePrefetch, prefetch_to_device
+from lightning_fasttrain.data.find_count import find_count
 from lightning_fasttrain.data.micro_batching import MicroBatching
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits

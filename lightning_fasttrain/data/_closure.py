@@ -23,8 +23,11 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
-from lightning_fasttrain.data.accumulate_gradients import loss_of, weigh
-from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data._split_trial import Stage, first_part, first_rows
+from lightning_fasttrain.data._step_parts import loss_of
+from lightning_fasttrain.data.accumulate_gradients import weigh
+from lightning_fasttrain.data.count_targets import CountTargets, count_targets, is_sum, weights_of
+from lightning_fasttrain.data.find_count import find_on, is_sharded
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
 
@@ -45,6 +48,7 @@ class BatchClosures:
         self.micro: MicroBatching | None = None
         self.window: TokenWeightedAccumulation | None = None
         self.logs = PartLogs()
+        self.counted: CountTargets | None = None  # what the first batch showed
         self._restore = patch(self.loop, "_make_closure", self)
 
     @classmethod
@@ -118,6 +122,12 @@ class BatchClosures:
                 )
             )
         batch, *rest = kwargs.values()
+        if self.counted is None:
+            self.counted = self._find_count(batch, rest)
+            for technique in self._techniques:
+                technique.found = self.counted
+        if self.window is not None:
+            self.window.take_reference(self.trainer, batch, self.counted or count_targets)
         if self.micro is None:
             return self._run_parts([batch], rest, optimizer)
         if not self.micro.adaptive:
@@ -129,22 +139,63 @@ class BatchClosures:
         )
         return result
 
+    def _find_count(self, batch: Any, rest: list[Any]) -> CountTargets | None:
+        """By what parts are weighed, found on this batch; None where it is one part of one sample, and weighs 1."""
+        split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
+        if split is not split_batch:
+            return self._find_on(batch, rest, lambda: first_part(batch, n, split))
+        size = batch_size(batch)
+        if size < 2 and self.window is None:
+            return None
+        return self._find_on(batch, rest, lambda: first_rows(batch, -(-size // n)))
+
+    def _find_on(self, batch: Any, rest: list[Any], samples: Any) -> CountTargets | None:
+        module, strategy = self.trainer.lightning_module, self.trainer.strategy
+        sharded = is_sharded(module)
+        # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
+        training_step = strategy.training_step if sharded else module.training_step
+        stage = Stage(
+            lambda rows: training_step(rows, *rest),
+            [module],
+            strategy.precision_plugin.train_step_context,
+            gradients=not sharded,
+            may_skip=True,
+        )
+        restore = patch(module, "log", lambda *args, **kwargs: None)
+        technique = self._counting
+        try:
+            return find_on(
+                stage, batch, samples, technique.count, check=technique.check, preferred=technique.found_before
+            )
+        finally:
+            restore()
+
+    @property
+    def _counting(self) -> "MicroBatching | TokenWeightedAccumulation":
+        """The technique whose ``count`` is used: one that is given serves both."""
+        given = [technique for technique in self._techniques if technique.count != "auto"]
+        return (given or self._techniques)[0]
+
+    @property
+    def _techniques(self) -> "list[MicroBatching | TokenWeightedAccumulation]":
+        return [technique for technique in (self.micro, self.window) if technique is not None]
+
     def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:
-        counts = [self.count(part) for part in parts]
-        total: Any = sum(counts)
-        outputs = self._forward_backward(parts, rest, counts, total, optimizer)
+        counts, total = weights_of(self.counted or count_targets, parts)
+        means = [batch_size(part) for part in parts] if is_sum(self.counted) else counts
+        outputs = self._forward_backward(parts, rest, counts, total, means, optimizer)
         if self.window is not None:
             held = [count for count, output in zip(counts, outputs, strict=True) if output is not None]
             self.window.add(sum(held), optimizer)
-        loss_and_extras = _combine(outputs, counts, total)
+        loss_and_extras = _combine(outputs, counts, total, means)
         return ClosureResult.from_training_step_output(loss_and_extras, self.trainer.accumulate_grad_batches)
 
     def _forward_backward(
-        self, parts: list[Any], rest: list[Any], counts: list[Any], total: Any, optimizer: Optimizer
+        self, parts: list[Any], rest: list[Any], counts: list[Any], total: Any, means: list[Any], optimizer: Optimizer
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
-        with self.logs.of_parts(trainer.lightning_module, counts):
+        with self.logs.of_parts(trainer.lightning_module, means):
             for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
                 inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
                 with strategy.block_backward_sync() if inner else nullcontext():
@@ -155,6 +206,8 @@ class BatchClosures:
                         outputs.append(None)
                         continue
                     loss = loss_of(output)
+                    if is_sum(self.counted):
+                        self.logs.note_sum(loss)
                     outputs.append(_detach(output))
                     if self.window is not None:
                         weighed = weigh(loss, count, self.window.reference)
@@ -164,13 +217,6 @@ class BatchClosures:
                     del output, loss, weighed  # their graph must be gone before the next part is run
         self._forget_missing(outputs, counts, total, optimizer)
         return outputs
-
-    @property
-    def count(self) -> Count:
-        for technique in (self.micro, self.window):
-            if technique is not None and technique.count is not count_targets:
-                return technique.count
-        return count_targets
 
     def _refuse_none(self) -> None:
         if self.trainer.world_size > 1:
@@ -184,7 +230,7 @@ class BatchClosures:
 
     def _forget_missing(self, outputs: list[Any], counts: list[Any], total: Any, optimizer: Optimizer) -> None:
         """A part whose step returned None was counted in ``total``: give its weight to the others."""
-        if self.window is not None or all(output is not None for output in outputs):
+        if self.window is not None or is_sum(self.counted) or all(output is not None for output in outputs):
             return
         held = sum(c for c, output in zip(counts, outputs, strict=True) if output is not None)
         if float(held) in (0.0, float(total)):  # waits for the device, in a case that is rare
@@ -234,13 +280,15 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], counts: list[Any], total: Any) -> Any:
-    """What the unsplit step would have returned: the mean loss, tensors with an axis joined, other means weighed."""
-    held = [(output, count) for output, count in zip(outputs, counts, strict=True) if output is not None]
+def _combine(outputs: list[Any], counts: list[Any], total: Any, means: list[Any]) -> Any:
+    """What the unsplit step would have returned: the loss, tensors with an axis joined, other means weighed."""
+    held = [(output, mean) for output, mean in zip(outputs, means, strict=True) if output is not None]
     if not held:
         return None
-    total = total if len(held) == len(outputs) else sum(count for _, count in held)
-    loss = sum(weigh(loss_of(output), count, total) for output, count in held)
+    missed = sum(count for output, count in zip(outputs, counts, strict=True) if output is None)
+    losses = [(output, count) for output, count in zip(outputs, counts, strict=True) if output is not None]
+    loss = sum(weigh(loss_of(output), count, total - missed) for output, count in losses)
+    total = sum(mean for _, mean in held)
     if not isinstance(held[0][0], dict):
         return loss
     extras: dict[str, Any] = {}

@@ -23,8 +23,18 @@ class PartLogs:
 
     def __init__(self) -> None:
         self.part = 0
+        self._sums: set[tuple[int, int]] = set()  # part, and where the values lie that are sums, not means
         # Those that are logged by step, learnt from the first batch; by id, as a Metric's hash follows its state.
         self._metrics: dict[int, Metric] = {}
+
+    def note_sum(self, loss: Tensor) -> None:
+        """This part's loss is a sum, and so is what is logged of it."""
+        self._sums.add((self.part, loss.data_ptr()))
+
+    def _reduction(self, seen: list[tuple[int, Any, dict[str, Any]]], reduce_fx: Any) -> str:
+        if all(isinstance(value, Tensor) and (part, value.data_ptr()) in self._sums for part, value, _ in seen):
+            return "sum"
+        return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
     @contextmanager
     def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[None]:
@@ -32,6 +42,7 @@ class PartLogs:
         if len(counts) == 1:
             yield
             return
+        self._sums.clear()
         calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -60,7 +71,8 @@ class PartLogs:
                     continue
                 if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
                     kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
-                pl_module.log(name, _combine(seen, counts, kwargs.get("reduce_fx", "mean")), **kwargs)
+                how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
+                pl_module.log(name, _combine(seen, counts, how), **kwargs)
             for key, state in earlier.items():
                 _put_back(self._metrics[key], state)
         finally:
@@ -109,9 +121,8 @@ def _put_back(metric: Metric, state: tuple[dict[str, Any], int]) -> None:
     metric._computed = None
 
 
-def _combine(seen: list[tuple[int, Any, dict[str, Any]]], counts: list[Any], reduce_fx: Any) -> Any:
+def _combine(seen: list[tuple[int, Any, dict[str, Any]]], counts: list[Any], how: str) -> Any:
     values = [value for _, value, _ in seen]
-    how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
     if how == "sum":
         return sum(values)
     if how in ("min", "max"):

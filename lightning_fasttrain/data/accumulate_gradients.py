@@ -1,6 +1,7 @@
 """The gradient of a whole batch, or of several batches, a part at a time and exact."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -9,7 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data._step_parts import key_of, loss_of
+from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, is_sum, named_count, weights_of
+from lightning_fasttrain.data.find_count import find_count
 from lightning_fasttrain.data.split_batch import split_batch
 
 Step = Callable[[Any], Any]
@@ -22,7 +25,8 @@ def accumulate_gradients(
     batch: Any,
     n: int,
     *,
-    count: Count = count_targets,
+    count: Count = "auto",
+    check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
 ) -> Tensor:
@@ -34,10 +38,16 @@ def accumulate_gradients(
     time, and dropout draws other masks than for the unsplit batch.
 
     Args:
-        step: a part of the batch → its mean loss, or a mapping with a ``"loss"``. Runs n times.
+        step: a part of the batch → its mean loss (or sum), or a mapping with a ``"loss"``. Runs n times, and some more
+            in the first call.
         batch: anything :func:`~lightning_fasttrain.split_batch` takes.
         n: number of parts.
-        count: batch → the number of terms its mean loss averages over, or the sum of their weights.
+        count: what c_i is. ``"auto"`` finds it in the first call with this step, by comparing gradients: see
+            :func:`~lightning_fasttrain.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``, ``"sum"``
+            (the parts' losses are added), or a function: batch → the number of terms its mean loss averages over, or
+            the sum of their weights.
+        check: refuse, in the first call, a loss that cannot be split by ``count``. False goes on, and says with
+            ``"auto"`` how far off it is.
         backward: ``fabric.backward`` under Fabric.
         no_sync: a context in which gradients are not synchronised, entered for all parts but the last, forward
             and backward; ``lambda: fabric.no_backward_sync(model)`` under Fabric, ``ddp.no_sync`` for plain DDP.
@@ -46,11 +56,11 @@ def accumulate_gradients(
         The mean loss of the whole batch: a detached 0-dimensional tensor, not waited for.
 
     Raises:
-        ValueError: the batch cannot be split, or the loss is not one number.
+        ValueError: the batch cannot be split, the loss is not one number, or it cannot be split exactly.
 
     Example:
         >>> import torch
-        >>> net, data = torch.nn.Linear(3, 1), torch.ones(6, 3)
+        >>> net, data = torch.nn.Linear(3, 1), torch.randn(6, 3)
         >>> loss = accumulate_gradients(lambda x: net(x).pow(2).mean(), data, n=4)
         >>> whole = torch.autograd.grad(net(data).pow(2).mean(), net.weight)[0]
         >>> torch.allclose(net.weight.grad, whole)
@@ -60,7 +70,9 @@ def accumulate_gradients(
         The weighting is that of Hugging Face transformers (pull request 34191) and torchtitan's
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
-    return _accumulate(step, split_batch(batch, n), count, backward, no_sync, ranks=1)
+    parts = split_batch(batch, n)
+    counted = _counted(step, batch, n, count, check, no_sync, len(parts))
+    return _accumulate(step, parts, counted, backward, no_sync, ranks=1)
 
 
 def accumulate_window(
@@ -68,7 +80,8 @@ def accumulate_window(
     batches: Iterable[Any],
     n: int = 1,
     *,
-    count: Count = count_targets,
+    count: Count = "auto",
+    check: bool = True,
     backward: Backward = torch.Tensor.backward,
     no_sync: NoSync = nullcontext,
 ) -> Tensor:
@@ -82,6 +95,7 @@ def accumulate_window(
         batches: the batches of one optimizer step.
         n: parts that each batch is split into.
         count: as for :func:`accumulate_gradients`.
+        check: as for :func:`accumulate_gradients`.
         backward: as for :func:`accumulate_gradients`.
         no_sync: as for :func:`accumulate_gradients`; entered for all parts of all batches but the very last.
 
@@ -96,19 +110,37 @@ def accumulate_window(
         >>> torch.allclose(net.weight.grad, whole)
         True
     """
-    parts = [part for batch in batches for part in split_batch(batch, n)]
+    held = list(batches)
+    parts = [part for batch in held for part in split_batch(batch, n)]
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    return _accumulate(step, parts, count, backward, no_sync, ranks)
+    counted = _counted(step, held[0], n, count, check, no_sync, len(parts) * ranks)
+    return _accumulate(step, parts, counted, backward, no_sync, ranks)
+
+
+_found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: what the first call found
+_MOST_FOUND = 64
+
+
+def _counted(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, parts: int) -> CountTargets:
+    """What the parts are weighed by, found in the first call with more than one: a single part weighs 1."""
+    count = named_count(count)
+    if callable(count) and not check:
+        return count
+    key = key_of(step, count)
+    if key not in _found and parts > 1:
+        _found[key] = find_count(step, batch, n, count=count, check=check, no_sync=no_sync)
+        if len(_found) > _MOST_FOUND:
+            _found.popitem(last=False)
+    return _found.get(key, count if callable(count) else CountRule("sum"))
 
 
 def _accumulate(
-    step: Step, parts: Sequence[Any], count: Count, backward: Backward, no_sync: NoSync, ranks: int
+    step: Step, parts: Sequence[Any], count: CountTargets, backward: Backward, no_sync: NoSync, ranks: int
 ) -> Tensor:
-    counts = [count(part) for part in parts]
-    total: Any = sum(counts)
-    if ranks > 1:
+    counts, total = weights_of(count, parts)
+    if ranks > 1 and not is_sum(count):
         device = counts[0].device if isinstance(counts[0], Tensor) else _any_device(parts[0])
         total = torch.as_tensor(total, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         dist.all_reduce(total)
@@ -134,37 +166,6 @@ def weigh(loss: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
     )
     t = torch.where(t > 0, t, torch.ones_like(t))  # nothing is divided by 0, nor is a total below 1 mistaken for 1
     return torch.where(c > 0, loss * (c / t), torch.zeros_like(c))
-
-
-def loss_of(output: Any) -> Tensor:
-    """The loss in what a step returned: a tensor, or a mapping or object with a ``loss``.
-
-    Raises:
-        TypeError: there is none.
-        ValueError: it is not one number.
-    """
-    loss = output
-    if isinstance(output, Mapping):
-        loss = output.get("loss")
-    elif not isinstance(output, Tensor):
-        loss = getattr(output, "loss", None)
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            explain(
-                f"the step returned {type(output).__name__}",
-                "micro-batches are summed by their mean loss, and there is no loss tensor in it",
-                "Return the loss, or a dict with a 'loss'",
-            )
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            explain(
-                f"the step returned a loss of shape {tuple(loss.shape)}",
-                "micro-batches are weighed by their mean loss, which is one number",
-                "Return loss.mean()",
-            )
-        )
-    return loss.reshape(())
 
 
 def _any_device(part: Any) -> torch.device:

@@ -1,19 +1,108 @@
-"""How many terms the mean loss of a batch averages over: what makes parts of a batch add up exactly."""
+"""How many terms the loss of a batch averages over: what makes parts of a batch add up exactly."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
 from torch import Tensor
 
 from lightning_fasttrain._labels import find_labels
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain.data.split_batch import batch_size
 
-Count = Callable[[Any], Tensor | float]
+CountTargets = Callable[[Any], Tensor | float]
+CountName = Literal["auto", "targets", "next_tokens", "samples", "sum"]
+Count = CountTargets | CountName
+NAMES = ("targets", "next_tokens", "samples", "sum")
+
+
+@dataclass(frozen=True)
+class CountRule:
+    """A way to weigh the parts of a batch; call it with one for its weight.
+
+    Attributes:
+        name: ``"targets"``: entries of the labels; ``"next_tokens"``: the same, but the first of each row predicts
+            nothing; ``"samples"``; or ``"sum"``: the loss is a sum already, so its parts are added as they are.
+        ignore_index: the label that the loss leaves out.
+
+    Example:
+        >>> import torch
+        >>> CountRule("targets", ignore_index=0)({"labels": torch.tensor([[1, 2, 0], [3, 0, 0]])})
+        tensor(3)
+    """
+
+    name: str
+    ignore_index: int = -100
+
+    def __call__(self, batch: Any) -> Tensor | int:
+        if self.name == "sum":
+            return 1
+        if self.name == "samples":
+            return batch_size(batch)
+        labels = find_labels(batch)[1]
+        if labels is None or (self.name == "next_tokens" and labels.ndim < 2):
+            shape = "" if self.name == "targets" else " of shape (B, T)"
+            raise ValueError(
+                explain(
+                    f"count={self.name!r}",
+                    f"the batch has no integer labels{shape} to count",
+                    "Use count='samples', or a count= function of your own",
+                )
+            )
+        labels = labels[..., 1:] if self.name == "next_tokens" else labels
+        return (labels != self.ignore_index).sum()
+
+    def __str__(self) -> str:
+        return {
+            "targets": f"the entries of the labels other than {self.ignore_index}",
+            "next_tokens": f"the labels other than {self.ignore_index}, without the first of each row",
+            "samples": "the samples",
+            "sum": "nothing: the loss is a sum, and its parts are added",
+        }[self.name]
+
+
+def named_count(count: Any) -> Count:
+    """``count`` as it is used: a rule for a name, and ``"auto"`` or a function as it is.
+
+    Raises:
+        TypeError: neither a name nor a function.
+        ValueError: an unknown name.
+    """
+    if callable(count):
+        return cast(CountTargets, count)
+    if count == "auto":
+        return "auto"
+    if not isinstance(count, str):
+        raise TypeError(explain(f"count={count!r}", "it is called with a batch", "Give a name or a function"))
+    if count not in NAMES:
+        words = ", ".join(map(repr, ("auto", *NAMES)))
+        raise ValueError(explain(f"count={count!r}", "there is no such rule", f"Use one of {words}, or a function"))
+    return CountRule(count)
+
+
+def rule_state(count: CountTargets | None) -> dict[str, Any]:
+    """What a checkpoint keeps of a rule that was found; of a user's function, nothing."""
+    return {"count": count.name, "ignore_index": count.ignore_index} if isinstance(count, CountRule) else {}
+
+
+def rule_in(state: dict[str, Any]) -> CountRule | None:
+    """The rule that :func:`rule_state` wrote, if there is one."""
+    return CountRule(state["count"], int(state["ignore_index"])) if state.get("count") in NAMES else None
+
+
+def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Any], Any]:
+    """The count of each part, and the total that the sum of count · loss is divided by."""
+    counts = [count(part) for part in parts]
+    return counts, 1 if is_sum(count) else sum(counts)
+
+
+def is_sum(count: Any) -> bool:
+    """Whether the loss is a sum rather than a mean, so that nothing is divided."""
+    return isinstance(count, CountRule) and count.name == "sum"
 
 
 def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
-    """Count the targets that a mean loss averages over, by the suite's default rule.
+    """Count the targets that a mean loss averages over, where a batch has its labels.
 
     1. A mapping or dataclass with integer ``labels`` or ``targets``: the entries other than ``ignore_index``.
     2. A tuple or list: the same of its last integer tensor (or of the mapping in it that has labels).
@@ -43,7 +132,7 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
         note_once("micro-batches are weighed by their number of samples (the batch has no integer labels)")
         return batch_size(batch)
     note_once(f"micro-batches are weighed by the entries of {where} other than {ignore_index}")
-    return (labels != ignore_index).sum()
+    return CountRule("targets", ignore_index)(batch)
 
 
 def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
@@ -58,11 +147,6 @@ def count_next_tokens(batch: Any, ignore_index: int = -100) -> Tensor | int:
         >>> count_next_tokens({"labels": torch.tensor([[1, 2, -100], [3, -100, -100]])})
         tensor(1)
     """
-    where, labels = find_labels(batch)
-    if labels is None or labels.ndim < 2:
-        raise ValueError(
-            "count_next_tokens: the batch has no integer labels of shape (B, T), so there are no next tokens. "
-            "Use count_targets, or a count= function of your own."
-        )
-    note_once(f"micro-batches are weighed by the next-token entries of {where} other than {ignore_index}")
-    return (labels[..., 1:] != ignore_index).sum()
+    counted = CountRule("next_tokens", ignore_index)(batch)
+    note_once(f"micro-batches are weighed by the next-token entries of the labels other than {ignore_index}")
+    return counted

@@ -11,14 +11,14 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data._closure import BatchClosures
-from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, rule_in, rule_state
 from lightning_fasttrain.data.split_batch import split_batch
 
 
 class MicroBatching(Technique):
     """Run each batch as ``n`` micro-batches inside one step; everything else stays as it is.
 
-    ``training_step`` is called once a micro-batch and returns its mean loss, as always. Batch size, ``batch_idx``,
+    ``training_step`` is called once a micro-batch and returns its loss, as always. Batch size, ``batch_idx``,
     ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step;
     ``accumulate_grad_batches`` goes on top of it, and under DDP gradients are synchronised once a step.
     ``on_before_backward`` and ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits
@@ -30,9 +30,11 @@ class MicroBatching(Technique):
         n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
             one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
             :func:`~lightning_fasttrain.split_until_it_fits`. The number found is kept, also in checkpoints.
-        count: batch → how many terms its mean loss averages over; the default is
-            :func:`~lightning_fasttrain.count_targets`.
+        count: by what the parts are weighed, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"`` finds
+            it on the first batch, and logs it in one line.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.split_batch` refuses.
+        check: stop on the first batch if ``count`` does not split the loss exactly; see
+            :func:`~lightning_fasttrain.find_count`.
 
     Raises:
         TypeError: n is not a whole number.
@@ -54,16 +56,19 @@ class MicroBatching(Technique):
     def __init__(
         self,
         n: int | Literal["auto"],
-        count: Count = count_targets,
-        split: Callable[[Any, int], list[Any]] = split_batch,
+        count: Count = "auto",
+        split: Callable[[Any, int], list[Any]] | None = None,
+        check: bool = True,
     ) -> None:
         self.adaptive = n == "auto"
         self.n = 1 if self.adaptive else positive_int("n", n)
-        for name, function in (("count", count), ("split", split)):
-            if not callable(function):
-                raise TypeError(explain(f"{name}={function!r}", "it is called with a batch", "Give a function"))
-        self.count = count
-        self.split = split
+        if split is not None and not callable(split):
+            raise TypeError(explain(f"split={split!r}", "it is called with a batch", "Give a function"))
+        self.count: Count = named_count(count)
+        self.split = split or split_batch
+        self.check = check
+        self.found: CountTargets | None = None
+        self.found_before: CountRule | None = None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -81,11 +86,13 @@ class MicroBatching(Technique):
             )
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: the number that was found is worth keeping."""
-        if self.adaptive:
-            checkpoint["MicroBatching"] = {"n": self.n}
+        """Hook: what was found is worth keeping."""
+        state = {"n": self.n} if self.adaptive else {}
+        checkpoint["MicroBatching"] = {**state, **rule_state(self.found)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: begin with the number found before."""
-        if self.adaptive and "MicroBatching" in checkpoint:
-            self.n = positive_int("n", checkpoint["MicroBatching"]["n"])
+        """Hook: begin with what was found before."""
+        state = checkpoint.get("MicroBatching", {})
+        if self.adaptive and "n" in state:
+            self.n = positive_int("n", state["n"])
+        self.found_before = rule_in(state)

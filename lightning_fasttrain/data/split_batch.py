@@ -45,6 +45,17 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     return [_rows(batch, start, stop, size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
 
 
+def take_rows(batch: Any, start: int, stop: int) -> Any:
+    """Samples ``start`` to ``stop`` of ``batch``, by the rule of :func:`split_batch`.
+
+    Example:
+        >>> import torch
+        >>> take_rows((torch.arange(5), "train"), 1, 3)
+        (tensor([1, 2]), 'train')
+    """
+    return _rows(batch, start, stop, batch_size(batch))
+
+
 def batch_size(batch: Any) -> int:
     """Number of samples in ``batch``, by the rule of :func:`split_batch`.
 

@@ -2,14 +2,13 @@
 
 import gc
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torchmetrics import Metric
 
 from lightning_fasttrain._messages import say
-from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain.data._put_back import remember, remember_gradients
 
 Result = TypeVar("Result")
 
@@ -17,9 +16,10 @@ Result = TypeVar("Result")
 def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: int, most: int) -> tuple[Result, int]:
     """Run ``attempt(n)``; each time it runs out of memory, put everything back and run it with twice as many parts.
 
-    Put back are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics and its
-    gradients, so the result is that of a run which had the larger ``n`` from the start. Gradients that are there
-    beforehand, within an accumulation window, are copied for it. What the attempt does elsewhere is not undone.
+    Put back are the random states (torch, CUDA, Python, NumPy), the model's buffers (BatchNorm), its metrics, the plain
+    values and lists among its attributes, and its gradients, so the result is that of a run which had the larger ``n``
+    from the start. Gradients that are there beforehand, within an accumulation window, are copied for it. What the
+    attempt does elsewhere is not undone.
 
     Args:
         attempt: runs forward and backward of one batch in the given number of parts.
@@ -44,7 +44,7 @@ def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: i
     Source:
         Composer's ``device_train_microbatch_size='auto'`` halves likewise; it puts back nothing but gradients.
     """
-    put_back = _remember(model)
+    put_back, put_back_gradients = remember([model]), remember_gradients(model)
     while True:
         try:
             return attempt(n), n
@@ -57,33 +57,8 @@ def split_until_it_fits(attempt: Callable[[int], Result], model: nn.Module, n: i
                 raise
         # Outside the handler: the error's traceback holds the activations of the failed attempt.
         put_back()
+        put_back_gradients()
         gc.collect()
         torch.cuda.empty_cache()
         say("Out of memory with %d micro-batches: the same batch again with %d", n, min(2 * n, most))
         n = min(2 * n, most)
-
-
-def _remember(model: nn.Module) -> Callable[[], None]:
-    generators = random_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    grads = [(p, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
-    metrics = [(m, m._copy_state_dict(), m._update_count) for m in model.modules() if isinstance(m, Metric)]
-
-    def put_back() -> None:
-        set_random_state(generators)
-        with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
-            for parameter, before in grads:
-                parameter.grad = None if before is None else before.clone()
-        for metric, state, updates in metrics:
-            for name, value in state.items():
-                setattr(metric, name, _copied(value))
-            metric._update_count = updates
-            metric._computed = None
-
-    return put_back
-
-
-def _copied(value: Any) -> Any:
-    return list(value) if isinstance(value, list) else value.clone()

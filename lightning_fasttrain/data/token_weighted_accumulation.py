@@ -14,7 +14,15 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique, patch
 from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
-from lightning_fasttrain.data.count_targets import Count, count_targets
+from lightning_fasttrain.data.count_targets import (
+    Count,
+    CountRule,
+    CountTargets,
+    is_sum,
+    named_count,
+    rule_in,
+    rule_state,
+)
 
 
 class TokenWeightedAccumulation(Technique):
@@ -31,6 +39,7 @@ class TokenWeightedAccumulation(Technique):
         factor: batches a window; or a schedule, ``{0: 1, 4: 8}``: from epoch (or optimizer step) 4 on, 8.
         by: what the keys of a schedule are, ``"epoch"`` or ``"step"``. A new factor holds from the next window on.
         count: as for :class:`~lightning_fasttrain.MicroBatching`; one given there serves both.
+        check: as for :class:`~lightning_fasttrain.MicroBatching`.
 
     Raises:
         TypeError, ValueError: a factor that is not a whole number of at least 1, or a schedule without key 0;
@@ -53,7 +62,8 @@ class TokenWeightedAccumulation(Technique):
         self,
         factor: int | Mapping[int, int],
         by: Literal["epoch", "step"] = "epoch",
-        count: Count = count_targets,
+        count: Count = "auto",
+        check: bool = True,
     ) -> None:
         schedule = dict(factor) if isinstance(factor, Mapping) else {0: factor}
         if 0 not in schedule:
@@ -64,9 +74,10 @@ class TokenWeightedAccumulation(Technique):
             positive_int("factor", value)
         self.schedule = dict(sorted(schedule.items()))
         self.by = one_of("by", by, ("epoch", "step"))
-        if not callable(count):
-            raise TypeError(explain(f"count={count!r}", "it is called with a batch", "Give a function"))
-        self.count = count
+        self.count: Count = named_count(count)
+        self.check = check
+        self.found: CountTargets | None = None
+        self.found_before: CountRule | None = None
         self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None
@@ -154,13 +165,13 @@ class TokenWeightedAccumulation(Technique):
         if self._batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
-        if self.reference is None:
-            self.reference = self._mean_over_ranks(trainer, batch)
 
-    def _mean_over_ranks(self, trainer: L.Trainer, batch: Any) -> float:
-        closures = vars(trainer.fit_loop.epoch_loop.automatic_optimization)["_make_closure"]
-        count = torch.as_tensor(closures.count(batch), dtype=torch.float32, device=trainer.strategy.root_device)
-        return max(1.0, float(trainer.strategy.reduce(count, reduce_op="mean")))  # waits for the device, once a run
+    def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None:
+        """Called by the closure before each batch; the first of a run gives the size of sums."""
+        if self.reference is None:
+            here = torch.as_tensor(count(batch), dtype=torch.float32, device=trainer.strategy.root_device)
+            mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # waits for the device, once a run
+            self.reference = max(1.0, mean)
 
     def add(self, targets: Any, optimizer: Optimizer) -> None:
         """Called by the closure after each batch: count it, and finish the gradient if the window is full."""
@@ -169,7 +180,9 @@ class TokenWeightedAccumulation(Technique):
         self._batches += 1
         if self._should_accumulate():
             return
-        if self._trainer.world_size > 1:  # DDP's gradients are means over ranks, so the mean of the counts divides
+        if is_sum(self.found):
+            self._targets = 1 / self._trainer.world_size  # of the mean over ranks, the sum
+        elif self._trainer.world_size > 1:  # DDP's gradients are means over ranks, so the mean of the counts divides
             strategy = self._trainer.strategy
             targets = torch.as_tensor(self._targets, dtype=torch.float32, device=strategy.root_device)
             self._targets = strategy.reduce(targets, reduce_op="mean")
@@ -187,7 +200,12 @@ class TokenWeightedAccumulation(Technique):
 
         # Where a strategy holds the gradient in pieces it is not saved: after a resume the window begins anew.
         batches = 0 if own_scaling(trainer.strategy) else self._batches
-        state = {"reference": self.reference, "batches": batches, "factor": self._factor}
+        state = {
+            "reference": self.reference,
+            "batches": batches,
+            "factor": self._factor,
+            **rule_state(self.found),
+        }
         if batches > 0:
             state["targets"] = mean(self._targets)
             state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}
@@ -196,6 +214,7 @@ class TokenWeightedAccumulation(Technique):
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: the gradients follow in ``on_train_start``, when the model is on its device."""
         self._restored = checkpoint.get("TokenWeightedAccumulation")
+        self.found_before = rule_in(self._restored or {})
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: after Lightning's own ``zero_grad`` at the start of a run."""

@@ -48,7 +48,7 @@ def test_equals_the_full_batch(seed, n, dtype, tolerance):
 def test_negative_control_plain_averaging_is_far_off():
     net, batch = TinyLM(), random_batch(1)
     expected, _ = gradient_of_whole(net, batch)
-    accumulate_gradients(net.loss, batch, 2, count=lambda part: 1)
+    accumulate_gradients(net.loss, batch, 2, count=lambda part: 1, check=False)
     assert largest_difference(expected, gradients(net)) > 1e-2
 
 

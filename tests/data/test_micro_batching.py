@@ -56,7 +56,7 @@ def test_bf16_mixed_is_no_further_from_the_truth_than_the_plain_run():
 
 def test_negative_control_the_same_run_with_a_wrong_count_differs():
     expected, _, _ = steps()
-    seen, _, _ = steps([ft.MicroBatching(2, count=lambda part: 1)])
+    seen, _, _ = steps([ft.MicroBatching(2, count=lambda part: 1, check=False)])
     assert max(map(largest_difference, expected, seen)) > 1e-2
 
 
@@ -120,7 +120,8 @@ def test_the_graph_of_a_part_is_gone_before_the_next():
         refs: list = []
 
     fit(Net(), lm_batches(1), [ft.MicroBatching(3)])
-    assert alive == [0, 0, 0]
+    assert len(alive) > 3  # what is tried on the first batch, and the three parts
+    assert not any(alive)
 
 
 def test_a_schedule_by_step_moves_once_a_batch():

@@ -1,0 +1,99 @@
+"""What a step function is made of: its loss, the models that it uses, and whether it is the one of last time."""
+
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+
+_LIBRARIES = ("torch.", "lightning.")  # they do the same in every run
+
+
+def loss_of(output: Any) -> Tensor:
+    """The loss in what a step returned: a tensor, or a mapping or object with a ``loss``.
+
+    Raises:
+        TypeError: there is none.
+        ValueError: it is not one number.
+    """
+    loss = output
+    if isinstance(output, Mapping):
+        loss = output.get("loss")
+    elif not isinstance(output, Tensor):
+        loss = getattr(output, "loss", None)
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            explain(
+                f"the step returned {type(output).__name__}",
+                "micro-batches are summed by their mean loss, and there is no loss tensor in it",
+                "Return the loss, or a dict with a 'loss'",
+            )
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            explain(
+                f"the step returned a loss of shape {tuple(loss.shape)}",
+                "micro-batches are weighed by their mean loss, which is one number",
+                "Return loss.mean()",
+            )
+        )
+    return loss.reshape(())
+
+
+def models_of(step: Any) -> list[nn.Module]:
+    """The modules that a step function reaches directly: itself, what it is bound to, closes over, or names.
+
+    Example:
+        >>> net = nn.Linear(1, 1)
+        >>> models_of(lambda batch: net(batch)) == [net]
+        True
+    """
+    return [thing for thing in _reached(step) if isinstance(thing, nn.Module)]
+
+
+def key_of(*functions: Any) -> tuple[Any, ...]:
+    """Equal for functions that do the same: the same code with the same models and helpers.
+
+    A function that is made again in every turn of a loop is a new object each time, but its code is not. The key holds
+    nothing alive.
+    """
+    things = [thing for function in functions for thing in _reached(function)]
+    return tuple(_reference(thing.__code__ if isinstance(thing, types.FunctionType) else thing) for thing in things)
+
+
+def _reference(thing: Any) -> Any:
+    try:
+        return weakref.ref(thing)
+    except TypeError:  # a string, say
+        return thing
+
+
+def _reached(thing: Any, depth: int = 3) -> Iterator[Any]:
+    """The functions and models that ``thing`` works with, itself first."""
+    if isinstance(thing, functools.partial):
+        yield from _each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
+    elif isinstance(thing, types.MethodType):
+        yield from _each(thing.__func__, thing.__self__, depth=depth)
+    else:
+        yield thing
+    if isinstance(thing, types.FunctionType) and depth > 0 and not thing.__module__.startswith(_LIBRARIES):
+        closed_over = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
+        named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
+        yield from _each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
+
+
+def _each(*things: Any, depth: int) -> Iterator[Any]:
+    for thing in things:
+        if callable(thing) and not isinstance(thing, type):
+            yield from _reached(thing, depth - 1)
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not None
+    except ValueError:  # a variable that has no value yet
+        return False

@@ -1,0 +1,170 @@
+"""A step as a function of its batch alone: no dropout, the same random numbers for the same rows, float32.
+
+Two runs of a step on the same samples, whole and in pieces, can only be compared if nothing but the split differs.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+_DROPOUTS = {
+    F.dropout,
+    F.dropout1d,
+    F.dropout2d,
+    F.dropout3d,
+    F.alpha_dropout,
+    F.feature_alpha_dropout,
+    torch.dropout,
+    torch.feature_dropout,
+    torch.alpha_dropout,
+    torch.feature_alpha_dropout,
+}
+_RECURRENT = {torch._VF.lstm, torch._VF.gru, torch._VF.rnn_tanh, torch._VF.rnn_relu}  # type: ignore[attr-defined]
+_DRAWS = {
+    torch.rand,
+    torch.randn,
+    torch.randint,
+    torch.rand_like,
+    torch.randn_like,
+    torch.randint_like,
+    torch.bernoulli,
+    torch.normal,
+}
+_DRAWS_IN_PLACE = {
+    Tensor.bernoulli_,
+    Tensor.uniform_,
+    Tensor.normal_,
+    Tensor.random_,
+    Tensor.exponential_,
+}
+_MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
+
+
+@dataclass(frozen=True)
+class SeenLoss:
+    """What a step gave to ``cross_entropy`` or ``nll_loss``."""
+
+    target: Tensor
+    ignore_index: int
+    reduction: str
+    weighted: bool
+    value: Tensor
+
+    @property
+    def is_plain_mean(self) -> bool:
+        """Whether it is a mean over the targets in which each counts the same."""
+        return self.reduction == "mean" and not self.weighted
+
+
+class TrialMode(TorchFunctionMode):
+    """Runs a step with what is random, or mixes samples, taken out of it, and notes which losses it computes.
+
+    Dropout does nothing, BatchNorm takes no statistics (it is told apart elsewhere), and a random draw of a piece
+    is the rows that the whole draw had for these samples.
+
+    Args:
+        in_float32: switch autocast off around every operation, so that rounding does not hide a difference.
+    """
+
+    def __init__(self, in_float32: bool = True) -> None:
+        super().__init__()
+        self.in_float32 = in_float32
+        self.losses: list[SeenLoss] = []
+        self.autocast = False  # seen, and left on
+        self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
+        self._draws: list[Tensor] = []
+        self._drawn = 0
+        self._rows: slice | None = None
+        self._size = 1
+
+    def begin(self, rows: slice | None, size: int) -> None:
+        """The next run is of all ``size`` samples (None), or of these rows of them."""
+        self._rows, self._size, self._drawn = rows, size, 0
+        self.losses = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        device = _autocast_device()
+        if device is None:
+            return self._call(func, args, kwargs)
+        if not self.in_float32:
+            self.autocast = True
+            return self._call(func, args, kwargs)
+        with torch.autocast(device, enabled=False):
+            return self._call(func, args, kwargs)
+
+    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in _DROPOUTS:
+            return args[0] if args else kwargs["input"]
+        if func in _RECURRENT:
+            args = [0.0 if type(value) is float else value for value in args]  # the one float is dropout's
+        if func is F.scaled_dot_product_attention:
+            args, kwargs = _without_dropout(4, args, kwargs)
+        if func is F.multi_head_attention_forward:
+            args, kwargs = _without_dropout(_MHA_DROPOUT, args, kwargs)
+        if func is F.batch_norm:
+            return _without_statistics(args, kwargs)
+        if func in _DRAWS or func in _DRAWS_IN_PLACE:
+            return self._draw(func, args, kwargs)
+        if func is F.cross_entropy or func is F.nll_loss:
+            return self._note_loss(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _note_loss(self, func: Any, args: Any, kwargs: Any) -> Any:
+        given = inspect.signature(func).bind(*args, **kwargs)
+        given.apply_defaults()
+        value = func(*args, **kwargs)
+        target, named = given.arguments["target"], given.arguments
+        if isinstance(value, Tensor) and not target.is_floating_point():  # floats are probabilities of classes
+            weighted = named["weight"] is not None
+            self.losses.append(
+                SeenLoss(target.detach(), named["ignore_index"], named["reduction"], weighted, value.detach())
+            )
+        return value
+
+    def _draw(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        if torch._C._current_graph_task_id() != -1:  # in the backward: a recomputed forward
+            self.redrawn = True
+            return func(*args, **kwargs)
+        drawn = func(*args, **kwargs)
+        if self._rows is None:
+            self._draws.append(drawn.detach().clone())
+            return drawn
+        if self._drawn >= len(self._draws):
+            return drawn
+        whole = self._draws[self._drawn]
+        self._drawn += 1
+        rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
+        return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
+
+
+def _autocast_device() -> str | None:
+    """The kind of device for which autocast is on."""
+    return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+
+
+def _without_dropout(place: int, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments with ``dropout_p`` zero; ``place`` is where it stands if it has no name."""
+    if len(args) > place:
+        return (*args[:place], 0.0, *args[place + 1 :]), kwargs
+    return args, {**kwargs, "dropout_p": 0.0}
+
+
+def _without_statistics(args: Any, kwargs: Any) -> Tensor:
+    """``batch_norm`` as in evaluation, with a mean of 0 and a variance of 1."""
+    given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
+    x: Tensor = given["input"]
+    zeros, ones = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+    return F.batch_norm(x, zeros, ones, given.get("weight"), given.get("bias"), training=False)
+
+
+def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:
+    """The rows that belong to these samples, where each sample has several (a flattened batch of sequences)."""
+    each = whole.shape[0] // size if whole.ndim > 0 else 0
+    return whole if each == 0 else whole[rows.start * each : rows.stop * each]
