@@ -1,0 +1,369 @@
+"""By what parts are weighed is found from the loss itself, or the loss is refused with what was tried."""
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torchmetrics.classification import MulticlassAccuracy
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.data.count_targets import CountRule
+from tests.nets import (
+    VOCAB,
+    Gradients,
+    TinyLM,
+    as_loader,
+    concatenate,
+    fit,
+    gradients,
+    largest_difference,
+    lm_batches,
+    sgd,
+    trainer,
+)
+
+PADDED = lm_batches(1, size=9, length=6)[0]
+FULL = {name: torch.randint(1, VOCAB, (9, 6), generator=torch.Generator().manual_seed(2)) for name in PADDED}
+ZERO_PADDED = {**PADDED, "labels": PADDED["labels"].clamp(min=0)}
+
+
+def language_model(shift=False, **settings):
+    net = TinyLM()
+
+    def step(batch):
+        logits, labels = net(batch["input_ids"]), batch["labels"]
+        if shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), **settings)
+
+    return net, step
+
+
+def segmentation():
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 4, 3, padding=1)
+    masks = torch.randint(4, (9, 5, 5))
+    masks[torch.rand(9, 5, 5) < torch.linspace(0, 0.9, 9)[:, None, None]] = 255
+    return (
+        net,
+        lambda batch: F.cross_entropy(net(batch[0]), batch[1], ignore_index=255),
+        (torch.randn(9, 3, 5, 5), masks),
+    )
+
+
+def speech():
+    torch.manual_seed(0)
+    net = nn.Linear(4, VOCAB)
+    targets = torch.randint(1, VOCAB, (9, 3))
+    lengths = torch.tensor([1, 2, 3, 3, 1, 2, 3, 1, 3])
+
+    def step(batch):
+        x, y, sizes = batch
+        frames = torch.full((len(x),), x.shape[1])
+        return F.ctc_loss(net(x).log_softmax(-1).transpose(0, 1), y, frames, sizes)
+
+    return net, step, (torch.randn(9, 8, 4), targets, lengths)
+
+
+def denoising():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 4)
+
+    def step(x):
+        noise, time = torch.randn_like(x), torch.rand(len(x), 1)
+        return F.mse_loss(net(x * time + noise), noise)
+
+    return net, step, torch.randn(9, 4)
+
+
+def summed_by_hand():
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    return net, lambda batch: net(batch).square().sum() / 32, torch.randn(9, 4)
+
+
+def hugging_face():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=VOCAB, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    torch.manual_seed(0)
+    net = transformers.LlamaForCausalLM(config)
+    return net, lambda batch: net(**batch), PADDED
+
+
+SPLITTABLE = {
+    "mean over targets": lambda: (*language_model(), PADDED),
+    "sum": lambda: (*language_model(reduction="sum"), PADDED),
+    "next tokens": lambda: (*language_model(shift=True), PADDED),
+    "another ignored label": lambda: (*language_model(ignore_index=0), ZERO_PADDED),
+    "smoothed": lambda: (*language_model(label_smoothing=0.1), PADDED),
+    "a sum over a constant": summed_by_hand,
+    "segmentation": segmentation,
+    "CTC": speech,
+    "causal model of Hugging Face": hugging_face,
+}
+
+
+def whole(net, step, batch):
+    net.zero_grad()
+    loss = step(batch)
+    (loss if isinstance(loss, torch.Tensor) else loss.loss).backward()
+    expected = gradients(net)
+    net.zero_grad()
+    return expected
+
+
+@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("name", SPLITTABLE)
+def test_parts_add_up_without_being_told_what_the_loss_averages_over(name, n):
+    net, step, batch = SPLITTABLE[name]()
+    expected = whole(net, step, batch)
+    ft.accumulate_gradients(step, batch, n)
+    assert largest_difference(expected, gradients(net)) < 2e-6
+
+
+def test_random_numbers_of_a_step_are_the_same_for_the_same_samples():
+    _, step, batch = denoising()
+    assert ft.find_count(step, batch) == CountRule("samples")
+
+
+def contrastive():
+    net, _ = language_model()
+
+    def step(batch):
+        z = F.normalize(net(batch["input_ids"]).mean(1), dim=-1)
+        return F.cross_entropy(5 * z @ z.T, torch.arange(len(z)))
+
+    return net, step, PADDED
+
+
+def with_router():
+    net, step = language_model()
+    with_balance = lambda batch: step(batch) + 0.1 * net(batch["input_ids"]).softmax(-1).mean((0, 1)).square().sum()  # noqa: E731
+    return net, with_balance, PADDED
+
+
+def with_running_mean():
+    class Centred(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 1)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            return self.head(x - self.mean)
+
+    torch.manual_seed(0)
+    net = Centred()
+    return net, lambda x: net(x).square().mean(), torch.randn(9, 4) + 1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: (*language_model(weight=torch.linspace(0.1, 3, VOCAB)), PADDED), r"weighs classes.*weight\[labels"),
+        (contrastive, "depend on one another.*ActivationCheckpointing.*check=False"),
+        (with_router, r"pieces miss the whole by 0\.0.*check=False to train with an error of 0\.0"),
+        (with_running_mean, "tried|not split"),
+    ],
+    ids=["class weights", "contrastive", "router", "running mean"],
+)
+def test_a_loss_that_no_count_splits_is_refused_and_nothing_is_left(make, words):
+    net, step, batch = make()
+    buffers, state = [b.clone() for b in net.buffers()], torch.get_rng_state()
+    with pytest.raises(ValueError, match=words):
+        ft.accumulate_gradients(step, batch, 2)
+    assert all(p.grad is None for p in net.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(buffers, net.buffers(), strict=True))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_without_the_check_the_nearest_count_is_taken_and_the_error_said():
+    net, step, batch = with_router()
+    with pytest.warns(ft.FastTrainWarning, match=r"which is off by .*%: not the same training"):
+        ft.accumulate_gradients(step, batch, 3, check=False)
+    assert all(p.grad is not None for p in net.parameters())
+
+
+def test_class_weights_work_with_the_count_that_the_message_gives():
+    weight = torch.linspace(0.1, 3, VOCAB)
+    net, step = language_model(weight=weight)
+    expected = whole(net, step, PADDED)
+
+    def count(batch):
+        labels = batch["labels"]
+        return weight[labels[labels != -100]].sum()
+
+    ft.accumulate_gradients(step, PADDED, 3, count=count)
+    assert largest_difference(expected, gradients(net)) < 2e-6
+
+
+def test_a_count_that_is_given_is_checked():
+    _, step = language_model()
+    with pytest.raises(ValueError, match=r"count= \("):
+        ft.find_count(step, PADDED, count=len)
+    assert ft.find_count(step, PADDED, count="targets") == CountRule("targets")
+
+
+def test_rules_that_a_batch_does_not_tell_apart_are_told_by_what_cross_entropy_was_given():
+    assert ft.find_count(language_model(shift=True)[1], FULL) == CountRule("next_tokens")
+    assert ft.find_count(language_model(ignore_index=0)[1], FULL) == CountRule("targets", ignore_index=0)
+    net = TinyLM()
+
+    def hidden(batch):  # the same as next tokens, but no call of cross_entropy shows it
+        logits = net(batch["input_ids"])[:, :-1].log_softmax(-1)
+        return -logits.gather(-1, batch["labels"][:, 1:, None]).mean()
+
+    assert ft.find_count(hidden, FULL) == CountRule("targets")
+
+
+def test_what_is_not_told_apart_is_said(caplog):
+    net = nn.Linear(6, 1)
+    with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
+        ft.find_count(lambda batch: net(batch["labels"].float()).square().mean(), FULL)
+    assert "do not tell it from" in caplog.text
+
+
+def test_under_autocast_it_is_compared_in_float32():
+    net, step = language_model(shift=True)
+    in_bf16 = torch.autocast("cpu", torch.bfloat16)(step)
+    assert ft.find_count(in_bf16, PADDED) == CountRule("next_tokens")
+    with pytest.raises(ValueError, match="not split"):
+        ft.find_count(in_bf16, PADDED, count="targets")
+
+
+def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
+    net, step = language_model(reduction="sum")
+    net.bfloat16()
+    assert ft.find_count(step, PADDED) == CountRule("sum")
+
+
+def test_batch_norm_does_not_hide_what_the_loss_averages_over():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    before = {name: value.clone() for name, value in net.state_dict().items()}
+    assert ft.find_count(lambda x: net(x).square().sum(), torch.randn(9, 4)) == CountRule("sum")
+    assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
+
+
+def test_one_sample_cannot_be_cut_and_the_loss_itself_tells():
+    one = {name: value[:1] for name, value in PADDED.items()}
+    assert ft.find_count(language_model(shift=True)[1], one) == CountRule("next_tokens")
+    net = nn.Linear(4, 1)
+    with pytest.warns(ft.FastTrainWarning, match="nothing was checked, as the batch has one sample"):
+        ft.find_count(lambda x: net(x).square().mean(), torch.randn(1, 4))
+
+
+def test_it_is_found_once_though_the_step_is_made_again_in_every_turn():
+    net, calls = TinyLM(), []
+
+    def loss(batch):
+        calls.append(len(batch["labels"]))
+        return net.loss(batch)
+
+    seen = []
+    for _ in range(3):
+        ft.accumulate_gradients(lambda part: loss(part), PADDED, 3)
+        seen.append(len(calls))
+        calls.clear()
+    assert seen[0] > 3
+    assert seen[1:] == [3, 3]
+    other = TinyLM()
+    net = other  # another model, so another training
+    ft.accumulate_gradients(lambda part: loss(part), PADDED, 3)
+    assert len(calls) > 3
+
+
+@pytest.mark.parametrize("count", [3, "tokens", None])
+def test_what_is_no_count_is_refused_when_given(count):
+    for make in (ft.MicroBatching, ft.TokenWeightedAccumulation):
+        with pytest.raises((TypeError, ValueError), match="count="):
+            make(2, count=count)
+
+
+# In the Trainer.
+
+
+class Shifted(TinyLM):
+    """A language model that shifts its labels, logs, and keeps what it has seen."""
+
+    def __init__(self, reduction="mean", **kwargs):
+        super().__init__(optimizer=sgd, **kwargs)
+        self.reduction, self.steps, self.seen = reduction, 0, []
+        self.accuracy = MulticlassAccuracy(VOCAB, average="micro", ignore_index=-100)
+
+    def training_step(self, batch, batch_idx):
+        self.steps += 1
+        logits, labels = self(batch["input_ids"])[:, :-1], batch["labels"][:, 1:]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
+        self.accuracy(logits.flatten(0, 1), labels.flatten())
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=1)
+        self.log("accuracy", self.accuracy, on_step=False, on_epoch=True)
+        self.seen.append(batch_idx)
+        return loss
+
+
+def run(callbacks, batches, **settings):
+    torch.manual_seed(5)
+    seen, module = Gradients(), Shifted(**settings)
+    t = trainer([*callbacks, seen])
+    t.fit(module, as_loader(batches))
+    return seen.seen, module, t.callback_metrics, torch.rand(1)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_in_the_trainer_it_is_found_and_leaves_no_trace(reduction):
+    batches = lm_batches(3, size=6)
+    expected, _, metrics, _ = run([], batches, reduction=reduction)
+    seen, module, ours, random = run([ft.MicroBatching(3)], batches, reduction=reduction)
+    assert max(map(largest_difference, expected, seen)) < 2e-6
+    assert module.steps == len(module.seen) == 9
+    for name in ("loss", "accuracy"):
+        assert float(ours[name]) == pytest.approx(float(metrics[name]), rel=1e-6)
+    rule = "next_tokens" if reduction == "mean" else "sum"
+    _, _, unchecked, same = run([ft.MicroBatching(3, count=rule, check=False)], batches, reduction=reduction)
+    assert torch.equal(random, same)
+    assert torch.equal(ours["loss"], unchecked["loss"])
+
+
+def test_a_window_of_summed_losses_is_the_sum_over_its_batches():
+    batches = lm_batches(4, size=6)
+    both = [
+        {name: torch.cat([a[name], b[name]]) for name in a} for a, b in zip(batches[::2], batches[1::2], strict=True)
+    ]
+    expected, *_ = run([], both, reduction="sum")
+    seen, *_ = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], batches, reduction="sum")
+    assert max(map(largest_difference, expected, seen)) < 2e-6
+
+
+def test_in_the_trainer_a_loss_that_cannot_be_split_stops_the_run_at_its_first_batch():
+    class Contrastive(TinyLM):
+        def training_step(self, batch, batch_idx):
+            z = F.normalize(self(batch["input_ids"]).mean(1), dim=-1)
+            return F.cross_entropy(5 * z @ z.T, torch.arange(len(z)))
+
+    module = Contrastive()
+    with pytest.raises(ValueError, match="not split by any of"):
+        fit(module, lm_batches(2), [ft.MicroBatching(2)])
+    assert "log" not in vars(module)
+
+
+def test_the_rule_is_in_the_checkpoint_and_is_tried_first_after_a_resume(tmp_path):
+    class Hidden(Shifted):  # its loss is computed where nothing sees it
+        def training_step(self, batch, batch_idx):
+            logits, labels = self(batch["input_ids"])[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
+            each = -logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)
+            return (each * (labels != -100)).sum() / (labels != -100).sum()
+
+    first = ft.MicroBatching(2)
+    t = trainer([first])
+    t.fit(Hidden(), as_loader([PADDED]))
+    assert first.found == CountRule("next_tokens")
+    t.save_checkpoint(tmp_path / "a.ckpt")
+    again = ft.MicroBatching(2)
+    trainer([again], max_epochs=2).fit(Hidden(), as_loader([FULL]), ckpt_path=tmp_path / "a.ckpt")
+    assert again.found == CountRule("next_tokens")  # full rows alone would not tell it from "targets"
