@@ -332,9 +332,7 @@ def test_in_the_trainer_it_is_found_and_leaves_no_trace(reduction):
 
 def test_a_window_of_summed_losses_is_the_sum_over_its_batches():
     batches = lm_batches(4, size=6)
-    both = [
-        {name: torch.cat([a[name], b[name]]) for name in a} for a, b in zip(batches[::2], batches[1::2], strict=True)
-    ]
+    both = [concatenate(batches[:2]), concatenate(batches[2:])]
     expected, *_ = run([], both, reduction="sum")
     seen, *_ = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], batches, reduction="sum")
     assert max(map(largest_difference, expected, seen)) < 2e-6
