@@ -31,7 +31,7 @@ RANK1 = lm_batches(5, size=4, seed=4)  # other rows, and other numbers of target
 
 def run(callbacks, batches, **settings):
     seen = Gradients()
-    module = TinyLM(optimizer=settings.pop("optimizer", sgd), **settings.pop("net", {}))
+    module = settings.pop("kind", TinyLM)(optimizer=settings.pop("optimizer", sgd), **settings.pop("net", {}))
     t = trainer(
         [*callbacks, seen],
         devices=2,
@@ -68,9 +68,9 @@ def worst(expected, seen):
     return max(map(largest_difference, expected, seen))
 
 
-def reference(windows):
+def reference(windows, kind=TinyLM):
     """One process, plain PyTorch: the concatenation of all ranks' batches of a window is one step."""
-    module, expected = TinyLM(optimizer=sgd), []
+    module, expected = kind(optimizer=sgd), []
     optimizer = module.configure_optimizers()
     for window in windows:
         optimizer.zero_grad()
@@ -146,6 +146,27 @@ def main(path):
             for p in model.parameters():
                 p -= 0.01 * p.grad
     found["fabric window"] = worst(reference(windows), got)
+
+    net = TinyLM()
+    one_sample = {name: value[:1] for name, value in RANK0[0].items()}
+    found["rule"] = str(ft.find_count(net.loss, (one_sample, RANK1[0])[rank]))
+
+    def in_batch(batch):
+        z = torch.nn.functional.normalize(net(batch["input_ids"]).mean(1), dim=-1)
+        return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+    try:
+        ft.find_count(in_batch, (one_sample, RANK1[0])[rank])
+    except ValueError as error:
+        found["refused"] = str(error)
+
+    class Summed(TinyLM):
+        def loss(self, batch):
+            return super().loss(batch) * (batch["labels"] != -100).sum()
+
+    windows = [RANK0[i : i + 2] + RANK1[i : i + 2] for i in (0, 2, 4)]
+    module, seen, *_ = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], mine, kind=Summed)
+    found["summed window"] = worst(reference(windows, Summed), seen)
 
     class Silent(TinyLM):
         def training_step(self, batch, batch_idx):

@@ -51,6 +51,16 @@ def test_a_window_over_ranks_with_unequal_targets_is_one_concatenated_batch(foun
     assert {rank["window reductions"] for rank in found} == {3}  # one bucket, three steps
 
 
+def test_ranks_find_one_rule_though_some_can_compare_nothing(found):
+    assert {rank["rule"] for rank in found} == {"the entries of the labels other than -100"}
+    for rank in found:
+        assert "not split by any of" in rank["refused"]
+
+
+def test_summed_losses_are_summed_over_parts_batches_and_ranks(found):
+    assert largest(found, "summed window") < 2e-6
+
+
 def test_checkpointing_is_bitwise_and_compiling_close(found):
     assert largest(found, "checkpointing") == 0
     assert largest(found, "compile+checkpointing") < 1e-5

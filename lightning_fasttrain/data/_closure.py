@@ -23,7 +23,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
-from lightning_fasttrain.data._split_trial import Stage, first_part, first_rows
+from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, first_rows
 from lightning_fasttrain.data._step_parts import loss_of
 from lightning_fasttrain.data.accumulate_gradients import weigh
 from lightning_fasttrain.data.count_targets import CountTargets, count_targets, is_sum, weights_of
@@ -144,6 +144,8 @@ class BatchClosures:
         split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
         if split is not split_batch:
             return self._find_on(batch, rest, lambda: first_part(batch, n, split))
+        if self.micro is None and not _can_be_cut(batch):
+            return self._find_on(batch, rest, lambda: iter([Sample(batch, 1, [])]))
         size = batch_size(batch)
         if size < 2 and self.window is None:
             return None
@@ -244,6 +246,13 @@ class BatchClosures:
                 )
             )
         scale_gradients_(optimizer, total, held, self.trainer.strategy)
+
+
+def _can_be_cut(batch: Any) -> bool:
+    try:
+        return batch_size(batch) > 0
+    except ValueError:
+        return False
 
 
 def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any, strategy: Any = None) -> int:

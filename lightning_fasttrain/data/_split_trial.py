@@ -182,7 +182,7 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
 
 def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:
     if not splits:
-        return "the batch has one sample"
+        return "there is no second sample to compare with"
     if mode.redrawn:
         return "the step draws random numbers in recomputed blocks"
     if any(run.drawn != whole.drawn for split in splits for run in split.runs):

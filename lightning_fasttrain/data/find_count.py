@@ -100,7 +100,8 @@ def find_on(
         return count
     trial = try_split(stage, samples())
     told = [rule for rule in (preferred, *(_told_by(seen, batch) for seen in trial.losses)) if rule is not None]
-    rules = [count] if callable(count) else _rules(trial, _from_all_ranks(told))
+    told = _from_all_ranks(told)
+    rules = [count] if callable(count) else _rules(trial, told)
     findings = [one for one in _from_all_ranks([_measure(trial, rules)]) if one is not None]
     if not findings and any(_from_all_ranks([trial.is_skipped])):
         return None
@@ -163,6 +164,8 @@ def _measure(trial: Trial, rules: Sequence[CountTargets]) -> tuple[list[float], 
         return None
     floor = 0.3 if trial.rounding else 1e-2
     errors = [_error(rule, trial.splits, floor) for rule in rules]
+    if not trial.splits[0].whole.gradient:  # two weights can always explain one loss
+        return errors, _ROUNDED, _ROUNDED
     best = max(split.error(split.best_weights(), floor) for split in trial.splits)
     return errors, best, _ROUNDED if trial.rounding else _FLOAT32
 
@@ -239,9 +242,13 @@ def _refusal(rules: Sequence[CountTargets], errors: Sequence[float], best: float
     by_error = sorted(zip(errors, rules, strict=True), key=lambda pair: pair[0])
     tried = ", ".join(f"{_named(rule)} ({error:.2g})" for error, rule in by_error[:5])
     limit = _ROUNDED if trial.rounding else _FLOAT32
-    if any(seen.weighted for seen in trial.losses):
+    weighted = [seen for seen in trial.losses if seen.weighted]
+    if weighted:
         why = "the loss weighs classes, so each target counts with its class's weight"
-        way_out = "Give count=lambda batch: weight[labels[labels != -100]].sum(), with this batch's labels"
+        way_out = (
+            f"Give count=lambda batch: weight[labels[labels != {weighted[0].ignore_index}]].sum(), with the class "
+            "weights and the labels of the batch"
+        )
     elif best <= limit:
         weights = ", ".join(f"{weight:.4g}" for weight in trial.splits[0].best_weights())
         why = f"pieces add up with the weights {weights}, which no known rule gives"

@@ -254,7 +254,7 @@ def test_one_sample_cannot_be_cut_and_the_loss_itself_tells():
     one = {name: value[:1] for name, value in PADDED.items()}
     assert ft.find_count(language_model(shift=True)[1], one) == CountRule("next_tokens")
     net = nn.Linear(4, 1)
-    with pytest.warns(ft.FastTrainWarning, match="nothing was checked, as the batch has one sample"):
+    with pytest.warns(ft.FastTrainWarning, match="nothing was checked, as there is no second sample"):
         ft.find_count(lambda x: net(x).square().mean(), torch.randn(1, 4))
 
 
@@ -336,6 +336,23 @@ def test_a_window_of_summed_losses_is_the_sum_over_its_batches():
     expected, *_ = run([], both, reduction="sum")
     seen, *_ = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], batches, reduction="sum")
     assert max(map(largest_difference, expected, seen)) < 2e-6
+
+
+def test_a_window_of_batches_that_nothing_can_cut_is_weighed_by_what_the_loss_was_given():
+    ragged = [(torch.zeros(3, dtype=torch.long), torch.tensor([1, 2, -100])), (torch.ones(2, dtype=torch.long),) * 2]
+    batches = [{"input_ids": ids, "labels": labels, "other": torch.zeros(7)} for ids, labels in ragged]
+
+    class Flat(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch["input_ids"][None])[0], batch["labels"])
+
+    seen = Gradients()
+    torch.manual_seed(5)
+    trainer([ft.TokenWeightedAccumulation(2), seen]).fit(Flat(optimizer=sgd), as_loader(batches))
+    net = TinyLM()
+    losses = [F.cross_entropy(net(ids[None])[0], labels, reduction="sum") for ids, labels in ragged]
+    (sum(losses) / 4).backward()
+    assert largest_difference(gradients(net), seen.seen[0]) < 2e-6
 
 
 def test_in_the_trainer_a_loss_that_cannot_be_split_stops_the_run_at_its_first_batch():
