@@ -6,7 +6,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
-from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, first_rows
+from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, some_rows
 from lightning_fasttrain.data._step_parts import loss_of
 from lightning_fasttrain.data.accumulate_gradients import weigh
 from lightning_fasttrain.data.count_targets import CountTargets, count_targets, is_sum, weights_of
@@ -143,15 +143,15 @@ class BatchClosures:
         """By what parts are weighed, found on this batch; None where it is one part of one sample, and weighs 1."""
         split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
         if split is not split_batch:
-            return self._find_on(batch, rest, lambda: first_part(batch, n, split))
+            return self._find_on(rest, first_part(batch, n, split))
         if self.micro is None and not _can_be_cut(batch):
-            return self._find_on(batch, rest, lambda: iter([Sample(batch, 1, [])]))
+            return self._find_on(rest, iter([Sample(batch, 1, [])]))
         size = batch_size(batch)
         if size < 2 and self.window is None:
             return None
-        return self._find_on(batch, rest, lambda: first_rows(batch, -(-size // n)))
+        return self._find_on(rest, some_rows(batch, -(-size // n)))
 
-    def _find_on(self, batch: Any, rest: list[Any], samples: Any) -> CountTargets | None:
+    def _find_on(self, rest: list[Any], samples: Iterator[Sample]) -> CountTargets | None:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
         # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
@@ -166,9 +166,7 @@ class BatchClosures:
         restore = patch(module, "log", lambda *args, **kwargs: None)
         technique = self._counting
         try:
-            return find_on(
-                stage, batch, samples, technique.count, check=technique.check, preferred=technique.found_before
-            )
+            return find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
         finally:
             restore()
 

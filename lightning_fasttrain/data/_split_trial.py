@@ -4,7 +4,7 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -73,29 +73,6 @@ class Split:
         return [next(solved) if good else 0.0 for good in usable]
 
 
-@dataclass
-class Trial:
-    """What was found out about a step.
-
-    Attributes:
-        splits: of the same samples; empty if there was but one sample.
-        losses: the losses that the step computed on them.
-        value: the loss that it returned.
-        samples: how many they were.
-        rounding: whether low precision hides small differences.
-        why_not: why there is nothing to compare; empty if there is.
-        is_skipped: whether the step returned None, so that nothing can be said yet.
-    """
-
-    splits: list[Split]
-    losses: list[SeenLoss]
-    value: float
-    samples: int
-    rounding: bool
-    why_not: str = ""
-    is_skipped: bool = False
-
-
 @dataclass(frozen=True)
 class Stage:
     """Where a step runs.
@@ -124,15 +101,39 @@ class Sample:
     cuttings: list[list[tuple[Any, slice | None]]]
 
 
-def first_rows(batch: Any, part_size: int) -> Iterator[Sample]:
-    """A few of the first samples of a batch, cut twice, into unequal pieces where they are three or more; then two."""
+@dataclass
+class Trial:
+    """What was found out about a step.
+
+    Attributes:
+        sample: what it was tried on.
+        splits: empty where there was nothing to compare.
+        losses: the losses that the step computed on the whole sample.
+        value: the loss that it returned.
+        rounding: whether low precision hides small differences.
+        why_not: why there is nothing to compare; empty if there is.
+        is_skipped: whether the step returned None, so that nothing can be said yet.
+    """
+
+    sample: Sample
+    splits: list[Split] = field(default_factory=list)
+    losses: list[SeenLoss] = field(default_factory=list)
+    value: float = float("nan")
+    rounding: bool = True
+    why_not: str = ""
+    is_skipped: bool = False
+
+
+def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
+    """A few samples of a batch, cut twice, unequally where they are three or more: its first ones, its last, then two."""
     size = batch_size(batch)
-    for most in (min(size, _SAMPLES, max(2, part_size)), min(size, 2)):
-        first, last = max(1, most // 3), most - max(1, most // 4)
-        cuts = sorted({first, last} - {0, most})
-        rows = [[slice(0, cut), slice(cut, most)] for cut in cuts]
-        cuttings: list[Any] = [[(take_rows(batch, r.start, r.stop), r) for r in cutting] for cutting in rows]
-        yield Sample(take_rows(batch, 0, most), most, cuttings)
+    most = min(size, _SAMPLES, max(2, part_size))
+    for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):
+        whole = take_rows(batch, start, start + samples)
+        first, last = max(1, samples // 3), samples - max(1, samples // 4)
+        cuts = sorted({first, last} - {0, samples})
+        rows = [[slice(0, cut), slice(cut, samples)] for cut in cuts]
+        yield Sample(whole, samples, [[(take_rows(whole, r.start, r.stop), r) for r in cutting] for cutting in rows])
 
 
 def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
@@ -144,21 +145,30 @@ def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> It
 
 def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
     """Run the step on a few samples, whole and in pieces, as far as memory and the step allow."""
-    failure = ""
+    trial: Trial | None = None
     for sample in samples:
-        # float32 first; where the step does not run like that, or not within memory, as it is.
-        for in_float32 in (True, False):
-            try:
-                return _try(stage, sample, in_float32)
-            except _NoLossError as error:
-                if error.output is not None or not stage.may_skip:
-                    raise error.reason from None
-                return Trial([], [], float("nan"), 0, True, "the step returned None", is_skipped=True)
-            except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
-                failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
+        trial = _try_either_way(stage, sample)
+        if not trial.why_not or trial.is_skipped:
+            return trial
+    assert trial is not None
+    return trial
+
+
+def _try_either_way(stage: Stage, sample: Sample) -> Trial:
+    """In float32; where the step does not run like that, or not within memory, as it is."""
+    failure = ""
+    for in_float32 in (True, False):
+        try:
+            return _try(stage, sample, in_float32)
+        except _NoLossError as error:
+            if error.output is not None or not stage.may_skip:
+                raise error.reason from None
+            return Trial(sample, why_not="the step returned None", is_skipped=True)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
+            failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return Trial([], [], float("nan"), 0, True, failure)
+    return Trial(sample, why_not=failure)
 
 
 def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
@@ -177,7 +187,7 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
     finally:
         put_back()
     rounding = mode.autocast or _is_rounded(parameters)
-    return Trial(splits, losses, whole.loss, sample.size, rounding, _why_not(mode, whole, splits, stage))
+    return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
 
 
 def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import explain, say, warn
-from lightning_fasttrain.data._split_trial import Sample, Split, Stage, Trial, first_rows, try_split
+from lightning_fasttrain.data._split_trial import Sample, Split, Stage, Trial, some_rows, try_split
 from lightning_fasttrain.data._step_parts import models_of
 from lightning_fasttrain.data._trial_mode import SeenLoss
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, weights_of
@@ -73,7 +73,7 @@ def find_count(
 
     stage = Stage(step, models, unsynchronised, gradients=not any(map(is_sharded, models)))
     part_size = -(-batch_size(batch) // n)
-    found = find_on(stage, batch, lambda: first_rows(batch, part_size), named_count(count), check=check)
+    found = find_on(stage, some_rows(batch, part_size), named_count(count), check=check)
     assert found is not None  # this stage refuses a step that returns None
     return found
 
@@ -85,8 +85,7 @@ def is_sharded(model: torch.nn.Module) -> bool:
 
 def find_on(
     stage: Stage,
-    batch: Any,
-    samples: Callable[[], Iterator[Sample]],
+    samples: Iterator[Sample],
     count: Count,
     *,
     check: bool,
@@ -98,15 +97,17 @@ def find_on(
     """
     if callable(count) and not check:
         return count
-    trial = try_split(stage, samples())
-    told = [rule for rule in (preferred, *(_told_by(seen, batch) for seen in trial.losses)) if rule is not None]
+    trial = try_split(stage, samples)
+    told = [
+        rule for rule in (preferred, *(_told_by(seen, trial.sample.whole) for seen in trial.losses)) if rule is not None
+    ]
     told = _from_all_ranks(told)
     rules = [count] if callable(count) else _rules(trial, told)
     findings = [one for one in _from_all_ranks([_measure(trial, rules)]) if one is not None]
     if not findings and any(_from_all_ranks([trial.is_skipped])):
         return None
     if not findings:
-        return _unchecked(trial, batch, rules, told, callable(count))
+        return _unchecked(trial, rules, told, callable(count))
     errors = [max(column) for column in zip(*(finding[0] for finding in findings), strict=True)]
     best, limit = (max(finding[i] for finding in findings) for i in (1, 2))
     at = _first_of_the_nearest(errors)
@@ -140,9 +141,9 @@ def _may_be_ignored(trial: Trial) -> set[int]:
     return found
 
 
-def _told_by(seen: SeenLoss, batch: Any) -> CountRule | None:
-    """The rule of a loss that was given the batch's own labels, moved or not."""
-    labels = find_labels(batch)[1]
+def _told_by(seen: SeenLoss, sample: Any) -> CountRule | None:
+    """The rule of a loss that was given the sample's own labels, moved or not."""
+    labels = find_labels(sample)[1]
     if labels is None or not seen.is_plain_mean:
         return None
     forms = [("targets", labels)]
@@ -150,10 +151,8 @@ def _told_by(seen: SeenLoss, batch: Any) -> CountRule | None:
         moved = labels[..., 1:]
         filled = torch.cat([moved, torch.full_like(labels[..., :1], seen.ignore_index)], dim=-1)
         forms += [("next_tokens", moved), ("next_tokens", filled)]
-    given = seen.target.flatten()
     for name, form in forms:
-        tried = form.flatten()[: len(given)]  # the rows that were tried are the first of the batch
-        if torch.equal(given, tried.to(given)):
+        if torch.equal(seen.target.flatten(), form.flatten().to(seen.target)):
             return CountRule(name, seen.ignore_index)
     return None
 
@@ -201,9 +200,7 @@ def _from_all_ranks(mine: list[Any]) -> list[Any]:
     return [entry for some in gathered for entry in some]
 
 
-def _unchecked(
-    trial: Trial, batch: Any, rules: Sequence[CountTargets], told: Sequence[CountRule], is_given: bool
-) -> CountTargets:
+def _unchecked(trial: Trial, rules: Sequence[CountTargets], told: Sequence[CountRule], is_given: bool) -> CountTargets:
     """No rank could compare anything: what the loss itself told, else what fits most models."""
     if is_given:
         warn(f"micro-batches are weighed as count= says; nothing was checked, as {trial.why_not}")
@@ -212,7 +209,7 @@ def _unchecked(
     if told and explained:
         say("micro-batches are weighed by %s: so the step's own cross_entropy averages", rules[0])
         return rules[0]
-    first = rules[0] if told or find_labels(batch)[1] is not None else CountRule("samples")
+    first = rules[0] if told or find_labels(trial.sample.whole)[1] is not None else CountRule("samples")
     warn(
         f"micro-batches are weighed by {_named(first)}; nothing was checked, as {trial.why_not}. Give count= if the "
         "loss averages over something else."
@@ -227,7 +224,7 @@ def _say_found(rule: CountTargets, error: float, trial: Trial, tied: Sequence[Co
         "micro-batches are weighed by %s%s; checked on %d samples: %s of pieces add up to %.0e",
         _named(rule),
         alike,
-        trial.samples,
+        trial.sample.size,
         what,
         error,
     )
