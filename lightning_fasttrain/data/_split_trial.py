@@ -125,7 +125,7 @@ class Trial:
 
 
 def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
-    """A few samples of a batch, cut twice, unequally where they are three or more: its first ones, its last, then two."""
+    """A few samples of a batch, cut twice, unequally where they are three or more: the first, the last, then two."""
     size = batch_size(batch)
     most = min(size, _SAMPLES, max(2, part_size))
     for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):

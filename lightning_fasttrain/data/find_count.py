@@ -98,10 +98,8 @@ def find_on(
     if callable(count) and not check:
         return count
     trial = try_split(stage, samples)
-    told = [
-        rule for rule in (preferred, *(_told_by(seen, trial.sample.whole) for seen in trial.losses)) if rule is not None
-    ]
-    told = _from_all_ranks(told)
+    seen = [_told_by(loss, trial.sample.whole) for loss in trial.losses]
+    told = _from_all_ranks([rule for rule in (preferred, *seen) if rule is not None])
     rules = [count] if callable(count) else _rules(trial, told)
     findings = [one for one in _from_all_ranks([_measure(trial, rules)]) if one is not None]
     if not findings and any(_from_all_ranks([trial.is_skipped])):
