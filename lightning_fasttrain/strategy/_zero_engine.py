@@ -16,6 +16,7 @@ from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.finetune._float32_adapters import let_round_
 from lightning_fasttrain.strategy._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy._zero_groups import leave_out_idle_groups, refuse_replaced, without_phantom_step
 
 _HOOKS = (
     "_forward_hooks",
@@ -92,6 +93,7 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
         )
     if stage > 0:
         refuse_unshardable(optimizer)
+        refuse_replaced(optimizer)
 
 
 @contextmanager
@@ -150,15 +152,19 @@ class Engine:
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
             let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
-        self.deepspeed, self.optimizer, _, self.scheduler = import_deepspeed().initialize(
-            args=argparse.Namespace(device_rank=device_rank),
-            config=config,
-            model=model,
-            model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
-            optimizer=optimizer,
-            lr_scheduler=scheduler,
-            dist_init_required=False,
-        )
+        deepspeed = import_deepspeed()
+        if optimizer is not None:
+            leave_out_idle_groups(optimizer, scheduler)
+        with without_phantom_step():
+            self.deepspeed, self.optimizer, _, self.scheduler = deepspeed.initialize(
+                args=argparse.Namespace(device_rank=device_rank),
+                config=config,
+                model=model,
+                model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
         self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
         self._windows = 0
         if optimizer is not None:

@@ -60,6 +60,31 @@ def test_steps_are_counted_as_the_engine_counts_them(two):
         assert two[0][f"sgd {stage}"]["steps"] == [21, 21]
 
 
+def test_an_optimizer_takes_no_other_steps_than_those_of_one_process(one):
+    cases = {key: found for key, found in one.items() if key.startswith("steps ") and isinstance(found, dict)}
+    assert len(cases) == 2 * 6 * 5 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
+    for key, found in cases.items():
+        assert found["counts"] == ([] if "sgd" in key else [5.0]), key
+        assert found["weights"] < 1e-6 < 1e-3 < found["moved"], (key, found)
+        assert found["rates"] < 1e-9, key
+        assert found["named"] == ("SGD" if "sgd" in key else "AdamW"), key
+    assert one["stage of auto"] == 0
+
+
+def test_in_16_bits_a_resumed_run_is_bitwise_the_uninterrupted_one(one):
+    assert one["resumed in bf16 0"] == one["resumed in bf16 2"] == [True, True]
+
+
+def test_a_schedule_that_cannot_be_told_of_an_empty_group_is_refused(one):
+    assert "parameter group 1 under ZeRO, in which nothing trains" in one["schedule unknown"]
+
+
+def test_an_adagrad_that_deepspeed_would_replace_is_refused(one):
+    assert one["adagrad plain"] < 1e-6
+    assert isinstance(one["adagrad decayed at 0"], float)
+    assert "DeepSpeed puts another one in its place" in one["adagrad decayed"]
+
+
 def test_targets_weigh_the_same_over_unequal_ranks_windows_and_micro_batches(two):
     for key in ("sgd 0", "sgd 1", "sgd 2", "sgd 3", "sgd 2+offload", "adamw 2", "adamw 3"):
         assert two[0][f"tokens {key}"] < 1e-4

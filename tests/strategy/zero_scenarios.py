@@ -22,6 +22,7 @@ from lightning_fasttrain.strategy.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero import ZeROStrategy
 from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
 from tests.nets import LazyLM, TinyLM, as_loader, concatenate, largest_difference, lm_batches, lm_loss, sgd, trainer
+from tests.strategy import zero_steps
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank
@@ -641,6 +642,10 @@ TWO = (
 ONE = (
     resumes,
     mends,
+    zero_steps.counts_steps,
+    zero_steps.resumes_in_16_bits,
+    zero_steps.counts_steps_in_fabric,
+    zero_steps.refuses_adagrad,
     rounds,
     counts_nothing,
     steps_manually,

@@ -1,0 +1,112 @@
+"""What DeepSpeed does to an optimizer when it takes it over, made good: idle groups, a step that nobody asked for."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch.optim import Adagrad, Optimizer
+
+from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._technique import patch
+
+Group = dict[str, Any]
+
+
+class AllGroups:
+    """An optimizer as its schedule knows it: with the groups that DeepSpeed does without, in their places.
+
+    Args:
+        optimizer: which has the others.
+        idle: place → group.
+    """
+
+    def __init__(self, optimizer: Optimizer, idle: dict[int, Group]) -> None:
+        self._optimizer, self._idle = optimizer, idle
+
+    @property
+    def param_groups(self) -> list[Group]:
+        """Looked up each time: loading a checkpoint puts other dicts there."""
+        groups = list(self._optimizer.param_groups)
+        for place, group in sorted(self._idle.items()):
+            groups.insert(place, group)
+        return groups
+
+    @property
+    def __class__(self) -> type:  # LearningRateMonitor names rates by it
+        return type(self._optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_optimizer", "_idle"):  # not there yet, while a copy is made
+            raise AttributeError(name)
+        return getattr(self._optimizer, name)
+
+
+def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
+    """Take groups without anything to train off the optimizer; the schedule goes on counting them.
+
+    DeepSpeed drops empty groups, and fails at those with frozen parameters only; a schedule has a rate for each.
+
+    Raises:
+        ValueError: a schedule was made before, and is not here to be told.
+    """
+    idle = {i: group for i, group in enumerate(optimizer.param_groups) if not _trains(group)}
+    if not idle or len(idle) == len(optimizer.param_groups):
+        return
+    places = ", ".join(map(str, idle))
+    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError(
+            explain(
+                f"parameter group {places} under ZeRO, in which nothing trains",
+                "DeepSpeed has no such groups, and the schedule that was made for this optimizer counts them",
+                "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)",
+            )
+        )
+    note_once(f"ZeRO: nothing trains in parameter group {places}, so the optimizer is without it")
+    optimizer.param_groups[:] = [group for i, group in enumerate(optimizer.param_groups) if i not in idle]
+    if scheduler is not None:
+        _follow(scheduler, AllGroups(optimizer, idle))
+
+
+def _trains(group: Group) -> bool:
+    return any(parameter.requires_grad for parameter in group["params"])
+
+
+def _follow(scheduler: Any, optimizer: AllGroups) -> None:
+    scheduler.optimizer = optimizer
+    for part in getattr(scheduler, "_schedulers", ()):  # of SequentialLR and ChainedScheduler
+        _follow(part, optimizer)
+
+
+def refuse_replaced(optimizer: Optimizer) -> None:
+    """Refuse an Adagrad that is more than its defaults: DeepSpeed makes another one of them, with one group.
+
+    Raises:
+        ValueError: it has several groups, settings of a group, or a schedule.
+    """
+    if not isinstance(optimizer, Adagrad):
+        return
+    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    if settings != [optimizer.defaults]:
+        raise ValueError(
+            explain(
+                f"{type(optimizer).__name__} with several groups, settings of a group or a schedule under ZeRO",
+                "DeepSpeed puts another one in its place, of which groups and schedule know nothing",
+                "Use RMSprop or AdamW, or stage=0",
+            )
+        )
+
+
+@contextmanager
+def without_phantom_step() -> Iterator[None]:
+    """While an engine is made: the state of the optimizer is left to be made by its first step.
+
+    In 16 bits without shards DeepSpeed takes a step with gradients of zero for that: Adam would count one step too
+    many from then on, and weights would be decayed.
+    """
+    from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
+    from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+
+    with ExitStack() as undo:
+        for wrapper in (FP16_Optimizer, FP16_UnfusedOptimizer):
+            undo.callback(patch(wrapper, "initialize_optimizer_states", lambda self: None))
+        yield
