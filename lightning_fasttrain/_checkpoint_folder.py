@@ -228,14 +228,7 @@ def _damage_of_file(path: Path) -> str | None:
         with zipfile.ZipFile(path) as archive:
             broken = archive.testzip()
         torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
-    except (
-        zipfile.BadZipFile,
-        zlib.error,
-        OSError,
-        EOFError,
-        ValueError,
-        RuntimeError,
-    ) as error:  # RuntimeError: encrypted
+    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:  # RuntimeError: encrypted
         return f"its {size} bytes are no archive of torch.save ({error})"
     return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 

@@ -180,27 +180,38 @@ class Engine:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Errors of writing a file come out at the end: after those of DeepSpeed's barriers that other ranks wait at.
+        """DeepSpeed's save waits for no other rank in here, so a rank that cannot write is free to say so.
+
+        Call :meth:`end_saving` when all ranks have agreed.
 
         Raises:
             OSError: a file could not be written.
         """
-        failed: list[Exception] = []
+        from deepspeed import comm
+
         write = self.deepspeed.checkpoint_engine.save
 
         def save(*args: Any, **kwargs: Any) -> None:
             try:
                 write(*args, **kwargs)
-            except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-                failed.append(error)
+            except RuntimeError as error:  # as torch.save calls a full disk
+                raise OSError(f"a file of the checkpoint could not be written: {error}") from error
 
-        restore = patch(self.deepspeed.checkpoint_engine, "save", save)
-        try:
+        with ExitStack() as undo:
+            undo.callback(patch(self.deepspeed.checkpoint_engine, "save", save))
+            undo.callback(patch(comm, "barrier", lambda *args, **kwargs: None))
+            undo.callback(patch(self.deepspeed, "_checkpoint_tag_validation", lambda tag: None))
+            if self._gathers_after_saving():
+                undo.callback(patch(self.deepspeed.optimizer, "checkpoint_event_epilogue", lambda: None))
             yield
-        finally:
-            restore()
-        if failed:
-            raise OSError(f"{failed[0]}") from failed[0]
+
+    def end_saving(self) -> None:
+        """All ranks together: gather again what stage 3 keeps whole."""
+        if self._gathers_after_saving():
+            self.deepspeed.optimizer.checkpoint_event_epilogue()
+
+    def _gathers_after_saving(self) -> bool:
+        return hasattr(self.deepspeed.optimizer, "checkpoint_event_epilogue")
 
     @contextmanager
     def inside_window(self) -> Iterator[None]:

@@ -1,13 +1,15 @@
 """One checkpoint at a time written behind the training's back, on a process group of its own."""
 
+import atexit
 import threading
+import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fasttrain._messages import warn
+from lightning_fasttrain.run.progress_watch import write_to_stderr
 
 Write = Callable[..., None]
 
@@ -17,7 +19,7 @@ class BackgroundSave:
 
     One copy is held at most: the next save waits until this one is written. All ranks agree on a group of their own
     that the folder is complete, before it takes its name; training's collectives are not disturbed. An error is
-    raised by the next :meth:`start` or :meth:`wait`, on all ranks.
+    raised by the next :meth:`start` or :meth:`wait`, on all ranks. A program that ends waits for its last checkpoint.
 
     Args:
         write: called with the copies in a thread, on all ranks.
@@ -64,6 +66,7 @@ class BackgroundSave:
 
         # A daemon: when the process must end, what is half written is left as such, and never takes its name.
         self._thread = threading.Thread(target=run, name="fasttrain-checkpoint", daemon=True)
+        atexit.register(self._finish)
         self._thread.start()
 
     def afterwards(self, action: Callable[[], None]) -> None:
@@ -91,7 +94,15 @@ class BackgroundSave:
         self._left_alone, self._thread = self._thread, None
         self._error, self._after = None, []
 
+    def _finish(self) -> None:
+        """At the end of the program, where nobody is left to raise an error to."""
+        try:
+            self.wait()
+        except BaseException as error:
+            write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
+
     def _join(self, seconds: float | None) -> None:
+        atexit.unregister(self._finish)
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None
@@ -106,8 +117,3 @@ def to_host(state: Any) -> Any:
     if isinstance(state, list | tuple):
         return type(state)(to_host(value) for value in state)
     return state
-
-
-def own_group() -> Any:
-    """A gloo group of all processes; all must call it, in the thread that trains."""
-    return dist.new_group(backend="gloo") if dist.is_initialized() else None

@@ -23,8 +23,9 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.background_save import BackgroundSave, own_group
+from lightning_fasttrain.strategy.background_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.sharded_checkpoint import load_full_, load_sharded_, save_sharded
@@ -61,6 +62,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     Raises:
         ValueError: ``replicas`` does not divide the processes; float16; a callback that copies the model.
+        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
+            or did not answer within ``timeout``.
 
     Example:
         >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
@@ -91,6 +94,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.async_checkpoints = async_checkpoints
         self.sharded_blocks: list[str] = []
         self._background: BackgroundSave | None = None
+        self.roll_call, self._saving = RollCall(None), None
         self._steps = ExitStack()
 
     @property
@@ -103,9 +107,12 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
         if self.async_checkpoints and self._background is None:
-            group = own_group()
-            self._background = BackgroundSave(lambda path, *states: save_sharded(path, *states, group=group))
+            self._background = BackgroundSave(self._write)
+
+    def _write(self, path: Path, *states: Any) -> None:
+        save_sharded(path, *states, group=self._saving)
 
     def setup(self, trainer: L.Trainer) -> None:
         assert self.model is not None
@@ -127,11 +134,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.barrier()
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self.setup_optimizers(trainer)
+            with self.roll_call.all_or_none("configure_optimizers"):
+                self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if fitting and self.sharding.offload is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         check_sharded(model, self.optimizers)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator:
+        """Around ``configure_model``."""
+        with self.roll_call.all_or_none("configure_model"), super().model_sharded_context():
+            yield
 
     def _rest_to_device(self, model: nn.Module) -> None:
         """What sharding has not moved, such as metrics; shards in host memory must stay there."""
@@ -210,7 +224,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self._background is not None:
             self._background.start(path, *states)
         else:
-            save_sharded(path, *states)
+            self._write(path, *states)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """An older checkpoint goes only after the newer one is complete."""

@@ -18,8 +18,9 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.background_save import BackgroundSave, own_group
+from lightning_fasttrain.strategy.background_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.shard_blocks import check_sharded, refuse_unfit, without_gradient_reduction
 from lightning_fasttrain.strategy.sharded_checkpoint import load_full_, load_sharded_, save_sharded
@@ -42,7 +43,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         replicas: see there.
         blocks: see there.
         reduce_dtype: see there.
-        async_checkpoints: see there; call :meth:`wait` before the program ends.
+        async_checkpoints: see there.
         process_group_backend: see there.
         timeout: see there.
 
@@ -76,6 +77,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         self.sharded_blocks: list[str] = []
         self._backward_sync_control = _SyncControl()
         self._background: BackgroundSave | None = None
+        self.roll_call, self._saving = RollCall(None), None
         self._moved: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []
         self._modules: list[weakref.ref[nn.Module]] = []
 
@@ -91,11 +93,16 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         self.accelerator.setup_device(self.root_device)
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
         if self.async_checkpoints and self._background is None:
-            group = own_group()
-            self._background = BackgroundSave(lambda path, *states: save_sharded(path, *states, group=group))
+            self._background = BackgroundSave(self._write)
+
+    def _write(self, path: Path, *states: Any) -> None:
+        save_sharded(path, *states, group=self._saving)
 
     def setup_module(self, module: nn.Module) -> nn.Module:
+        with self.roll_call.all_or_none("fabric.setup"):
+            pass  # whoever is gone is missed here
         before = dict(module.named_parameters(remove_duplicate=False))
         precision = self.precision.precision
         self.sharded_blocks = self.sharding.shard_(module, self.device_mesh, precision, self.root_device)
@@ -172,7 +179,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         if self._background is not None:
             self._background.start(path, *states)
         else:
-            save_sharded(path, *states)
+            self._write(path, *states)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None

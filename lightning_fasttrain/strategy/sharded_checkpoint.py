@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -19,6 +20,7 @@ from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks, checkpoin
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy._plain_values import write_plain
+from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy._sharded_optimizer import join, take_apart, template
 
 REST = "rest.pt"  # everything that is no tensor of the model or of an optimizer
@@ -63,14 +65,11 @@ def save_sharded(
         parts, plain["optimizers"][key] = take_apart(state)
         tensors.update({f"{key}.{name}": value for name, value in parts.items()})
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
-
-    def agree(ok: bool) -> bool:
-        return agree_on_all_ranks(ok, group)
-
+    agree = agree_on_all_ranks if group is None else RollCall(group)
     with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree) as folder:
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # the folder's own leaving syncs
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _quietly(alone):
+        with _quietly(alone), _errors_of_ranks():
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
             write_plain(folder / REST, plain)
@@ -250,6 +249,16 @@ def _read(folder: str | os.PathLike[str], tensors: dict[str, Any], *, alone: boo
         alone = alone or not dist.is_initialized()
         with _quietly(alone):
             dcp.load(tensors, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
+
+
+@contextmanager
+def _errors_of_ranks() -> Iterator[None]:
+    """What went wrong on any rank, as an error that a program can catch: torch's own is no ``Exception``."""
+    try:
+        yield
+    except CheckpointException as error:
+        reasons = [f"rank {rank}: {type(reason).__name__}: {reason}" for rank, (reason, _) in error.failures.items()]
+        raise OSError("; ".join(reasons)) from error
 
 
 @contextmanager

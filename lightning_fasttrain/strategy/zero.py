@@ -16,6 +16,7 @@ from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.strategy import _zero_engine as engines
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._zero_conflicts import refuse_conflicts
 from lightning_fasttrain.strategy._zero_engine import Engine
 from lightning_fasttrain.strategy._zero_stage import StageQuestion, choose_together, predicted_activations
@@ -49,6 +50,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         ModuleNotFoundError: deepspeed is not installed.
         ValueError: an unknown stage, one beside settings that contradict it, float16 on a CPU; in ``fit``: nothing
             fits, an optimizer or a technique that cannot be sharded, clipping that DeepSpeed cannot do.
+        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
+            or did not answer within ``timeout=``.
 
     Example:
         >>> strategy = ZeROStrategy(stage=2)
@@ -80,6 +83,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         super().__init__(**self.question.arguments(), config=config, **settings)
         engines.finish_config(self._given_config)
         self.engine: Engine | None = None
+        self.roll_call = RollCall(None)
         self._made: Any = None
         self._inside_window = False
         self._leave_cpu: Undo = lambda: None
@@ -108,12 +112,13 @@ class ZeROStrategy(DeepSpeedStrategy):
         """On a CPU: gloo, and no kernel is compiled."""
         if self.root_device.type == "cuda":
             super().setup_distributed()
-            return
-        self._leave_cpu = engines.enter_cpu()
-        reset_seed()
-        self.set_world_ranks()
-        with engines.without_needless_ops(self.root_device.type):
-            self._init_deepspeed_distributed()
+        else:
+            self._leave_cpu = engines.enter_cpu()
+            reset_seed()
+            self.set_world_ranks()
+            with engines.without_needless_ops(self.root_device.type):
+                self._init_deepspeed_distributed()
+        self.roll_call = RollCall(own_group(self._timeout))
 
     def teardown(self) -> None:
         """The run is over; checkpoints can still be saved."""
@@ -149,7 +154,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             )
         optimizer = None
         if "optimizer" not in self._given_config:
-            self._made = super()._init_optimizers()
+            with self.roll_call.all_or_none("configure_optimizers"):
+                self._made = super()._init_optimizers()
             optimizer = self._made[0]
         if self.question.open:
             assert optimizer is not None
@@ -194,19 +200,24 @@ class ZeROStrategy(DeepSpeedStrategy):
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:
         """Around ``configure_model``: layers are sharded as they are made, unless techniques will add to them."""
-        assert self.lightning_module is not None
-        surgeons = [c for c in self.lightning_module.trainer.callbacks if isinstance(c, Technique)]
-        adding = [t for t in surgeons if t.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
-        if self.zero_stage_3 and adding:
+        with self.roll_call.all_or_none("configure_model"):
+            adding = self._technique_that_adds() if self.zero_stage_3 else None
+            if adding is None:
+                with super().model_sharded_context():
+                    yield
+                return
             note_once(
-                f"ZeROStrategy: {type(adding[0]).__name__} needs whole layers, so the model is built in host memory "
+                f"ZeROStrategy: {type(adding).__name__} needs whole layers, so the model is built in host memory "
                 "and sharded then"
             )
             self._init_config_if_needed()
             yield
-            return
-        with super().model_sharded_context():
-            yield
+
+    def _technique_that_adds(self) -> Technique | None:
+        assert self.lightning_module is not None
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks
+        adding = [c for c in callbacks if isinstance(c, Technique) and c.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
+        return adding[0] if adding else None
 
     # Accumulation: windows, steps and tails are Lightning's.
 
@@ -261,6 +272,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
         Raises:
             OSError: a rank could not write; an older folder of this name is as it was.
+            RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
         warn_inside_window(self._inside_window)
         if storage_options is not None:

@@ -14,13 +14,13 @@ import torch
 
 from lightning_fasttrain._checkpoint_folder import (
     MANIFEST,
-    agree_on_all_ranks,
     checkpoint_folder,
     read_manifest,
     whole_or_newest,
 )
 from lightning_fasttrain._files import TEMPORARY, lock
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy._zero_engine import Engine
 from lightning_fasttrain.strategy._zero_files import read_inert
 
@@ -54,7 +54,7 @@ def save_whole(strategy: Any, path: Any, engine: Engine, stage: int, step: Any, 
     """Let all ranks write into a folder beside ``path``, which takes its name when it is complete.
 
     Args:
-        strategy: Lightning's, for ranks and broadcast.
+        strategy: ours, for ranks, broadcast and roll call.
         path: the checkpoint; what is there is replaced.
         engine: that will save.
         stage: noted in the manifest.
@@ -63,12 +63,18 @@ def save_whole(strategy: Any, path: Any, engine: Engine, stage: int, step: Any, 
 
     Raises:
         OSError: a rank could not write; an older folder of this name is as it was.
+        RuntimeError: a rank is gone.
     """
+    roll_call: RollCall = strategy.roll_call
     path = Path(strategy.broadcast(path))
     about = {"format": "deepspeed", "stage": stage, "step": step if isinstance(step, int) else None}
-    ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": agree_on_all_ranks}
-    with checkpoint_folder(path, **ranks, about=about) as folder, engine.saving():
-        save(folder)
+    ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
+    try:
+        with checkpoint_folder(path, **ranks, about=about) as folder, engine.saving():
+            save(folder)
+    finally:
+        if not roll_call.broken:
+            engine.end_saving()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.strategy import _zero_engine as engines
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._zero_engine import Engine
 from lightning_fasttrain.strategy._zero_stage import StageQuestion, choose_together
 from lightning_fasttrain.strategy.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
@@ -74,6 +75,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         engines.finish_config(self._given_config)
         self._backward_sync_control = _Windows(self)
         self.engine: Engine | None = None
+        self.roll_call = RollCall(None)
         self.inside_window = False
         self._leave_cpu: Undo = lambda: None
 
@@ -95,7 +97,11 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         """Join the process group; on a CPU as on a GPU."""
         if self.root_device.type == "cuda":
             super().setup_environment()
-            return
+        else:
+            self._setup_on_cpu()
+        self.roll_call = RollCall(own_group(self._timeout))
+
+    def _setup_on_cpu(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
         self._leave_cpu = engines.enter_cpu()
@@ -117,8 +123,10 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
         Raises:
             ValueError: nothing fits; several optimizers, or one that cannot be sharded.
+            RuntimeError: another rank is gone, or did not come here within ``timeout=``.
         """
-        optimizer = engines.optimizer_of(optimizers)
+        with self.roll_call.all_or_none("fabric.setup"):
+            optimizer = engines.optimizer_of(optimizers)
         if self.question.open:
             self._given_config["zero_optimization"] = choose_together(
                 self.question,
@@ -193,6 +201,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
         Raises:
             OSError: a rank could not write; an older folder of this name is as it was.
+            RuntimeError: a rank is gone, or did not answer within ``timeout=``.
         """
         warn_inside_window(self.inside_window)
         save = super().save_checkpoint

@@ -1,0 +1,256 @@
+"""Pairs of real processes of which one fails, is killed, does not come, or has a full disk; see test_failing_ranks.py.
+
+One process imports everything once and forks the pairs, all at the same time: most of the time they wait.
+"""
+
+import importlib
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from datetime import timedelta
+from pathlib import Path
+
+import lightning as L
+import torch
+
+from lightning_fasttrain._checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.strategy._zero_engine import import_deepspeed
+from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.zero import ZeROStrategy
+from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from tests.nets import TinyLM, as_loader, lm_batches, trainer
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT_S = 100
+FULL_AT_BYTES = 1_000  # no file gets larger; less than any of a checkpoint's shards
+
+
+def rank():
+    return int(os.environ["RANK"])
+
+
+def fit(strategy, module, **settings):
+    t = trainer(devices=2, strategy=strategy, **settings)
+    t.fit(module, as_loader(lm_batches(2)))
+    return t
+
+
+def until(true, seconds=60):
+    end = time.monotonic() + seconds
+    while not true() and time.monotonic() < end:
+        time.sleep(0.05)
+    return true()
+
+
+class Fails(TinyLM):
+    """Built in ``configure_model``, where something is done on one rank."""
+
+    def __init__(self, in_model=None, in_optimizer=None):
+        super().__init__(lazy=True)
+        self.in_model, self.in_optimizer = in_model or {}, in_optimizer or {}
+
+    def configure_model(self):
+        self.in_model.get(rank(), lambda: None)()
+        self.build()
+
+    def configure_optimizers(self):
+        self.in_optimizer.get(rank(), lambda: None)()
+        return super().configure_optimizers()
+
+
+def fail():
+    raise FileNotFoundError("there are no weights on this host")
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails_in_configure_model(folder):
+    """Rank 0 is busy until it sees what rank 1 has said, which must not end before it was heard."""
+
+    def is_busy():
+        said = until(lambda: "there are no weights" in (folder / "err1").read_text())
+        alive = Path(f"/proc/{(folder / 'pid1').read_text()}").exists()
+        (folder / "found0").write_text(json.dumps({"said while rank 1 waits": said and alive}))
+
+    fit(ZeROStrategy(stage=2), Fails(in_model={0: is_busy, 1: fail}))
+
+
+def fails_in_configure_optimizers(folder):
+    fit(ZeROStrategy(stage=3), Fails(in_optimizer={0: fail}))
+
+
+def fails_under_fsdp2(folder):
+    fit(FSDP2Strategy(), Fails(in_optimizer={1: fail}))
+
+
+def killed_while_starting(folder):
+    fit(ZeROStrategy(stage=2), Fails(in_optimizer={1: kill}))
+
+
+def killed_in_fabric(folder):
+    fabric = L.Fabric(accelerator="cpu", devices=2, strategy=FabricZeROStrategy(stage=2))
+    fabric.launch()
+    if rank() == 1:
+        kill()
+    module = TinyLM()
+    fabric.setup(module, module.configure_optimizers())
+
+
+def does_not_come(folder):
+    """Rank 1 takes longer than the time limit; it ends when it comes at last."""
+
+    def is_late():
+        until((folder / "left0").exists)
+
+    try:
+        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=4)), Fails(in_model={1: is_late}))
+    finally:
+        (folder / f"left{rank()}").touch()
+
+
+def error_of(action):
+    start = time.monotonic()
+    try:
+        action()
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "no error", "", time.monotonic() - start
+
+
+def has_full_disk(folder):
+    """Both ranks, then one; when there is room again the save succeeds and training goes on."""
+    found = {}
+    strategies = {"zero 2": lambda: ZeROStrategy(stage=2), "zero 3": lambda: ZeROStrategy(stage=3)}
+    for name, make in {**strategies, "fsdp2": FSDP2Strategy}.items():
+        module, path = TinyLM(), folder / f"{name}.ckpt"
+        t = fit(make(), module)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        for which, ranks in (("both", (0, 1)), ("rank 0", (0,)), ("rank 1", (1,))):
+            if rank() in ranks:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, before[1]))
+            found[f"{name}, {which}"] = error_of(lambda t=t, path=path: t.save_checkpoint(path))
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        found[f"{name}, left"] = [p.name for p in folder.glob("*.ckpt") if p == path]
+        t.save_checkpoint(path)
+        verify_checkpoint(path)
+        t.fit_loop.max_epochs = 2
+        t.fit(module, as_loader(lm_batches(2)))
+        found[f"{name}, steps"] = t.global_step
+    (folder / f"found{rank()}").write_text(json.dumps(found))
+
+
+def saves_after_fit(folder):
+    """The program ends while the last checkpoint is being written, to a slow disk."""
+    t = fit(FSDP2Strategy(async_checkpoints=True), TinyLM())
+    background = t.strategy._background
+    write = background.write
+
+    def slowly(*states):
+        time.sleep(1.5)
+        write(*states)
+
+    background.write = slowly
+    t.save_checkpoint(folder / "final.ckpt")
+    (folder / f"found{rank()}").write_text(json.dumps({"in flight": background.in_flight}))
+
+
+def saves_after_fit_in_vain(folder):
+    t = fit(FSDP2Strategy(async_checkpoints=True), TinyLM())
+    (folder / "file").touch()
+    t.save_checkpoint(folder / "file" / "final.ckpt")
+
+
+SCENARIOS = (
+    fails_in_configure_model,
+    fails_in_configure_optimizers,
+    fails_under_fsdp2,
+    killed_while_starting,
+    killed_in_fabric,
+    does_not_come,
+    has_full_disk,
+    saves_after_fit,
+    saves_after_fit_in_vain,
+)
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def fork(scenario, folder, number, port):
+    pid = os.fork()
+    if pid:
+        return pid
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", NODE_RANK="0")
+    os.environ.update(RANK=str(number), LOCAL_RANK=str(number), GROUP_RANK="0", LOCAL_WORLD_SIZE="2")
+    os.environ.update(TORCHELASTIC_RUN_ID="1")
+    os.dup2(os.open("/dev/null", os.O_WRONLY), 1)
+    with open(folder / f"err{number}", "wb") as file:  # by way of a process whose disk is not full
+        said = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=file)
+    os.dup2(said.stdin.fileno(), 2)
+    said.stdin.close()
+    (folder / f"pid{number}").write_text(str(os.getpid()))
+    code = 0
+    try:
+        scenario(folder)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    raise SystemExit(code)  # as any script: what happens at the end of an interpreter belongs to it
+
+
+def import_everything():
+    """What ranks would otherwise import each for itself."""
+    import_deepspeed()
+    for name in ("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.muon_optimizer"):
+        importlib.import_module(name)
+
+
+def serve(folder, names):
+    import_everything()
+    pairs = {}
+    for name in names:
+        (folder / name).mkdir()
+        port = free_port()
+        pairs[name] = [fork(globals()[name], folder / name, number, port) for number in (0, 1)]
+    codes = {pid: None for pids in pairs.values() for pid in pids}
+    end = time.monotonic() + LIMIT_S
+    while None in codes.values() and time.monotonic() < end:
+        for pid in [pid for pid, code in codes.items() if code is None]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            codes[pid] = os.waitstatus_to_exitcode(status) if ended else None
+        time.sleep(0.05)
+    for pid in [pid for pid, code in codes.items() if code is None]:
+        os.kill(pid, signal.SIGKILL)
+    time.sleep(0.5)  # until all that was said is in its file
+    result = {name: [codes[pid] for pid in pids] for name, pids in pairs.items()}
+    (folder / "codes.json").write_text(json.dumps(result))
+
+
+def run_scenarios(folder):
+    """For the tests: name → exit codes (None: it had not ended), what was said and found by each rank."""
+    names = [scenario.__name__ for scenario in SCENARIOS]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "tests.strategy.failing_ranks", str(folder), *names]
+    subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMIT_S + 100, check=True, capture_output=True)
+    codes, seen = json.loads((folder / "codes.json").read_text()), {}
+    for name in names:
+        said = [(folder / name / f"err{i}").read_text() for i in (0, 1)]
+        found = [json.loads(p.read_text()) if (p := folder / name / f"found{i}").exists() else {} for i in (0, 1)]
+        seen[name] = {"codes": codes[name], "err": said, "found": found, "folder": folder / name}
+    return seen
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    serve(Path(sys.argv[1]), sys.argv[2:])

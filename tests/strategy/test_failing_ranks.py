@@ -1,0 +1,81 @@
+"""One of two ranks fails, is killed, does not come or has a full disk: all end or go on together. Real processes."""
+
+import pytest
+
+from lightning_fasttrain._checkpoint_folder import verify_checkpoint
+from tests.strategy.failing_ranks import run_scenarios
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory):
+    return run_scenarios(tmp_path_factory.mktemp("failing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [
+        ("fails_in_configure_model", [1, 1]),
+        ("fails_in_configure_optimizers", [1, 1]),
+        ("fails_under_fsdp2", [1, 1]),
+        ("killed_while_starting", [1, -9]),
+        ("killed_in_fabric", [1, -9]),
+        ("does_not_come", [1, 1]),
+    ],
+)
+def test_all_ranks_end_when_one_does(seen, name, codes):
+    assert seen[name]["codes"] == codes, seen[name]["err"]
+
+
+@pytest.mark.parametrize(
+    ("name", "failing", "where"),
+    [
+        ("fails_in_configure_model", 1, "configure_model"),
+        ("fails_in_configure_optimizers", 0, "configure_optimizers"),
+        ("fails_under_fsdp2", 1, "configure_optimizers"),
+    ],
+)
+def test_the_error_is_shown_by_its_rank_and_the_other_says_where_to_look(seen, name, failing, where):
+    said = seen[name]["err"]
+    assert f"rank {failing} failed:\n" in said[failing]
+    assert "FileNotFoundError: there are no weights on this host" in said[failing]
+    assert f"RuntimeError: {where} failed on another rank" in said[1 - failing]
+
+
+def test_an_error_is_shown_before_its_rank_waits_for_others(seen):
+    assert seen["fails_in_configure_model"]["found"][0] == {"said while rank 1 waits": True}
+
+
+@pytest.mark.parametrize("name", ["killed_while_starting", "killed_in_fabric", "does_not_come"])
+def test_a_rank_that_is_gone_or_late_is_an_error_of_the_others(seen, name):
+    assert "RuntimeError: a rank is gone, or did not answer in time" in seen[name]["err"][0]
+
+
+def test_a_full_disk_on_any_rank_is_an_error_on_all_and_training_goes_on(seen):
+    case = seen["has_full_disk"]
+    assert case["codes"] == [0, 0], case["err"]
+    for found in case["found"]:
+        for strategy in ("zero 2", "zero 3", "fsdp2"):
+            for which in ("both", "rank 0", "rank 1"):
+                kind, _, seconds = found[f"{strategy}, {which}"]
+                assert kind == "OSError"
+                assert seconds < 30  # nobody sits in a barrier that the other never comes to
+            assert found[f"{strategy}, left"] == []
+            assert found[f"{strategy}, steps"] == 4
+    for i, said in enumerate(case["err"]):
+        assert f"rank {i} failed:\n" in said
+        assert "could not be written" in said
+    assert list(case["folder"].glob(".fasttrain*")) == []
+
+
+def test_a_program_that_ends_waits_for_its_last_checkpoint(seen):
+    case = seen["saves_after_fit"]
+    assert case["codes"] == [0, 0], case["err"]
+    assert case["found"] == [{"in flight": True}] * 2
+    verify_checkpoint(case["folder"] / "final.ckpt")
+    assert list(case["folder"].glob(".fasttrain*")) == []
+
+
+def test_a_last_checkpoint_that_fails_is_told(seen):
+    case = seen["saves_after_fit_in_vain"]
+    assert case["codes"] == [0, 0], case["err"]
+    assert all("the last checkpoint was not completed:\n" in said for said in case["err"])
