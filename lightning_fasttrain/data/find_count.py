@@ -133,7 +133,7 @@ def _may_be_ignored(trial: Trial) -> set[int]:
     for piece in trial.splits[0].pieces if trial.splits else ():
         labels = find_labels(piece)[1]
         if labels is not None and labels.numel() > 0:
-            values, frequencies = labels.unique(return_counts=True)
+            values, frequencies = labels.cpu().unique(return_counts=True)
             found |= {int(values[0]), int(values[-1]), int(values[frequencies.argmax()])}
             found |= {value for value in (0, -1, 255) if bool((values == value).any())}
     return found

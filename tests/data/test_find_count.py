@@ -382,3 +382,33 @@ def test_the_rule_is_in_the_checkpoint_and_is_tried_first_after_a_resume(tmp_pat
     again = ft.MicroBatching(2)
     trainer([again], max_epochs=2).fit(Hidden(), as_loader([FULL]), ckpt_path=tmp_path / "a.ckpt")
     assert again.found == CountRule("next_tokens")  # full rows alone would not tell it from "targets"
+
+
+@pytest.mark.parametrize("limit", [1, 2])
+def test_where_two_samples_do_not_fit_it_is_said_that_nothing_was_checked(limit):
+    class Hungry(Shifted):
+        def training_step(self, batch, batch_idx):
+            if len(batch["labels"]) > limit:
+                raise torch.OutOfMemoryError("CUDA out of memory (staged)")
+            return super().training_step(batch, batch_idx)
+
+    technique = ft.MicroBatching(9)
+    if limit == 1:
+        with pytest.warns(
+            ft.FastTrainWarning, match="nothing was checked, as the step failed on 2 samples alone: OutOf"
+        ):
+            fit(Hungry(), [PADDED], [technique])
+    else:
+        fit(Hungry(), [PADDED], [technique])
+        assert technique.found == CountRule("next_tokens")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_on_a_gpu_under_autocast_the_rule_is_found_and_random_states_stay(dtype):
+    net, step = language_model(shift=True)
+    net.cuda()
+    batch = {name: value.cuda() for name, value in PADDED.items()}
+    state = torch.cuda.get_rng_state()
+    assert ft.find_count(torch.autocast("cuda", dtype)(step), batch) == CountRule("next_tokens")
+    assert torch.equal(state, torch.cuda.get_rng_state())
