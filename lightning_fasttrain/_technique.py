@@ -11,6 +11,7 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain._checks import refuse_mixed_lightning
+from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
 
@@ -103,6 +104,19 @@ class Technique(L.Callback):
         """Hook: the only one that is called when a run fails."""
         self._close()
 
+    def on_after_setup(self, fabric: Any = None, module: Any = None) -> None:
+        """Hook: Fabric's only one that is sure to be called. Its loops are the user's, so techniques cannot act there."""
+        name = type(self).__name__
+        raise TypeError(
+            explain(
+                f"Fabric(callbacks=[{name}])",
+                "Fabric calls none of the hooks in which techniques act, so nothing would happen",
+                f"Leave it out, and before fabric.setup call apply(model, [{name}(...)])"
+                if self.surgery is not None
+                else f"Leave it out, and call {self.in_a_loop}",
+            )
+        )
+
     def _close(self) -> None:
         undo, self._undo = self._undo, None
         if undo is not None:
@@ -127,6 +141,8 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     Raises:
         ValueError: one technique twice, or two that do not go together.
         TypeError: a technique that acts in the training loop; the message names the function to call there.
+        RuntimeError: new parameters train and Fabric has set the model up already. Where only the optimizer was made
+            before, its first step raises it.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -140,9 +156,11 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     """
     refuse_mixed_lightning(*techniques)
     check_together(techniques)
+    late = LateParameters(model)
     with ExitStack() as undo:
         for technique in sorted(techniques, key=lambda t: t.surgery or 0):
             _push(undo, technique.apply(model))
+        undo.enter_context(late.watch(f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"))
         return undo.pop_all()
 
 

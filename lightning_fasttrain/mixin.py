@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
+from torch import nn
 
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, patch
 
 
@@ -15,6 +17,9 @@ class FastTrainMixin:
     Name them in ``techniques``, or build them in :meth:`configure_techniques`. They are handed over through
     Lightning's own ``configure_callbacks``; a ``configure_callbacks`` of your own keeps working beside it, with or
     without ``super()``.
+
+    Raises:
+        TypeError: the mixin comes after the LightningModule in the list of bases, whose hook would hide its own.
 
     Example:
         >>> import lightning as L
@@ -37,6 +42,7 @@ class FastTrainMixin:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        _refuse_hidden(cls)
         own = cls.__dict__.get("configure_callbacks")
         if own is not None:
 
@@ -50,6 +56,20 @@ class FastTrainMixin:
                     restore()
 
             cls.configure_callbacks = configure_callbacks
+
+
+def _refuse_hidden(cls: type) -> None:
+    order = cls.__mro__
+    if nn.Module in order and order.index(nn.Module) < order.index(FastTrainMixin):
+        bases = [base.__name__ for base in cls.__bases__]
+        right = sorted(cls.__bases__, key=lambda base: issubclass(base, nn.Module))
+        raise TypeError(
+            explain(
+                f"class {cls.__name__}({', '.join(bases)})",
+                "LightningModule's configure_callbacks comes before the mixin's, so no technique would be used",
+                f"Turn the bases round: class {cls.__name__}({', '.join(base.__name__ for base in right)})",
+            )
+        )
 
 
 def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:

@@ -213,3 +213,76 @@ def test_empty_hooks_cost_nothing_while_a_run_lasts_and_subclasses_keep_theirs()
     fit(TinyLM(), lm_batches(3), [technique])
     assert Counting.calls == 3
     assert callable(technique.on_train_batch_start)
+
+
+def lora_loop(optimizer_first, *, fabric=None, other=False):
+    """A step of a loop in which the optimizer is made before or after the adapters."""
+    model = TinyLM()
+    make = lambda: torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)  # noqa: E731
+    first, optimizer = (make(), None) if optimizer_first else (None, None)
+    wrapped, first = fabric.setup(model, first) if fabric is not None else (model, first)
+    with ft.apply(wrapped, [ft.LoRA(rank=2)]):
+        optimizer = make() if other or first is None else first
+        model.loss(lm_batches(1)[0]).backward()
+        (first or optimizer).step()
+        optimizer.step()
+        return [p for name, p in model.named_parameters() if "lora_B" in name]
+
+
+def test_adapters_that_come_after_the_optimizer_are_refused_at_its_first_step():
+    with pytest.raises(
+        RuntimeError, match=r"SGD was made before apply\(model, \[LoRA\]\).*would never move.*then make"
+    ):
+        lora_loop(optimizer_first=True)
+    assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=False))
+    assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=True, other=True))  # an old one may go on beside
+
+
+def test_an_old_optimizer_may_go_on_and_others_be_left_out_on_purpose():
+    model = TinyLM()
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ft.apply(model, [ft.LoRA(rank=2), ft.ActivationCheckpointing()]):
+        part = [p for name, p in model.named_parameters() if "lora_B" in name]
+        optimizer = torch.optim.SGD(part, lr=0.1)
+        model.loss(lm_batches(1)[0]).backward()
+        optimizer.step()
+        assert not old._optimizer_step_pre_hooks or old.state == {}
+    assert not old._optimizer_step_pre_hooks
+
+
+def test_fabric_that_has_set_the_model_up_refuses_new_parameters_at_once():
+    fabric = L.Fabric(accelerator="cpu", devices=1)
+    with pytest.raises(
+        RuntimeError, match=r"apply\(model, \[LoRA\]\) after fabric.setup: .* in no optimizer.*Change the model first"
+    ):
+        lora_loop(optimizer_first=True, fabric=fabric)
+    model, _ = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), lr=0.1))
+    with ft.apply(model, [ft.ActivationCheckpointing()]):  # which has none
+        assert "forward" in vars(net.blocks[0])
+
+
+@pytest.mark.parametrize(
+    ("technique", "way_out"),
+    [(ft.MicroBatching(2), r"accumulate_gradients\(step, batch, n\)"), (ft.LoRA(), r"apply\(model, \[LoRA")],
+)
+def test_fabric_refuses_techniques_as_callbacks(technique, way_out):
+    fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[technique])
+    with pytest.raises(
+        TypeError, match=rf"Fabric\(callbacks=\[{type(technique).__name__}\]\).*nothing would.*{way_out}"
+    ):
+        fabric.setup(TinyLM())
+
+
+def test_a_mixin_behind_the_module_is_refused_when_the_class_is_made():
+    with pytest.raises(TypeError, match=r"class Net\(TinyLM, FastTrainMixin\): .*class Net\(FastTrainMixin, TinyLM\)"):
+
+        class Net(TinyLM, ft.FastTrainMixin):
+            techniques = (ft.MicroBatching(2),)
+
+    class Bundle(ft.FastTrainMixin):  # a mixin of techniques alone, to be used before a module
+        techniques = (ft.MicroBatching(2),)
+
+    class Right(Bundle, TinyLM):
+        pass
+
+    assert len(Right().configure_callbacks()) == 1

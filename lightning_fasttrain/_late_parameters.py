@@ -1,0 +1,99 @@
+"""Floor: parameters that came after the optimizer was made, and that nothing would ever step."""
+
+import gc
+import weakref
+from collections.abc import Iterable
+from contextlib import ExitStack
+from typing import Any
+
+from lightning.fabric.wrappers import _FabricModule
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain._messages import explain
+
+_WAY_OUT = (
+    "Change the model first, then make the optimizer, then call fabric.setup: lightning_fasttrain.apply at the top"
+)
+
+
+class LateParameters:
+    """Notices that a model has new parameters to train while its optimizer was made before them.
+
+    That an optimizer exists is no error yet: it may be one of an earlier training. It is one as soon as it steps while
+    new parameters have gradients and no optimizer has any of them. Until then this costs one look at a gradient a
+    step, of these optimizers only; afterwards nothing.
+
+    Args:
+        model: before it is changed.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        # Weakly, because quantising replaces parameters whose memory must not be kept.
+        self.before = [weakref.ref(parameter) for parameter in model.parameters()]
+        self.trained_before = [weakref.ref(parameter) for parameter in model.parameters() if parameter.requires_grad]
+        self.new: list[Any] = []
+        self.hooks = ExitStack()
+
+    def watch(self, what: str) -> ExitStack:
+        """After the change: refuse it, or watch the optimizers that exist.
+
+        Args:
+            what: was done, for the message.
+
+        Returns:
+            What ends the watch.
+
+        Raises:
+            RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the first step
+                of an optimizer: it was made before them.
+        """
+        known = set(map(id, _alive(self.trained_before)))
+        new = [
+            parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) not in known
+        ]
+        if not new:
+            return self.hooks
+        if isinstance(self.model, _FabricModule):
+            raise RuntimeError(
+                explain(
+                    f"{what} after fabric.setup",
+                    f"{len(new)} tensors that train now are in no optimizer, and no wrapper for several devices knows them",
+                    _WAY_OUT,
+                )
+            )
+        self.what, self.new = what, [weakref.ref(parameter) for parameter in new]
+        for optimizer in _holders(_alive(self.before)):
+            self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
+        return self.hooks
+
+    def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook: an optimizer from before is about to step."""
+        training = [parameter for parameter in _alive(self.new) if parameter.grad is not None]
+        if not training:
+            return
+        self.hooks.close()
+        if not _holders(training):
+            raise RuntimeError(
+                explain(
+                    f"{type(optimizer).__name__} was made before {self.what}",
+                    f"{len(training)} tensors that train since then are in no optimizer, so they would never move",
+                    _WAY_OUT,
+                )
+            )
+
+
+def _alive(references: Iterable[Any]) -> list[nn.Parameter]:
+    return [parameter for reference in references if (parameter := reference()) is not None]
+
+
+def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
+    """The optimizers of this process that have one of these parameters. Torch keeps no list of optimizers."""
+    wanted = set(map(id, parameters))
+    optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
+    return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
+
+
+def _parameters_of(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]
