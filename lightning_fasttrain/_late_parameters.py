@@ -12,9 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._messages import explain
 
-_WAY_OUT = (
-    "Change the model first, then make the optimizer, then call fabric.setup: lightning_fasttrain.apply at the top"
-)
+_WAY_OUT = "Call lightning_fasttrain.apply first, then make the optimizer, and then call fabric.setup"
 
 
 class LateParameters:
@@ -50,16 +48,15 @@ class LateParameters:
                 of an optimizer: it was made before them.
         """
         known = set(map(id, _alive(self.trained_before)))
-        new = [
-            parameter for parameter in self.model.parameters() if parameter.requires_grad and id(parameter) not in known
-        ]
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        new = [parameter for parameter in trained if id(parameter) not in known]
         if not new:
             return self.hooks
         if isinstance(self.model, _FabricModule):
             raise RuntimeError(
                 explain(
                     f"{what} after fabric.setup",
-                    f"{len(new)} tensors that train now are in no optimizer, and no wrapper for several devices knows them",
+                    f"{len(new)} tensors that train now are in no optimizer, and Fabric's strategy has not seen them",
                     _WAY_OUT,
                 )
             )

@@ -105,7 +105,7 @@ class Technique(L.Callback):
         self._close()
 
     def on_after_setup(self, fabric: Any = None, module: Any = None) -> None:
-        """Hook: Fabric's only one that is sure to be called. Its loops are the user's, so techniques cannot act there."""
+        """Hook: the one that Fabric itself calls. A technique that is listed there would never act: refused."""
         name = type(self).__name__
         raise TypeError(
             explain(

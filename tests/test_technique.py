@@ -230,9 +230,7 @@ def lora_loop(optimizer_first, *, fabric=None, other=False):
 
 
 def test_adapters_that_come_after_the_optimizer_are_refused_at_its_first_step():
-    with pytest.raises(
-        RuntimeError, match=r"SGD was made before apply\(model, \[LoRA\]\).*would never move.*then make"
-    ):
+    with pytest.raises(RuntimeError, match=r"SGD was made before apply\(model, \[LoRA\]\).*never move.*then make"):
         lora_loop(optimizer_first=True)
     assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=False))
     assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=True, other=True))  # an old one may go on beside
@@ -246,15 +244,12 @@ def test_an_old_optimizer_may_go_on_and_others_be_left_out_on_purpose():
         optimizer = torch.optim.SGD(part, lr=0.1)
         model.loss(lm_batches(1)[0]).backward()
         optimizer.step()
-        assert not old._optimizer_step_pre_hooks or old.state == {}
     assert not old._optimizer_step_pre_hooks
 
 
 def test_fabric_that_has_set_the_model_up_refuses_new_parameters_at_once():
     fabric = L.Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(
-        RuntimeError, match=r"apply\(model, \[LoRA\]\) after fabric.setup: .* in no optimizer.*Change the model first"
-    ):
+    with pytest.raises(RuntimeError, match=r"\[LoRA\]\) after fabric.setup: .* in no optimizer.*apply first"):
         lora_loop(optimizer_first=True, fabric=fabric)
     model, _ = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), lr=0.1))
     with ft.apply(model, [ft.ActivationCheckpointing()]):  # which has none
@@ -267,9 +262,7 @@ def test_fabric_that_has_set_the_model_up_refuses_new_parameters_at_once():
 )
 def test_fabric_refuses_techniques_as_callbacks(technique, way_out):
     fabric = L.Fabric(accelerator="cpu", devices=1, callbacks=[technique])
-    with pytest.raises(
-        TypeError, match=rf"Fabric\(callbacks=\[{type(technique).__name__}\]\).*nothing would.*{way_out}"
-    ):
+    with pytest.raises(TypeError, match=rf"Fabric\(callbacks=\[{type(technique).__name__}\]\).*{way_out}"):
         fabric.setup(TinyLM())
 
 

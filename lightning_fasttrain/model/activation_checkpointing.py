@@ -14,6 +14,7 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import Undo, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
+from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
 
@@ -57,7 +58,8 @@ class EveryBlock(CheckpointPolicy):
         return f"EveryBlock(k={self.k})"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        return {name: CheckpointedForward(blocks[name]).install() for name in list(blocks)[:: self.k]}
+        savings, chosen = CheckpointSavings(repr(self)), list(blocks)[:: self.k]
+        return {name: CheckpointedForward(blocks[name], savings=savings).install() for name in chosen}
 
 
 class SelectiveOps(CheckpointPolicy):
@@ -104,7 +106,8 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={[str(op) for op in self.also]})" if self.also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        return {name: CheckpointedForward(block, self.keeps).install() for name, block in blocks.items()}
+        savings = CheckpointSavings(repr(self))
+        return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
     def keeps(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
         """What ``create_selective_checkpoint_contexts`` asks about each operation."""
@@ -144,7 +147,8 @@ def checkpoint_activations_(
     With L equal blocks that save A bytes each, the peak falls from L·A to about A plus L inputs, for one more
     forward of each block. The recomputation is the same computation: the random state of torch, Python and NumPy is
     put back for it (dropout draws the same masks), and buffers that the forward changes (BatchNorm statistics) are
-    changed once. Non-reentrant always, so frozen inputs, keyword arguments and DDP work.
+    changed once. Non-reentrant always, so frozen inputs, keyword arguments and DDP work. The first pass counts what is
+    kept, and warns if plain blocks would keep no more.
 
     Args:
         model: any module. Hugging Face models have their key-value cache switched off, which cannot be recomputed.

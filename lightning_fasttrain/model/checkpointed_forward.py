@@ -1,7 +1,7 @@
 """A block's forward that is run again in the backward pass, as it was."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -14,6 +14,9 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class CheckpointedForward(WrappedForward):
@@ -22,11 +25,18 @@ class CheckpointedForward(WrappedForward):
     Args:
         module: the block.
         keeps: says of each operation in it whether its result is kept; None for nothing at all.
+        savings: what counts the bytes of the first pass; None for nothing.
     """
 
-    def __init__(self, module: nn.Module, keeps: Callable[..., Keep] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        keeps: Callable[..., Keep] | None = None,
+        savings: CheckpointSavings | None = None,
+    ) -> None:
         super().__init__(module)
         self.keeps = keeps
+        self.savings = savings
         # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
         # other change raises the buffer's version, and is noticed at the first forward.
         self.changing = {
@@ -53,7 +63,26 @@ class CheckpointedForward(WrappedForward):
             args, kwargs = tree_unflatten(leaves, structure)
             return self.inner(*args, **kwargs)
 
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=self._contexts)
+        contexts = self._contexts
+        if self.savings is not None and self.savings.counting:
+            contexts = partial(self._counted_contexts, self.savings, leaves)
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+
+    def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[Any]) -> Contexts:
+        forward, again = self._contexts()
+
+        @contextmanager
+        def counted_forward() -> Iterator[None]:
+            with forward, savings.of_call(self.module, inputs, self.keeps):
+                yield
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            savings.tell()  # the backward has begun, so all blocks have been called
+            with again:
+                yield
+
+        return counted_forward(), Anew(recompute)
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -66,7 +95,7 @@ class CheckpointedForward(WrappedForward):
             yield
         self.seen = False
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self) -> Contexts:
         """What the forward and the recomputation run in."""
         keeping, reusing = nullcontext(), nullcontext()
         if self.keeps is not None:

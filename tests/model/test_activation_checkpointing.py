@@ -398,3 +398,25 @@ def test_selective_with_the_compiler(inside):
 def test_a_policy_is_asked_for(policy):
     with pytest.raises(TypeError, match=r"policy=.*no policy of activation checkpointing\. Use EveryBlock"):
         ft.ActivationCheckpointing(policy)
+
+
+def peak_of(net, x, policy=None):
+    with ft.apply(net, [] if policy is None else [ft.ActivationCheckpointing(policy)]):
+        with ft.PeakMemory("cpu", net, x) as meter:
+            net(x).square().mean().backward()
+    net.zero_grad()
+    return meter.peak_bytes
+
+
+@pytest.mark.parametrize("policy", [ft.EveryBlock(), ft.SelectiveOps()], ids=repr)
+def test_a_policy_that_saves_nothing_says_so_and_one_that_does_is_silent(policy):
+    x = torch.randn(2048, 32)
+    mlp = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())])
+    with pytest.warns(
+        ft.FastTrainWarning, match=r"saves no memory in this model: 4 calls .* Leave it out, or name larger"
+    ):
+        recomputed = peak_of(mlp, x, policy)
+    assert recomputed >= peak_of(mlp, x)
+    block = lambda: nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))  # noqa: E731
+    deep = nn.Sequential(*[block() for _ in range(4)])
+    assert peak_of(deep, x, policy) < peak_of(deep, x)  # a warning would be an error

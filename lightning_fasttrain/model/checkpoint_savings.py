@@ -1,0 +1,131 @@
+"""What recomputation keeps between forward and backward, counted against what plain blocks would keep."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+from torch.utils.checkpoint import CheckpointPolicy as Keep
+
+from lightning_fasttrain._messages import explain, note_once, warn
+
+_WORTH_A_WARNING = 2**20  # bytes; with less in all blocks, memory is no concern
+
+
+class CheckpointSavings:
+    """Counts in the first pass of a training, and warns if nothing is saved; then it is done.
+
+    Recomputed blocks hold their inputs and what a policy keeps, and one of them at a time holds all that it saves. For
+    blocks with little in them, as the single layers of an MLP, that is as much as all blocks save plainly, or more.
+
+    Args:
+        policy: how the warning calls it.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+        self.counting = True
+        self._plain, self._kept = _Storages(), _Storages()
+        self._calls: list[_Storages] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSavings":
+        return CheckpointSavings(self.policy)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CheckpointSavings, (self.policy,)
+
+    @contextmanager
+    def of_call(self, block: nn.Module, inputs: Iterable[Any], keeps: Callable[..., Keep] | None) -> Iterator[None]:
+        """Count one forward, inside of the hooks by which the checkpoint drops what is saved."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        if outer is None:
+            yield
+            return
+        call = _Storages()
+        self._calls.append(call)
+        fixed = _Storages()
+        for tensor in (*block.parameters(), *block.buffers()):
+            fixed.add(tensor)
+        for leaf in inputs:
+            self._kept.add(leaf)
+
+        def pack(tensor: Tensor) -> Any:
+            if not fixed.has(tensor):
+                call.add(tensor)
+                self._plain.add(tensor)
+            return outer[0](tensor)
+
+        with ExitStack() as stack:
+            stack.enter_context(saved_tensors_hooks(pack, outer[1]))
+            if keeps is not None:
+                stack.enter_context(_KeptResults(keeps, self._kept))
+            yield
+
+    def tell(self) -> None:
+        """The forward is over: compare, once."""
+        if not self.counting:
+            return
+        self.counting = False
+        largest = max((call.nbytes(without=self._kept) for call in self._calls), default=0)
+        plain, recomputed = self._plain.nbytes(), self._kept.nbytes() + largest
+        calls = len(self._calls)
+        self._plain, self._kept, self._calls = _Storages(), _Storages(), []
+        if recomputed >= plain:
+            tell = warn if plain >= _WORTH_A_WARNING else note_once
+            tell(
+                explain(
+                    f"ActivationCheckpointing({self.policy}) saves no memory in this model",
+                    f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, with what one of them recomputes, "
+                    f"where plain ones keep {plain / 2**20:.3g} MiB",
+                    "Leave it out, or name larger blocks with blocks=",
+                )
+            )
+
+
+class _Storages:
+    """A set of storages. Weakly: they may go, while their identity stays theirs."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add(self, thing: Any) -> None:
+        storage = _storage_of(thing)
+        if storage is not None and storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+
+    def has(self, thing: Any) -> bool:
+        storage = _storage_of(thing)
+        return storage is not None and storage._cdata in self._sizes
+
+    def nbytes(self, without: "_Storages | None" = None) -> int:
+        others = without._sizes if without is not None else {}
+        return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
+
+
+def _storage_of(thing: Any) -> Any:
+    if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
+        return None
+    try:
+        return thing.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps others
+        return None
+
+
+class _KeptResults(TorchDispatchMode):
+    """Notes the results that a policy keeps."""
+
+    def __init__(self, keeps: Callable[..., Keep], kept: _Storages) -> None:
+        super().__init__()
+        self.keeps, self.kept = keeps, kept
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if self.keeps(None, func, *args, **(kwargs or {})) is Keep.MUST_SAVE:
+            for leaf in tree_iter(out):
+                self.kept.add(leaf)
+        return out
