@@ -12,20 +12,24 @@ from lightning_fasttrain._messages import explain
 
 
 class DeferredLogits:
-    r"""Stands for the logits :math:`z = f · \mathrm{head}(h)`, or :math:`z = c \tanh(f · \mathrm{head}(h))`.
+    r"""Stands for the logits :math:`z = f · \mathrm{head}(h) + b`, or :math:`z = c \tanh(f · \mathrm{head}(h) + b)`.
 
     It has their shape, dtype and device, but no numbers. It goes through what models do between head and loss: casts,
-    reshapes and slices that leave the classes last and whole, factors, and soft-capping. Its ``cross_entropy`` is
-    what ``loss_of`` returns. Whatever else would need the numbers is refused. It is no ``Tensor``, so that the hooks
+    reshapes and slices that leave the classes last and whole, factors, one number added to each class, soft-capping,
+    and at last ``log_softmax``. Its ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of``
+    returns. Whatever else would need the numbers is refused. It is no ``Tensor``, so that the hooks
     of strategies, which cast, detach or gather the tensors of an output, let it pass.
 
     Args:
         hidden: h, (..., D).
         classes: V; the shape is (..., V).
         dtype: that of the head's output.
-        loss_of: called with ``hidden`` (N, D), ``targets`` (N), f·c or f, c, and keywords of ``cross_entropy``.
+        loss_of: called with ``hidden`` (N, D), ``targets`` (N), f·c or f, c, and keywords of ``cross_entropy``; with
+            ``bias``, c·b or b (V,), if there is one.
         factor: f.
         cap: c; None for no tanh.
+        bias: b (V,); None for none.
+        normalised: whether ``log_softmax`` was called, which changes no loss.
 
     Raises:
         RuntimeError, AttributeError: something needs the numbers.
@@ -51,9 +55,11 @@ class DeferredLogits:
         loss_of: Callable[..., Tensor],
         factor: float = 1.0,
         cap: float | None = None,
+        bias: Tensor | None = None,
+        normalised: bool = False,
     ) -> None:
         self.hidden, self.classes, self.dtype, self.loss_of = hidden, classes, dtype, loss_of
-        self.factor, self.cap = factor, cap
+        self.factor, self.cap, self.bias, self.normalised = factor, cap, bias, normalised
         self.shape, self.ndim, self.device = torch.Size((*hidden.shape[:-1], classes)), hidden.ndim, hidden.device
 
     def __repr__(self) -> str:
@@ -67,7 +73,8 @@ class DeferredLogits:
 
     def _with(self, **changes: Any) -> "DeferredLogits":
         same = {"hidden": self.hidden, "classes": self.classes, "dtype": self.dtype, "loss_of": self.loss_of}
-        return DeferredLogits(**{**same, "factor": self.factor, "cap": self.cap, **changes})
+        done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
+        return DeferredLogits(**{**same, **done, **changes})
 
     def _cross_entropy(
         self,
@@ -84,7 +91,9 @@ class DeferredLogits:
             raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
         if self.ndim > 2:
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
-        factor = self.factor if self.cap is None else self.factor * self.cap
+        cap = 1.0 if self.cap is None else self.cap
+        factor = self.factor * cap
+        more = {} if self.bias is None else {"bias": self.bias * cap}
         return self.loss_of(
             self.hidden,
             target,
@@ -93,6 +102,7 @@ class DeferredLogits:
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
+            **more,
         )
 
     def contiguous(self) -> "DeferredLogits":
@@ -138,11 +148,23 @@ class DeferredLogits:
         return self._with(hidden=self.hidden[index])
 
     def __mul__(self, factor: Any) -> "DeferredLogits":
-        if not isinstance(factor, int | float):
+        if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
-        return self._with(factor=self.factor * factor) if self.cap is None else self._with(cap=self.cap * factor)
+        if self.cap is not None:
+            return self._with(cap=self.cap * factor)
+        return self._with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
     __rmul__ = mul = __mul__
+
+    def __add__(self, bias: Any) -> "DeferredLogits":
+        one_a_class = isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
+        if not one_a_class or bias.numel() != self.classes or self.cap is not None or self.normalised:
+            raise _refusal(f"add of {type(bias).__name__}")
+        bias = bias.reshape(-1)
+        dtype = torch.promote_types(self.dtype, bias.dtype)
+        return self._with(bias=bias if self.bias is None else self.bias + bias, dtype=dtype)
+
+    __radd__ = add = __add__
 
     def __truediv__(self, by: Any) -> "DeferredLogits":
         if not isinstance(by, int | float):
@@ -152,16 +174,27 @@ class DeferredLogits:
     div = __truediv__
 
     def tanh(self) -> "DeferredLogits":
-        if self.cap is not None:
+        if self.cap is not None or self.normalised:
             raise _refusal("tanh of the tanh")
         return self._with(cap=1.0)
+
+    def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
+        if dim not in (-1, self.ndim - 1):
+            raise _refusal(f"log_softmax over dimension {dim}")
+        return self._with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is F.cross_entropy and isinstance(args[0], DeferredLogits):
             return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
+        if function is F.nll_loss and isinstance(args[0], DeferredLogits) and args[0].normalised:
+            return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
+        if function in (F.log_softmax, torch.log_softmax):
+            return args[0].log_softmax(*args[1:], **(kwargs or {}))
         if function is torch.tanh:
             return args[0].tanh()
+        if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
+            return args[0] + args[1] if isinstance(args[0], DeferredLogits) else args[1] + args[0]
         raise _refusal(function.__name__)
 
     def __getattr__(self, name: str) -> Any:

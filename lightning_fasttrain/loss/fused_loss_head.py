@@ -22,9 +22,10 @@ def fuse_loss_head_(
     """Let the model's ``cross_entropy`` be computed straight from its last hidden states, in place.
 
     While gradients are on, the head returns :class:`DeferredLogits`, which the model's own code reshapes, shifts,
-    scales and gives to ``torch.nn.functional.cross_entropy`` as ever; there
-    :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, whatever it ignores,
-    shifts or divides by. For N tokens and V classes this saves the N·V logits, their float32 copy and their gradient.
+    scales, adds a bias to and gives to ``torch.nn.functional.cross_entropy``, or to ``log_softmax`` and ``nll_loss``.
+    There :func:`~lightning_fasttrain.linear_cross_entropy` takes over. So the loss is the model's own, whatever it
+    ignores, shifts or divides by. For N tokens and V classes this saves the N·V logits, their float32 copy and their
+    gradient.
     Where gradients are off, as in validation and generation, logits are made as usual. DDP looks for tensors in what a
     model returns if ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
 
@@ -129,12 +130,17 @@ class FusedHead(WrappedForward):
         targets: Tensor,
         factor: float,
         cap: float | None,
+        bias: Tensor | None = None,
         **how: Any,
     ) -> Tensor:
+        added = bias
+
         def loss(hidden: Tensor) -> Tensor:
             weight, bias = self.module.weight, self.module.bias
             if factor != 1:
                 hidden, bias = hidden * factor, None if bias is None else bias * factor
+            if added is not None:
+                bias = added.to(weight.dtype) if bias is None else bias + added
             return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=cap, **how, **self.options)
 
         self.used = True

@@ -11,6 +11,7 @@ CLASSES, DIM = 7, 5
 HIDDEN = torch.randn(2, 4, DIM, generator=torch.Generator().manual_seed(0))
 WEIGHT = torch.randn(CLASSES, DIM, generator=torch.Generator().manual_seed(1))
 TARGETS = torch.randint(CLASSES, (2, 4), generator=torch.Generator().manual_seed(2))
+BIAS = torch.randn(CLASSES, generator=torch.Generator().manual_seed(3))
 MASK = torch.tensor([[True, False, True, True], [False, True, False, True]])
 
 
@@ -37,6 +38,13 @@ def deferred(hidden=HIDDEN):
         lambda z: F.cross_entropy((2 * z / 3).flatten(0, 1), TARGETS.flatten()),
         lambda z: F.cross_entropy((torch.tanh(z / 1.5) * 1.5).flatten(0, 1), TARGETS.flatten()),
         lambda z: F.cross_entropy((F.tanh(z * 0.3 / 2.0) * 2.0).flatten(0, 1).float(), TARGETS.flatten()),
+        lambda z: F.cross_entropy((z + BIAS).flatten(0, 1), TARGETS.flatten()),
+        lambda z: F.cross_entropy((BIAS[None, None] + 2 * (z + BIAS[None])).flatten(0, 1), TARGETS.flatten()),
+        lambda z: F.cross_entropy((torch.tanh((z + BIAS) / 1.5) * 1.5).flatten(0, 1), TARGETS.flatten()),
+        lambda z: F.nll_loss(F.log_softmax(z, dim=-1).flatten(0, 1), TARGETS.flatten(), ignore_index=3),
+        lambda z: F.nll_loss(z.flatten(0, 1).log_softmax(1), TARGETS.flatten(), reduction="sum"),
+        lambda z: torch.nn.NLLLoss()(torch.log_softmax(z + BIAS, -1)[:, 1:].flatten(0, 1), TARGETS[:, 1:].flatten()),
+        lambda z: F.cross_entropy(z.log_softmax(-1).flatten(0, 1), TARGETS.flatten(), label_smoothing=0.1),
         lambda z: torch.nn.CrossEntropyLoss()(z.to(torch.float32).to(z.device).flatten(0, 1), TARGETS.flatten()),
     ],
 )
@@ -56,7 +64,12 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: z.argmax(-1), ".argmax"),
         (lambda z: z.detach(), ".detach"),
         (lambda z: torch.softmax(z, -1), "softmax"),
-        (lambda z: z + torch.zeros(CLASSES), "add"),
+        (lambda z: z + torch.zeros(2, 4, CLASSES), "add"),  # another one for each token
+        (lambda z: z + 1, "add"),
+        (lambda z: torch.tanh(z) + BIAS, "add"),
+        (lambda z: F.nll_loss(z[0], TARGETS[0]), "nll_loss"),
+        (lambda z: F.nll_loss(z[0].log_softmax(-1), TARGETS[0], torch.ones(CLASSES)), "with class weights"),
+        (lambda z: z.log_softmax(1), "log_softmax over dimension 1"),
         (lambda z: z * torch.ones(CLASSES), "* Tensor"),
         (lambda z: z / torch.ones(1), "/ Tensor"),
         (lambda z: z.view(2, -1), ".view(2, -1)"),

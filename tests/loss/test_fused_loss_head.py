@@ -32,6 +32,10 @@ SMALL = {
 }
 GPT2 = {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32}
 T5 = {"vocab_size": VOCAB, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2}
+BART = {
+    **{"vocab_size": VOCAB, "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "decoder_start_token_id": 0},
+    **{"encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "encoder_attention_heads": 2, "decoder_attention_heads": 2},
+}
 MODELS = {
     "llama": ("LlamaConfig", SMALL),
     "llama, tied": ("LlamaConfig", {**SMALL, "tie_word_embeddings": True}),
@@ -43,6 +47,7 @@ MODELS = {
     "phi, with bias": ("PhiConfig", SMALL),
     "mixtral, with a loss of its router": ("MixtralConfig", {**SMALL, "output_router_logits": True}),
     "t5, nothing shifted": ("T5Config", {**T5, "decoder_start_token_id": 0}),
+    "bart, with a bias after its head": ("BartConfig", BART),
     "bert, masked": ("BertConfig", {**SMALL, "tie_word_embeddings": True}),
 }
 
@@ -50,12 +55,19 @@ MODELS = {
 def build(name="llama"):
     kind, settings = MODELS[name]
     config = getattr(transformers, kind)(**settings)
-    auto = {"T5Config": AutoModelForSeq2SeqLM, "BertConfig": AutoModelForMaskedLM}.get(kind, AutoModelForCausalLM)
+    auto = {
+        "T5Config": AutoModelForSeq2SeqLM,
+        "BartConfig": AutoModelForSeq2SeqLM,
+        "BertConfig": AutoModelForMaskedLM,
+    }.get(kind, AutoModelForCausalLM)
     torch.manual_seed(0)
     model = auto.from_config(config).eval()  # no dropout; as `from_pretrained` returns it
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.2)  # logits that differ, biases too
+        for name, buffer in model.named_buffers():
+            if name == "final_logits_bias":
+                buffer.normal_(std=0.2)
     return model
 
 
@@ -104,6 +116,23 @@ def test_whatever_else_the_loss_is_told(inputs):
     model, fused = build(), build()
     fuse_loss_head_(fused)
     agree(loss_and_gradients(model, **inputs), loss_and_gradients(fused, **inputs))
+
+
+def test_a_bias_of_ones_own_and_the_likelihood_of_log_softmax():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.head = nn.Embedding(VOCAB, 8), nn.Linear(8, VOCAB)
+            self.offset = nn.Parameter(torch.linspace(-1, 1, VOCAB))
+
+        def forward(self, input_ids, labels):
+            scores = F.log_softmax(0.5 * self.head(self.embed(input_ids)) + self.offset, dim=-1)
+            return (F.nll_loss(scores.flatten(0, 1), labels.flatten()),)
+
+    model = Net()
+    fused = copy.deepcopy(model)
+    fuse_loss_head_(fused, "head")
+    agree(loss_and_gradients(model), loss_and_gradients(fused))
 
 
 def test_negative_control_a_loss_of_unshifted_labels_differs():
