@@ -9,6 +9,7 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.judge import MEMORY_NOISE
+from lightning_fasttrain.model import CompileBlocks
 
 # How a run is made, in plain JSON, so that a fresh process can make it:
 #   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for
@@ -89,14 +90,14 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
         Rung("checkpointing", "activation checkpointing", _checkpointing({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
-        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, Exactness.TOLERANCE),
+        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
         Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
         # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
         Rung(
             "max-autotune",
             "max-autotune",
             {"callbacks": {"CompileBlocks": {"mode": "max-autotune-no-cudagraphs"}}},
-            Exactness.TOLERANCE,
+            CompileBlocks.exactness,
         ),
     )
 

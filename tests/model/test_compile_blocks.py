@@ -169,6 +169,23 @@ def test_inductor_compiles_close_to_eager_and_its_cache_is_saved_and_loaded(tmp_
         assert cache.stat().st_size > 0
 
 
+@pytest.mark.slow
+def test_with_dropout_inductor_draws_other_masks_of_the_same_kind():
+    block = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.25))
+    x = torch.randn(64, 64)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        plain = block(x) != 0
+        compile_blocks_(block, blocks=nn.Sequential)
+        torch.manual_seed(0)
+        out = block(x)
+    kept = out != 0
+    assert ft.CompileBlocks.exactness is ft.Exactness.TOLERANCE
+    assert not torch.equal(plain, kept)
+    assert abs(float(kept.float().mean()) - 0.75) < 0.05  # seven standard deviations
+    assert torch.allclose(out[kept], block[0](x)[kept] / 0.75, atol=1e-6)
+
+
 def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
     cache = tmp_path / "compiled.bin"
     cache.write_bytes(b"anything")
