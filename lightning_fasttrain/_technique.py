@@ -13,6 +13,7 @@ from torch import nn
 from lightning_fasttrain._checks import refuse_mixed_lightning
 from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._missing_losses import tell_of_missing_losses
 from lightning_fasttrain._surgery import Undo
 
 
@@ -82,6 +83,9 @@ class Technique(L.Callback):
         self._close()
         undo = ExitStack()
         self._undo = undo
+        if stage == "fit" and trainer.accumulate_grad_batches > 1:  # before a technique changes it that does it right
+            own = None if _is_empty(self, "on_train_batch_end") else self.on_train_batch_end
+            undo.callback(patch(self, "on_train_batch_end", tell_of_missing_losses(own)))
         for technique in techniques:
             _push(undo, technique.attach(trainer, pl_module))
             _leave_out_empty_hooks(technique, undo)
@@ -177,8 +181,12 @@ _HOOKS_OF_A_STEP = (
 def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
     """Lightning calls every hook of every callback that is callable, which costs more than most of them do."""
     for hook in _HOOKS_OF_A_STEP:
-        if getattr(type(technique), hook) is getattr(L.Callback, hook) and hook not in vars(technique):
+        if _is_empty(technique, hook):
             undo.callback(patch(technique, hook, None))
+
+
+def _is_empty(technique: Technique, hook: str) -> bool:
+    return getattr(type(technique), hook) is getattr(L.Callback, hook) and hook not in vars(technique)
 
 
 def _push(undo: ExitStack, action: Undo | None) -> None:

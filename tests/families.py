@@ -22,6 +22,7 @@ class Family:
         batch: what goes in.
         loss: (model, batch) → scalar.
         blocks: class name → how many of them :func:`find_blocks` is to find; empty if it is to refuse.
+        no_adapter: why adapters on "all-linear" are refused; empty if they are not.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Family:
     batch: dict[str, Tensor]
     loss: Callable[[nn.Module, dict[str, Tensor]], Tensor]
     blocks: dict[str, int]
+    no_adapter: str = ""
 
 
 IDS = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -36,6 +38,7 @@ IMAGES = torch.randn(BATCH, 3, 32, 32, generator=torch.Generator().manual_seed(2
 CLASSES = torch.tensor([0, 1, 1, 0])
 TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 PAIRS = {**TEXT, "decoder_input_ids": IDS.flip(1), "labels": IDS.flip(0)}
+NO_LINEAR = "no linear layer besides heads"
 SMALL = {"hidden_size": DIM, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 2 * DIM}
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -62,7 +65,9 @@ def hugging_face(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mod
 
 def decoder(kind: str, config: str, blocks: dict[str, int], **settings: Any) -> Family:
     batch = {**TEXT, "labels": IDS}
-    return Family(kind, hugging_face(kind, config, **{**TOKENS, **settings}), batch, own_loss, blocks)
+    no_adapter = "rank=2 for .*dt_proj'" if kind.startswith("Mamba") else ""  # one number is its rank at most
+    make = hugging_face(kind, config, **{**TOKENS, **settings})
+    return Family(kind, make, batch, own_loss, blocks, no_adapter)
 
 
 def classifier(kind: str, config: str, blocks: dict[str, int], **settings: Any) -> Family:
@@ -77,11 +82,12 @@ def translator(kind: str, config: str, blocks: dict[str, int], **settings: Any) 
 
 def vision(kind: str, config: str, blocks: dict[str, int], **settings: Any) -> Family:
     batch = {"pixel_values": IMAGES, "labels": CLASSES}
-    return Family(kind, hugging_face(kind, config, **settings), batch, own_loss, blocks)
+    no_adapter = NO_LINEAR if kind.startswith("ResNet") else ""
+    return Family(kind, hugging_face(kind, config, **settings), batch, own_loss, blocks, no_adapter)
 
 
-def by_hand(make: type[nn.Module], batch: dict[str, Tensor], blocks: dict[str, int], loss: Any = of_classes) -> Family:
-    return Family(make.__name__, make, batch, loss, blocks)
+def by_hand(make: type[nn.Module], batch: dict[str, Tensor], blocks: dict[str, int], no_adapter: str = "") -> Family:
+    return Family(make.__name__, make, batch, of_classes, blocks, no_adapter)
 
 
 FEATURES = {"x": torch.randn(BATCH, DIM, generator=torch.Generator().manual_seed(3)), "labels": CLASSES}
@@ -389,12 +395,12 @@ FAMILIES = [
         own_loss,
         {"SegformerLayer": 5},
     ),
-    by_hand(UNet, PIXELS, {"Down": 2, "Up": 2, "Attending": 2}),
-    by_hand(ConvNet, PICTURES, {"Convolving": 3}),
+    by_hand(UNet, PIXELS, {"Down": 2, "Up": 2, "Attending": 2}, NO_LINEAR),
+    by_hand(ConvNet, PICTURES, {"Convolving": 3}, NO_LINEAR),
     # audio
     wav2vec2(),
     # the rest
-    by_hand(Recurrent, SEQUENCE, {"LSTM": 3}),
+    by_hand(Recurrent, SEQUENCE, {"LSTM": 3}, NO_LINEAR),
     by_hand(OneLSTM, SEQUENCE, {}),
     by_hand(Graph, SEQUENCE, {"MessagePassing": 3}),
     by_hand(Perceptron, FEATURES, {"Linear": 4}),

@@ -1,13 +1,28 @@
-"""What a user may bring: small models of many families, each with blocks, parts, adapters and a predicted peak."""
+"""What a user may bring, small models of many families: blocks, recomputation, adapters and the predicted peak."""
 
+import copy
 from collections import Counter
 
 import pytest
+import torch
 
-from lightning_fasttrain import find_blocks
+import lightning_fasttrain as ft
 from tests.families import FAMILIES, built
+from tests.nets import gradients
 
 each = pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+PREDICTED = {"AlbertForSequenceClassification", "ViTForImageClassification"} | {
+    *("ResNetForImageClassification", "ConvNet", "Recurrent", "OneLSTM"),
+    *("Graph", "Perceptron", "Mixer"),
+}
+
+
+def loss_and_gradients(family, model, seed=3):
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = family.loss(model, family.batch)
+    loss.backward()
+    return {"loss": loss.detach(), **gradients(model)}
 
 
 @each
@@ -15,9 +30,87 @@ def test_blocks_of_every_kind_are_found_or_refused(family):
     model = built(family.name)
     if not family.blocks:
         with pytest.raises(ValueError, match="no repeated blocks"):
-            find_blocks(model)
+            ft.find_blocks(model)
         return
-    found = find_blocks(model)
+    found = ft.find_blocks(model)
     assert Counter(type(block).__name__ for block in found.values()) == family.blocks
     assert not any(name.startswith(f"{other}.") for name in found for other in found)
     assert list(found) == [name for name, _ in model.named_modules() if name in found]
+
+
+@each
+def test_checkpointing_is_bitwise_equal_with_dropout_and_runs_every_block_again(family):
+    if set(family.blocks) <= {"Linear", "LSTM"}:
+        pytest.skip("its blocks, if any, have no layers that could be counted")
+    model = built(family.name)
+    plain, once = counted(family, model)
+    with ft.apply(model, [ft.ActivationCheckpointing()]):
+        recomputed, twice = counted(family, model)
+    assert plain.keys() == recomputed.keys()
+    assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
+    assert once.keys() == ft.find_blocks(model).keys()
+    # Recomputation stops where it has all that it wants, so the last layers of a block may not run again.
+    assert all(twice[name] > once[name] for name in once)
+
+
+def counted(family, model):
+    """Loss and gradients, and how often layers were called in each block."""
+    calls, hooks = Counter(), []
+    for name, block in ft.find_blocks(model).items():
+        for layer in block.modules():
+            if layer is not block and not any(True for _ in layer.children()):
+                hooks.append(layer.register_forward_hook(lambda *_, name=name: calls.update([name])))
+    result = loss_and_gradients(family, model)
+    for hook in hooks:
+        hook.remove()
+    return result, calls
+
+
+def test_negative_control_dropout_is_on():
+    random = [
+        family.name
+        for family in FAMILIES
+        if loss_and_gradients(family, built(family.name), 3)["loss"]
+        != loss_and_gradients(family, built(family.name), 4)["loss"]
+    ]
+    assert len(random) >= 20
+
+
+@pytest.mark.filterwarnings("ignore:fan_in_fan_out")  # PEFT's, for the Conv1D of GPT-2
+@each
+def test_adapters_are_seen_in_evaluation_and_merged(family):
+    model = copy.deepcopy(built(family.name)).eval()
+    if family.no_adapter:
+        with pytest.raises(ValueError, match=family.no_adapter):
+            ft.apply(model, [ft.LoRA(rank=2, targets="all-linear")])
+        return
+    ft.apply(model, [ft.LoRA(rank=2, targets="all-linear")])
+    with torch.no_grad():
+        plain = family.loss(model, family.batch)
+        factors = [parameter for name, parameter in model.named_parameters() if "lora_B" in name]
+        for factor in factors:
+            factor.normal_(std=2.0)
+        adapted = family.loss(model, family.batch)
+        ft.merge_adapters_(model)
+        merged = family.loss(model, family.batch)
+    assert factors
+    assert abs(float(adapted - plain)) > 1e-4
+    torch.testing.assert_close(merged, adapted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.name in PREDICTED], ids=lambda family: family.name)
+def test_the_peak_is_predicted_within_five_percent(family):
+    model = built(family.name)
+    batch = {key: value.repeat(8, *[1] * (value.ndim - 1)) for key, value in family.batch.items()}
+    sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9)  # noqa: E731
+    optimizer = sgd(model.parameters())
+    for _ in range(2):
+        with ft.PeakMemory("cpu", model, optimizer, batch) as meter:
+            loss = family.loss(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        del loss
+    optimizer.zero_grad()
+    report = ft.predict_memory(model, batch, loss=family.loss, optimizer=sgd, device="cpu")
+    assert abs(report.peak_bytes / meter.peak_bytes - 1) < 0.05

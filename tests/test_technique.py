@@ -279,3 +279,19 @@ def test_a_mixin_behind_the_module_is_refused_when_the_class_is_made():
         pass
 
     assert len(Right().configure_callbacks()) == 1
+
+
+class SomeWithoutLoss(TinyLM):
+    def training_step(self, batch, batch_idx):
+        return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")  # Lightning's, of any such step
+def test_a_step_without_a_loss_inside_a_window_of_lightnings_is_told_once():
+    with pytest.warns(
+        ft.FastTrainWarning, match=r"None for batch 1, with accumulate_grad_batches=2: .*too small"
+    ) as told:
+        fit(SomeWithoutLoss(), lm_batches(4), [ft.DevicePrefetch()], accumulate_grad_batches=2)
+    assert len([one for one in told if one.category is ft.FastTrainWarning]) == 1
+    fit(TinyLM(), lm_batches(4), [ft.DevicePrefetch()], accumulate_grad_batches=2)  # a warning would be an error
+    fit(SomeWithoutLoss(), lm_batches(4), [ft.TokenWeightedAccumulation(2)])
