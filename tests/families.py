@@ -346,7 +346,7 @@ STAGES = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 2, 2, 1]}
 SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
 SEG = {
     **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 2, 1, 1], "num_attention_heads": [1, 1, 2, 2]},
-    **{"decoder_hidden_size": 16, "num_labels": 2},
+    **{"decoder_hidden_size": 16, "num_labels": 2, "initializer_range": 0.3},
 }
 
 FAMILIES = [
