@@ -18,6 +18,7 @@ from lightning_fasttrain.data.split_batch import batch_size, take_rows
 
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
 _SAMPLES = 8
+_ALONE = "there is no second sample to compare with"
 
 
 @dataclass
@@ -146,11 +147,22 @@ def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> It
 def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
     """Run the step on a few samples, whole and in pieces, as far as memory and the step allow."""
     trial: Trial | None = None
+    if not stage.gradients:
+        return _try_in_step(stage, next(samples))
     for sample in samples:
         trial = _try_either_way(stage, sample)
         if not trial.why_not or trial.is_skipped:
             return trial
     assert trial is not None
+    return trial
+
+
+def _try_in_step(stage: Stage, sample: Sample) -> Trial:
+    """Where parameters are in pieces every forward gathers them, so all ranks must run the same number: three."""
+    cuttings = sample.cuttings[:1] or [[(sample.whole, None), (sample.whole, None)]]
+    trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
+    if not sample.cuttings:
+        trial.why_not = _ALONE
     return trial
 
 
@@ -192,7 +204,7 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
 
 def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:
     if not splits:
-        return "there is no second sample to compare with"
+        return _ALONE
     if mode.redrawn:
         return "the step draws random numbers in recomputed blocks"
     if any(run.drawn != whole.drawn for split in splits for run in split.runs):

@@ -219,7 +219,7 @@ def _say_found(rule: CountTargets, error: float, trial: Trial, tied: Sequence[Co
     what = "loss and gradient" if trial.splits and trial.splits[0].whole.gradient else "the loss"
     alike = f" (these samples do not tell it from {_named(tied[0])})" if tied else ""
     say(
-        "micro-batches are weighed by %s%s; checked on %d samples: %s of pieces add up to %.0e",
+        "micro-batches are weighed by %s%s; checked on %d samples: pieces add up in %s to %.0e",
         _named(rule),
         alike,
         trial.sample.size,
