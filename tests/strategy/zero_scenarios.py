@@ -92,12 +92,13 @@ def whole_difference(expected, module):
 
 
 def equals_one_process(found, folder):
-    """21 steps with accumulation, ragged ends, clipping, checkpointing and compile on."""
+    """21 steps with accumulation, ragged ends, clipping, checkpointing, and once at each stage compile on."""
     for kind in OPTIMIZERS:
         expected, losses = steps_by_hand(kind, 7, 0.3)
         for stage in STAGES if kind == "adamw" else STAGES[:4]:
             module = net(kind)
-            techniques = [ft.ActivationCheckpointing(), ft.CompileBlocks(backend="aot_eager")]
+            techniques = [ft.ActivationCheckpointing()]
+            techniques += [ft.CompileBlocks(backend="aot_eager")] if kind == "adamw" else []
             settings = {"max_epochs": 7, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
             t = fit(module, ZeROStrategy(stage=stage), techniques, **settings)
             found[f"{kind} {stage}"] = {
