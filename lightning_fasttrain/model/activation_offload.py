@@ -79,7 +79,7 @@ class _Offload:
             raise ValueError(explain(f"folder={str(folder)!r}", "there is no such folder", "Make it first"))
         self.spill: SpillFolder | None = None
         self.largest_left = 0  # bytes, of what stayed for its size
-        self.moved = self.cannot_pin = False
+        self.moved = self.cannot_pin = self.told = False
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         # A copy keeps a weak reference to its storage, so that no other gets the same address while it is listed.
         self._stored: weakref.WeakValueDictionary[tuple[int, int], StoredBytes] = weakref.WeakValueDictionary()
@@ -114,10 +114,18 @@ class _Offload:
         return saved
 
     def _unpack(self, saved: "_Saved") -> Tensor:
+        if not self.told:  # the first backward: a whole forward has been seen
+            self.told = True
+            self._tell_if_idle()
         tensor = saved.unpack()
         if isinstance(saved.stored, PinnedCopy):
             self._fetch_ahead(saved.index)
         return tensor
+
+    def _tell_if_idle(self) -> None:
+        if self.largest_left and not self.moved:
+            largest = f"the largest tensor that was saved has {self.largest_left / 2**20:.3g} MiB"
+            note_once(f"activation offload: nothing was moved; {largest}, which is below min_mib={self.settings[0]}")
 
     def _moves(self, tensor: Tensor, kept: set[int]) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(tensor._base, nn.Parameter):
@@ -287,8 +295,5 @@ class ActivationOffload(Technique):
             for take_out in undos:
                 take_out()
             offload.close()
-            if offload.largest_left and not offload.moved:
-                largest = f"the largest tensor that a block saved has {offload.largest_left / 2**20:.3g} MiB"
-                note_once(f"ActivationOffload: nothing was moved; {largest}, which is below min_mib={self.settings[0]}")
 
         return undo
