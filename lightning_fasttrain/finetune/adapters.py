@@ -23,6 +23,7 @@ from lightning_fasttrain.finetune._adapter_checks import (
 )
 from lightning_fasttrain.finetune._fast_paths import see_adapters_
 from lightning_fasttrain.finetune._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune._out_of_reach import told_without_adapter
 from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.prompt_forward import prompts_on
 from lightning_fasttrain.finetune.targets import (
@@ -120,11 +121,13 @@ def add_adapter_(
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)
+    named = targets not in (None, "all-linear")
     say(
-        "%s '%s': %d layers (%s)%s%s; trains %s of %s parameters (%.2f%%)",
+        "%s '%s': %d layers (%s)%s%s%s; trains %s of %s parameters (%.2f%%)",
         config.peft_type.value, name, len(found), _kinds(found),
         f", and {', '.join(whole)} whole" if whole else "",
-        f"; heads left as they are: {', '.join(heads)}" if heads and targets in (None, "all-linear") else "",
+        f"; heads left as they are: {', '.join(heads)}" if heads and not named else "",
+        "" if named else told_without_adapter(model, found),
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return list(found)
@@ -245,7 +248,7 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
         try:
             peft.inject_adapter_in_model(config, root, adapter_name=name)
         except ValueError as error:
-            if "is not supported" not in str(error):
+            if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
                 raise
             raise TypeError(
                 explain(

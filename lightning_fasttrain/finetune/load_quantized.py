@@ -107,7 +107,7 @@ def load_quantized(
         round_bias_(layer)
         keep_quantized_(layer)
     model.to(device)  # buffers that are in no file
-    say("load_quantized: %s", report(kind, layers, already, left, before))
+    say("load_quantized: %s", report(model, kind, layers, already, left, before))
     return model
 
 

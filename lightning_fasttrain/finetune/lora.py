@@ -10,13 +10,14 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import nn
 
 from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune._float32_adapters import let_round_
+from lightning_fasttrain.finetune._out_of_reach import listed
 from lightning_fasttrain.finetune.adapter_checkpoints import checkpoint_what_trains_
-from lightning_fasttrain.finetune.adapters import add_adapter_
+from lightning_fasttrain.finetune.adapters import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.targets import ALL_LINEAR, Targets, require_peft
 
 
@@ -54,6 +55,7 @@ class Adapter(Technique):
 
     _resumed: dict[str, Any] | None = None
     _alone = False
+    _looked = False
     _rounds = False  # DeepSpeed wants one dtype, and updates copies of its own in float32
 
     def __init__(
@@ -82,6 +84,7 @@ class Adapter(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._resumed = None
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
+        self._looked = False
         self._alone = trainer.world_size == 1
         if self.checkpoint == "full":
             return None
@@ -105,6 +108,12 @@ class Adapter(Technique):
         if self._resumed is not None and trainer.fit_loop.restarted_mid_epoch and not ended:
             set_random_state(self._resumed)
         self._resumed = None
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+        """Hook: the first at which the gradients of a step exist; looks at those of the first step."""
+        if not self._looked:
+            self._looked = True
+            _warn_of_what_got_no_gradient(pl_module)
 
     def state_dict(self) -> dict[str, Any]:
         """The random state, which the adapter's dropout draws from; one for each process is not Lightning's way."""
@@ -232,6 +241,16 @@ class IA3(Adapter):
         if targets is None:
             config, targets = _papers_own(model, config)
         self._add(model, config, targets)
+
+
+def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
+    """A model may compute with a layer's weight without calling the layer, as some fused kernels do."""
+    brought = adapter_parameters(model)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
+    missing = [name for name, parameter in trained.items() if parameter.grad is None]
+    if missing and len(missing) < len(trained):  # none has one where gradients are freed as they come
+        why = "the forward passes their layers by: unused, experts without a token, or a kernel that reads the weight"
+        warn(explain(f"{listed(missing)} got no gradient in the first step", why, "Leave those out of targets="))
 
 
 def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:

@@ -1,6 +1,6 @@
 """The weights of a model's linear layers in 4 or 8 bits, frozen, while something else is trained."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import lightning as L
@@ -13,6 +13,7 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain.finetune._out_of_reach import out_of_reach, read_past, shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune._quantized_layer import (
     FLOATS,
     KINDS,
@@ -40,9 +41,11 @@ class QuantizedReport:
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         quantized: qualified names of the layers that it has quantised.
         already: of those that were quantised before.
-        left: name of each other linear layer → why it was left.
+        left: name of each other linear layer, and of all else that holds a matrix, such as experts in one tensor,
+            GPT-2's ``Conv1D`` and convolutions → why it was left. Embeddings are not listed.
         bytes_before: what the quantised weights took.
         bytes_after: what they take, with all constants and tables.
+        shares: name of what was left → its share of the bytes that all parameters take now.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class QuantizedReport:
     left: dict[str, str]
     bytes_before: int
     bytes_after: int
+    shares: dict[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         size = f"{self.bytes_before / 2**20:.1f} → {self.bytes_after / 2**20:.1f} MiB"
@@ -62,7 +66,8 @@ class QuantizedReport:
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            parts.append(f"left: {', '.join(names[:3])}{more} ({reason})")
+            share = sum(self.shares.get(name, 0.0) for name in names)
+            parts.append(f"left: {', '.join(names[:3])}{more} ({reason}; {share:.0%} of all bytes)")
         return "; ".join(parts)
 
 
@@ -85,7 +90,8 @@ def quantize_base_(
 
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.find_heads`), what shares its weight
     with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as
-    ``nn.MultiheadAttention`` uses, and layers with adapters. Code that reads ``layer.weight`` instead of calling the
+    ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as experts
+    in one tensor: from a tenth of all bytes on there is a warning. Code that reads ``layer.weight`` instead of calling the
     layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
 
     Args:
@@ -107,13 +113,11 @@ def quantize_base_(
         ModuleNotFoundError: bitsandbytes is missing.
 
     Example:
-        >>> net = nn.Sequential(nn.Embedding(64, 64), *[nn.TransformerEncoderLayer(64, 4, 256) for _ in range(2)])
+        >>> net = nn.Sequential(nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(2)], nn.Linear(64, 9))
         >>> report = quantize_base_(net)
-        >>> report.quantized
-        ('1.linear1', '1.linear2', '2.linear1', '2.linear2')
-        >>> report.left["1.self_attn.out_proj"]
-        'it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear'
-        >>> net[1].linear1.weight.dtype, net[1].norm1.weight.requires_grad
+        >>> report.quantized, report.left
+        (('1', '2'), {'3': 'a head'})
+        >>> net[1].weight.dtype, net[0].weight.requires_grad
         (torch.uint8, True)
 
     Source:
@@ -135,7 +139,7 @@ def quantize_base_(
         round_bias_(layer)
     for layer in (*layers.values(), *already.values()):
         keep_quantized_(layer)
-    return report(kind, layers, already, left, before)
+    return report(model, kind, layers, already, left, before)
 
 
 def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
@@ -152,20 +156,25 @@ def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
 
 
 def report(
+    model: nn.Module,
     kind: str,
     layers: dict[str, nn.Linear],
     already: dict[str, nn.Module],
     left: dict[str, str],
     before: int,
 ) -> QuantizedReport:
+    """Say what was done to ``model``, and warn where much of it was not reached."""
     after = sum(tensor.nbytes for layer in layers.values() for tensor in quantization_of(layer).values())
-    return QuantizedReport(kind, tuple(layers), tuple(already), left, before, after)
+    shares = shares_of(model, left)
+    warn_of_what_is_out_of_reach(model, left, shares)
+    return QuantizedReport(kind, tuple(layers), tuple(already), left, before, after, shares)
 
 
 def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
     """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
     skipped, heads, shared = _skipped(model, skip), find_heads(model), _shared(model)
     shared = {**_kept_whole(model), **shared}
+    shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
     layers: dict[str, nn.Linear] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
@@ -185,13 +194,15 @@ def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict
                 left[name] = reason
             else:
                 layers[name] = module
+    left.update(out_of_reach(model, skipped))
     if not layers and not already:
+        way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
         reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
         raise ValueError(
             explain(
                 f"nothing to quantise in {type(model).__name__}",
-                f"its linear layers are all left: {reasons}" if left else "it has no nn.Linear",
-                "Quantise before adapters are added, and skip less" if left else "Leave quantisation out",
+                f"all its matrices are left: {reasons}" if left else "it has no nn.Linear",
+                way_out if left else "Leave quantisation out",
             )
         )
     if _IN_ADAPTER in left.values():

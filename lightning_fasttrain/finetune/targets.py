@@ -10,6 +10,7 @@ from torch import nn
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._heads import find_heads, is_linear, layers_of
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune._out_of_reach import read_past
 
 Target = str | re.Pattern[str] | type[nn.Module]
 Targets = Target | Iterable[Target]
@@ -21,9 +22,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
 
     Args:
         model: any module; layers that carry an adapter already count as what they were.
-        targets: ``"all-linear"``, every linear layer but the heads (:func:`find_heads`); or one or several of: a
-            qualified name or the end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and
-            ``**`` for any number, a compiled regular expression for the whole name, a class, a class name.
+        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.find_heads`) and those
+            of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified name or the
+            end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any number, a
+            compiled regular expression for the whole name, a class, a class name.
 
     Returns:
         Qualified name → layer, in the model's own order.
@@ -42,7 +44,7 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     """
     layers = layers_of(model)
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
-        heads = find_heads(model)
+        heads = [*find_heads(model), *read_past(model)]
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
             raise ValueError(

@@ -1,6 +1,7 @@
 """What is put in, that nothing else trains, and that the base is there again when it is asked for."""
 
 import copy
+import warnings
 
 import lightning as L
 import pytest
@@ -9,10 +10,11 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from tests.finetune.test_targets import bert, llama
-from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+from tests.nets import TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 peft = pytest.importorskip("peft")
 BATCH = lm_batches(1)[0]
+IDS = BATCH["input_ids"]
 
 
 def trains(model):
@@ -268,3 +270,48 @@ def test_a_lazy_model_and_one_that_is_fitted_again_go_on_with_the_same_adapter()
     trainer([technique]).fit(model, as_loader(lm_batches(3)))
     assert list(weights(model)) == list(once)
     assert any(not torch.equal(once[name], value) for name, value in weights(model).items())
+
+
+def mamba():
+    transformers = pytest.importorskip("transformers")
+    config = {"hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "vocab_size": 50, "time_step_rank": 4}
+    return transformers.MambaForCausalLM(transformers.MambaConfig(**config))
+
+
+@pytest.mark.parametrize("technique", [lambda: ft.LoRA(rank=2), lambda: ft.IA3("all-linear"), lambda: ft.QLoRA(rank=2)])
+def test_of_mamba_all_linear_is_what_is_called_and_the_rest_is_named(technique, caplog):
+    model = mamba()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*of the bytes of Mamba.* stay in full precision")
+        ft.apply(model, [technique()])
+    left = ", ".join(f"backbone.layers.0.mixer.{name}" for name in ("x_proj", "dt_proj", "out_proj"))
+    assert f"since a kernel reads their weights: {left} and 3 more" in caplog.text
+    model(IDS, labels=IDS).loss.backward()
+    trained = {name: p.grad is not None for name, p in model.named_parameters() if p.requires_grad}
+    assert all(trained.values())
+    assert all(".in_proj." in name for name in trained)
+
+
+def test_what_peft_cannot_adapt_in_mamba_is_refused_in_our_words():
+    with pytest.raises(TypeError, match=r"LORA on .*out_proj.*PEFT says.*Leave those out"):
+        ft.apply(mamba(), [ft.LoRA(rank=2, targets="out_proj")])
+
+
+class PassedBy(TinyLM):
+    """A model that computes with a layer's weight and never calls the layer."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + torch.nn.functional.linear(block.up(x), block.down.weight, block.down.bias)
+        return self.head(x)
+
+
+def test_adapters_that_the_forward_passes_by_are_named_after_the_first_step():
+    for targets in ("all-linear", "up"):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(PassedBy(), lm_batches(2), [ft.LoRA(rank=2, targets=targets)])
+        said = [str(one.message) for one in caught if "got no gradient" in str(one.message)]
+        assert len(said) == (targets == "all-linear")
+        assert all("blocks.0.down.lora_A.default.weight" in one for one in said)

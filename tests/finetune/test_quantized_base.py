@@ -1,3 +1,4 @@
+import re
 import sys
 import weakref
 
@@ -194,6 +195,50 @@ def test_what_cannot_be_quantised_is_left_with_the_reason():
     assert left["6"] == "a head"
 
 
+MOE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
+EXPERTS = {
+    "Mixtral": {**MOE, "num_local_experts": 4, "num_key_value_heads": 2},
+    "Qwen3Moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 32},
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_share(kind, caplog):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
+    technique = ft.QLoRA(rank=2)
+    with pytest.warns(UserWarning, match=r"only nn.Linear is quantised.*experts\.gate_up_proj"):
+        ft.apply(model, [technique])
+    report = technique.base.report
+    experts = {name: p for name, p in model.named_parameters() if p.ndim == 3}
+    total = sum(p.nbytes for name, p in model.named_parameters() if "lora_" not in name)
+    assert len(experts) == 4
+    assert all(p.dtype is torch.float32 for p in experts.values())
+    assert set(experts) <= set(report.left)
+    share = sum(p.nbytes for p in experts.values()) / total
+    assert sum(report.shares[name] for name in experts) == pytest.approx(share)
+    assert f"{share:.0%} of all bytes" in str(report)
+    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+
+
+def test_gpt2s_transposed_layers_are_named_with_their_share():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=1
+    )
+    gpt2 = transformers.GPT2LMHeadModel(config)
+    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn \(it is a Conv1D"):
+        quantize_base_(gpt2)
+    net = nn.ModuleDict({"gpt2": gpt2, "beside": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))})
+    with pytest.warns(UserWarning, match=r"9\d% of the bytes.*gpt2\.transformer\.h\.0\.attn\.c_attn, .* and 5 more"):
+        report = quantize_base_(net)
+    names = [name for name, module in net.named_modules() if type(module).__name__ == "Conv1D"]
+    assert {report.left[name] for name in names} == {"it is a Conv1D, not an nn.Linear"}
+    bytes_of = {name: sum(p.nbytes for p in net.get_submodule(name).parameters()) for name in names}
+    total = sum(p.nbytes for p in net.parameters())
+    assert [report.shares[name] for name in names] == pytest.approx([bytes_of[name] / total for name in names])
+
+
 def test_a_layer_used_twice_stays_one():
     layer = nn.Linear(64, 64)
     net = nn.ModuleDict({"a": layer, "b": nn.Sequential(layer, nn.Tanh()), "head": nn.Linear(64, 2)})
@@ -321,6 +366,7 @@ def test_a_validation_of_any_number_of_outputs():
         assert torch.equal(net.eval()(torch.ones(1, 64)), net.train()(torch.ones(1, 64)))
 
 
+@pytest.mark.filterwarnings("ignore:64% of the bytes")  # those of attention's own tensors, which stay
 @pytest.mark.parametrize("masked", [False, True])
 def test_torch_encoders_give_the_same_in_eval(masked):
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
