@@ -91,8 +91,8 @@ def quantize_base_(
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.find_heads`), what shares its weight
     with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as
     ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as experts
-    in one tensor: from a tenth of all bytes on there is a warning. Code that reads ``layer.weight`` instead of calling the
-    layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
+    in one tensor: if these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight`` instead of
+    calling the layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
 
     Args:
         model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.
