@@ -39,6 +39,7 @@ CLASSES = torch.tensor([0, 1, 1, 0])
 TEXT = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS)}
 PAIRS = {**TEXT, "decoder_input_ids": IDS.flip(1), "labels": IDS.flip(0)}
 NO_LINEAR = "no linear layer besides heads"
+LARGE = {"initializer_range": 0.3}  # weights that show in the loss of a classifier
 SMALL = {"hidden_size": DIM, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 2 * DIM}
 TOKENS = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -65,9 +66,7 @@ def hugging_face(kind: str, config: str, **settings: Any) -> Callable[[], nn.Mod
 
 def decoder(kind: str, config: str, blocks: dict[str, int], **settings: Any) -> Family:
     batch = {**TEXT, "labels": IDS}
-    no_adapter = "rank=2 for .*dt_proj'" if kind.startswith("Mamba") else ""  # one number is its rank at most
-    make = hugging_face(kind, config, **{**TOKENS, **settings})
-    return Family(kind, make, batch, own_loss, blocks, no_adapter)
+    return Family(kind, hugging_face(kind, config, **{**TOKENS, **settings}), batch, own_loss, blocks)
 
 
 def classifier(kind: str, config: str, blocks: dict[str, int], **settings: Any) -> Family:
@@ -328,7 +327,7 @@ def wav2vec2() -> Family:
     convolutions = {"conv_dim": (8, 8, 8), "conv_stride": (5, 2, 2), "conv_kernel": (10, 3, 3)}
     more = {"num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 2, "classifier_proj_size": DIM}
     no_masks = {"mask_time_prob": 0.0, "layerdrop": 0.0, "vocab_size": VOCAB}
-    config = {**SMALL, **convolutions, **more, **no_masks}
+    config = {**SMALL, **LARGE, **convolutions, **more, **no_masks}
     make = hugging_face("Wav2Vec2ForSequenceClassification", "Wav2Vec2Config", **config)
     sound = torch.randn(BATCH, 400, generator=torch.Generator().manual_seed(5))
     batch = {"input_values": sound, "labels": CLASSES}
@@ -346,7 +345,7 @@ STAGES = {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 2, 2, 1]}
 SWIN = {"image_size": 32, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 2], "window_size": 4}
 SEG = {
     **{"hidden_sizes": [8, 8, 16, 16], "depths": [1, 2, 1, 1], "num_attention_heads": [1, 1, 2, 2]},
-    **{"decoder_hidden_size": 16, "num_labels": 2, "initializer_range": 0.3},
+    **{"decoder_hidden_size": 16, "num_labels": 2, **LARGE},
 }
 
 FAMILIES = [
@@ -369,7 +368,7 @@ FAMILIES = [
     # encoders
     classifier("BertForSequenceClassification", "BertConfig", {"BertLayer": 3}, **SMALL),
     classifier("AlbertForSequenceClassification", "AlbertConfig", {"AlbertLayer": 1}, **SMALL, embedding_size=8),
-    classifier("DebertaV2ForSequenceClassification", "DebertaV2Config", {"DebertaV2Layer": 3}, **SMALL),
+    classifier("DebertaV2ForSequenceClassification", "DebertaV2Config", {"DebertaV2Layer": 3}, **SMALL, **LARGE),
     by_hand(SharedByHand, SEQUENCE, {"TransformerEncoderLayer": 1}),
     # encoders with decoders
     translator("BartForConditionalGeneration", "BartConfig", {"BartEncoderLayer": 2, "BartDecoderLayer": 3}, **BART),
