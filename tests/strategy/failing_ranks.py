@@ -162,12 +162,6 @@ def saves_after_fit(folder):
     (folder / f"found{rank()}").write_text(json.dumps({"in flight": background.in_flight}))
 
 
-def saves_after_fit_in_vain(folder):
-    t = fit(FSDP2Strategy(async_checkpoints=True), TinyLM())
-    (folder / "file").touch()
-    t.save_checkpoint(folder / "file" / "final.ckpt")
-
-
 SCENARIOS = (
     fails_in_configure_model,
     fails_in_configure_optimizers,
@@ -177,7 +171,6 @@ SCENARIOS = (
     does_not_come,
     has_full_disk,
     saves_after_fit,
-    saves_after_fit_in_vain,
 )
 
 

@@ -317,6 +317,19 @@ def test_a_failing_run_gives_up_and_says_so():
     save.wait()
 
 
+def test_an_error_that_nobody_is_left_to_hear_is_shown(capfd):
+    def write(state):
+        raise OSError("disk full")
+
+    save = BackgroundSave(write)
+    save.start({})
+    save._finish()  # as at the end of a program
+    said = capfd.readouterr().err
+    assert "the last checkpoint was not completed" in said
+    assert "OSError: disk full" in said
+    save.wait()
+
+
 def test_the_strategy_keeps_an_older_checkpoint_until_the_newer_one_is_complete(tmp_path):
     gate, older, strategy = threading.Event(), tmp_path / "older", FSDP2Strategy(async_checkpoints=True)
     older.mkdir()
