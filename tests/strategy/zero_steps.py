@@ -37,7 +37,6 @@ class Grouped(L.LightningModule):
         others = {"params": biases, "weight_decay": 0.0, "lr": 0.02}
         groups = {
             "one": [{"params": weights + biases}],
-            "two": [{"params": weights}, others],
             "empty": [{"params": weights}, {"params": []}, others],
             "frozen": [{"params": weights + frozen}, others],
             "all": [{"params": []}, {"params": weights + frozen}, {"params": frozen[:0]}, {"params": []}, others],
@@ -111,7 +110,7 @@ def compare(expected, rates, module, engine, schedule):
 
 def counts_steps(found, folder):
     """Stage by dtype by optimizer by shape of the groups."""
-    shapes = ("one", "two", "empty", "frozen", "idle")
+    shapes = ("one", "empty", "frozen", "idle")
     for precision, dtype in DTYPES.items():
         for kind, shape in [*(("adamw", shape) for shape in shapes), ("sgd", "all")]:
             expected, rates = by_hand(kind, shape, dtype)
