@@ -5,13 +5,11 @@ from lightning_fasttrain._checks import refuse_compromised_hosts
 refuse_compromised_hosts()  # before anything imports lightning
 
 from lightning_fasttrain._blocks import find_blocks  # noqa: E402
-from lightning_fasttrain._checkpoint_folder import (  # noqa: E402
-    CorruptCheckpoint,
-    newest_checkpoint,
-    verify_checkpoint,
-)
+from lightning_fasttrain._checkpoint_choice import newest_checkpoint  # noqa: E402
+from lightning_fasttrain._checkpoint_folder import verify_checkpoint  # noqa: E402
 from lightning_fasttrain._messages import FastTrainWarning  # noqa: E402
 from lightning_fasttrain._random_state import random_state, set_random_state  # noqa: E402
+from lightning_fasttrain._reading import CorruptCheckpoint  # noqa: E402
 from lightning_fasttrain._technique import CONFLICTS, Exactness, Surgery, Technique, apply  # noqa: E402
 from lightning_fasttrain.data import (  # noqa: E402
     DevicePrefetch,

@@ -4,8 +4,6 @@ import hashlib
 import json
 import os
 import shutil
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -14,17 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._files import TEMPORARY, is_being_written, lock, sync_folder, write_atomic
-from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._files import TEMPORARY, is_being_written, is_temporary_file, lock, sync_folder, write_atomic
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import CorruptCheckpoint, damage_of_archive, local_path, parse_json
 
 MANIFEST = "MANIFEST.json"
-_OLD = ".fasttrain-old-"
+OLD = ".fasttrain-old-"
+_WAS = "was"  # in a folder of ours, what had the name before
 _LOCK = ".writing"
+_MARK = b"A folder that lightning_fasttrain has made and will remove. Do not put anything in it.\n"
 _LARGEST_MANIFEST = 100 * 2**20
-
-
-class CorruptCheckpoint(ValueError):
-    """A checkpoint that is cut short, changed, or not one at all. The message names the file and the reason."""
 
 
 def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
@@ -71,16 +68,18 @@ def checkpoint_folder(
         >>> verify_checkpoint(target)["files"]["weights"]["bytes"]
         4
     """
-    target = Path(target)
-    staging = target.parent / f"{TEMPORARY}{target.name}"
+    target = local_path(target)
+    staging = staging_of(target)
     with ExitStack() as held:
         with _all_or_none(target, agree):
             if rank == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                _settle(target)
-                staging.mkdir()
-                (staging / _LOCK).touch()
-                held.enter_context(lock(staging / _LOCK))  # dies with this process, which tells leftovers from work
+                _refuse_to_replace(target)
+                with lock(target.parent):
+                    settle(target)
+                    _refuse_foreign(staging)
+                    staging.mkdir()
+                    held.enter_context(marked(staging))
         try:
             with _all_or_none(target, agree):
                 yield staging
@@ -151,32 +150,87 @@ def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
 
 
 def _replace(staging: Path, target: Path) -> None:
-    (staging / _LOCK).unlink(missing_ok=True)
-    old = target.parent / f"{_OLD}{target.name}"
-    if target.exists():  # a folder cannot be renamed onto another: between the two renames both are complete
-        target.rename(old)
+    old = old_of(target)
+    if os.path.lexists(target):  # a folder cannot be renamed onto another: between the two renames both are complete
+        _refuse_foreign(old)
+        old.mkdir()
+        write_atomic(old / _LOCK, _MARK)
+        target.rename(old / _WAS)
     staging.rename(target)
     sync_folder(target.parent)
-    _remove(old)
+    (target / _LOCK).unlink(missing_ok=True)  # not before: while it is held, nobody takes the folder for a leftover
+    if is_ours(old):
+        shutil.rmtree(old)
 
 
-def _settle(target: Path) -> None:
-    """Finish or remove what a killed save of ``target`` left. Nobody may be writing it."""
-    staging, old = target.parent / f"{TEMPORARY}{target.name}", target.parent / f"{_OLD}{target.name}"
-    if (staging / MANIFEST).exists():  # it was complete
-        _replace(staging, target)
-    _remove(staging)
-    if target.exists():
-        _remove(old)
-    elif old.exists():
-        old.rename(target)
+def staging_of(target: Path) -> Path:
+    """Where what will be ``target`` is written."""
+    return target.parent / f"{TEMPORARY}{target.name}"
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+def old_of(target: Path) -> Path:
+    """The folder of ours in which the former ``target`` waits until the new one has its name."""
+    return target.parent / f"{OLD}{target.name}"
+
+
+@contextmanager
+def marked(folder: Path) -> Iterator[None]:
+    """Say inside ``folder`` that it is ours, and that this process is at work in it; the latter dies with it."""
+    write_atomic(folder / _LOCK, _MARK)
+    with lock(folder / _LOCK):
+        yield
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether this module has made ``folder``: told by what is in it, never by its name alone."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    mark = folder / _LOCK
+    if mark.is_file() and not mark.is_symlink():
+        with open(mark, "rb") as file:
+            return file.read(len(_MARK) + 1) == _MARK
+    return all(is_temporary_file(path) for path in folder.iterdir())  # killed before it could be marked
+
+
+def is_at_work(target: Path) -> bool:
+    """Whether a living process writes ``target``."""
+    return is_being_written(staging_of(target) / _LOCK)
+
+
+def settle(target: Path) -> None:
+    """Finish or remove what a killed save of ``target`` left. Nobody may be writing it.
+
+    What takes the name is verified first; what is removed carries our mark. All else stays as it is.
+    """
+    staging, old = staging_of(target), old_of(target)
+    if is_ours(old):
+        if not os.path.lexists(target) and os.path.lexists(old / _WAS):
+            (old / _WAS).rename(target)
+        shutil.rmtree(old)
+    ours = is_ours(staging)
+    may_take_the_name = ours or not os.path.lexists(target)
+    if may_take_the_name and (staging / MANIFEST).is_file() and _damage(staging) is None:
+        _replace(staging, target)  # it was complete
+    elif ours:
+        shutil.rmtree(staging)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise FileExistsError(
+            explain(f"{folder}", "it has a name that saving uses, and was not made by it", "Move it elsewhere")
+        )
+
+
+def _refuse_to_replace(target: Path) -> None:
+    """A folder of that name must be a checkpoint: a save would remove all that is in it."""
+    if target.is_symlink() or not target.is_dir():
+        return
+    there = [path.name for path in target.iterdir()]
+    if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
+        raise FileExistsError(
+            explain(f"{target}", f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}", "Use another name")
+        )
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -192,7 +246,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         CorruptCheckpoint: it is not as it was written.
         FileNotFoundError: nothing is there.
     """
-    path = Path(path)
+    path = local_path(path)
     if not path.exists():
         raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
     reason = _damage(path)
@@ -204,33 +258,25 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, all of which is read; None if nothing is."""
     if not path.is_dir():
-        return _damage_of_file(path)
+        return damage_of_archive(path)
     try:
         listed, found = read_manifest(path)["files"], _files(path)
+        if set(listed) != set(found):
+            lost, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
+            return f"{lost[0][:200]} is missing" if lost else f"{extra[0]} does not belong to it"
+        for name, expected in listed.items():
+            seen = _sum(path / name)
+            if seen["bytes"] != expected["bytes"]:
+                return f"{name} has {seen['bytes']} bytes of {expected['bytes']}"
+            if seen["sha256"] != expected["sha256"]:
+                return f"{name} was changed: its sha256 is another"
     except CorruptCheckpoint as error:
         return str(error)
-    if set(listed) != set(found):
-        lost, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
-        return f"{lost[0]} is missing" if lost else f"{extra[0]} does not belong to it"
-    for name, expected in listed.items():
-        seen = _sum(path / name)
-        if seen["bytes"] != expected["bytes"]:
-            return f"{name} has {seen['bytes']} bytes of {expected['bytes']}"
-        if seen["sha256"] != expected["sha256"]:
-            return f"{name} was changed: its sha256 is another"
+    except OSError as error:  # unreadable, or it goes away meanwhile
+        return f"it cannot be read ({error})"
     return None
-
-
-def _damage_of_file(path: Path) -> str | None:
-    size = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-        torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
-    except (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError) as error:  # RuntimeError: encrypted
-        return f"its {size} bytes are no archive of torch.save ({error})"
-    return f"{broken} in it was changed: its checksum is another" if broken is not None else None
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -240,112 +286,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         CorruptCheckpoint: it says nothing that can be read.
     """
     path = folder / MANIFEST
-    if not path.is_file():
+    if path.is_symlink() or not path.is_file():
         raise CorruptCheckpoint(f"it has no {MANIFEST}, which is written last")
     if path.stat().st_size > _LARGEST_MANIFEST:
         raise CorruptCheckpoint(f"{MANIFEST} is larger than {_LARGEST_MANIFEST} bytes")
     try:
-        manifest = json.loads(path.read_text())
+        manifest = parse_json(path.read_bytes(), MANIFEST, _LARGEST_MANIFEST)
         _ = [(entry["bytes"], entry["sha256"]) for entry in manifest["files"].values()]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptCheckpoint(f"{MANIFEST} cannot be read") from error
+    if not isinstance(manifest.get("about", {}), dict) or type(manifest.get("world_size", 1)) is not int:
+        raise CorruptCheckpoint(f"{MANIFEST} cannot be read")
     return manifest
-
-
-def whole_or_newest(path: str | os.PathLike[str]) -> Path:
-    """``path`` if it is whole, else the newest whole checkpoint beside it, which is said.
-
-    Raises:
-        CorruptCheckpoint: it is damaged, and no other is there.
-        FileNotFoundError: nothing is there.
-    """
-    path = Path(path)
-    if not path.exists():
-        _sweep(path.parent)  # a save that was killed when it was complete takes its name only now
-    try:
-        verify_checkpoint(path)
-        return path
-    except CorruptCheckpoint as error:
-        try:
-            other = newest_checkpoint(path.parent)
-        except CorruptCheckpoint:
-            other = None
-        if other is None:
-            raise error
-        warn(f"{error} In its place {other} is loaded.")
-        return other
-
-
-def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest checkpoint in ``folder`` that is whole, for ``trainer.fit(..., ckpt_path=...)``.
-
-    Every candidate is read through and held against its checksums; one that is damaged is passed over, and it is
-    said. What a killed save has left is finished if it was complete, and removed if nobody is writing it.
-
-    Args:
-        folder: where checkpoints are: files ``*.ckpt``, and folders as ZeRO and FSDP2 write them.
-
-    Returns:
-        Its path; None if there is no checkpoint at all, which is said too.
-
-    Raises:
-        CorruptCheckpoint: there are checkpoints, and none of them is whole.
-
-    Example:
-        >>> folder = getfixture("tmp_path")
-        >>> newest_checkpoint(folder) is None
-        True
-        >>> torch.save({"step": 1}, folder / "one.ckpt")
-        >>> _ = (folder / "two.ckpt").write_bytes(b"cut short")
-        >>> import pytest
-        >>> with pytest.warns(UserWarning, match="two.ckpt is corrupt"):
-        ...     newest_checkpoint(folder).name
-        'one.ckpt'
-    """
-    folder = Path(folder)
-    _sweep(folder)
-    candidates = [path for path in _entries(folder) if path.suffix == ".ckpt" or (path / MANIFEST).is_file()]
-    candidates = [path for path in candidates if not path.name.startswith((TEMPORARY, _OLD))]
-    for path in sorted(candidates, key=_written_at, reverse=True):
-        try:
-            verify_checkpoint(path)
-        except CorruptCheckpoint as error:
-            warn(f"passed over: {error}")
-        else:
-            return path
-    if candidates:
-        raise CorruptCheckpoint(
-            explain(
-                f"{folder} holds {len(candidates)} checkpoints",
-                "all of them are corrupt, and a run from the beginning is not what was asked for",
-                "Move them away to begin anew",
-            )
-        )
-    say("no checkpoint in %s: the run starts from the beginning", folder)
-    return None
-
-
-def _entries(folder: Path) -> list[Path]:
-    return list(folder.iterdir()) if folder.is_dir() else []
-
-
-def _written_at(path: Path) -> int:
-    manifest = path / MANIFEST
-    return (manifest if manifest.is_file() else path).stat().st_mtime_ns
-
-
-def _sweep(folder: Path) -> None:
-    """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
-    if not any(path.name.startswith((TEMPORARY, _OLD)) for path in _entries(folder)):
-        return
-    with lock(folder):
-        for path in _entries(folder):
-            if path.name.startswith(_OLD):
-                name = path.name.removeprefix(_OLD)
-                if not is_being_written(folder / f"{TEMPORARY}{name}" / _LOCK):
-                    _settle(folder / name)
-            elif path.name.startswith(TEMPORARY) and not is_being_written(path / _LOCK if path.is_dir() else path):
-                if path.is_dir():
-                    _settle(folder / path.name.removeprefix(TEMPORARY))
-                else:
-                    path.unlink(missing_ok=True)

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -54,6 +55,12 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
         raise
     sync_folder(target.parent)
     return target
+
+
+def is_temporary_file(path: Path) -> bool:
+    """Whether ``path`` is a file that :func:`write_atomic` was writing, told by its kind and its whole name."""
+    named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
+    return named is not None and path.is_file() and not path.is_symlink()
 
 
 def sync_folder(folder: Path) -> None:

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import _files
-from lightning_fasttrain._checkpoint_folder import newest_checkpoint
+from lightning_fasttrain._checkpoint_choice import newest_checkpoint
 from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpoints
 from lightning_fasttrain.run.exact_resume import ExactResume
 from lightning_fasttrain.strategy import _zero_engine

@@ -12,14 +12,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from lightning_fasttrain._checkpoint_choice import newest_checkpoint
 from lightning_fasttrain._checkpoint_folder import (
+    _MARK,
     MANIFEST,
-    CorruptCheckpoint,
     checkpoint_folder,
-    newest_checkpoint,
     verify_checkpoint,
 )
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain._run_mark import KEY, RunMark
 
 
 def write(target, files=None, **settings):
@@ -235,7 +237,7 @@ def test_a_save_under_way_is_left_alone_and_a_dead_one_is_swept(tmp_path):
 
 
 def test_the_temporary_file_of_a_dead_writer_is_swept_and_that_of_a_living_one_is_not(tmp_path):
-    (tmp_path / ".fasttrain-tmp-a.ckpt-1-x").write_bytes(b"left by a killed process")
+    (tmp_path / ".fasttrain-tmp-a.ckpt-1-0123abcd").write_bytes(b"left by a killed process")
 
     def slow(file):
         file.write(b"x")
@@ -274,3 +276,112 @@ def test_wherever_a_bit_flips_the_file_is_whole_or_corrupt_and_never_another_err
         assert loaded["step"] == 3
         assert torch.equal(loaded["weights"], expected)
     assert unnoticed < len(whole) / 3
+
+
+def told(path, step, **more):
+    """A file of a run as Lightning's own plugin would write it, or ours."""
+    torch.save({"global_step": step, "state_dict": {"w": torch.ones(3)}, **more}, path)
+    return path
+
+
+def test_newest_is_the_one_with_the_most_steps_whatever_was_copied_last(tmp_path):
+    for name, step in (("b.ckpt", 30), ("a.ckpt", 7), ("c.ckpt", 12)):
+        told(tmp_path / name, step)
+    write(tmp_path / "folder", about={"step": 29})
+    assert newest_checkpoint(tmp_path) == tmp_path / "b.ckpt"
+    (tmp_path / "b.ckpt").unlink()
+    assert newest_checkpoint(tmp_path) == tmp_path / "folder"
+
+
+def test_a_run_that_began_later_is_newer_though_it_has_fewer_steps(tmp_path):
+    first, second = RunMark(), RunMark()
+    told(tmp_path / "first.ckpt", 1000, **{KEY: first.facts(1000)})
+    write(tmp_path / "second", about={**second.facts(5)})
+    told(tmp_path / "second.ckpt", 4, **{KEY: second.facts(4)})
+    told(tmp_path / "first-again.ckpt", 900, **{KEY: {**first.facts(900), "saved_at": 1.0}})
+    assert newest_checkpoint(tmp_path) == tmp_path / "second"
+
+
+def test_what_does_not_tell_its_step_counts_as_far_as_those_before_it(tmp_path):
+    told(tmp_path / "one.ckpt", 10)
+    told(tmp_path / "two.ckpt", 20)
+    torch.save({"global_step": 15, "data": Path("somewhere")}, tmp_path / "own-classes.ckpt")
+    for at, name in enumerate(("one.ckpt", "own-classes.ckpt", "two.ckpt")):
+        os.utime(tmp_path / name, (at, at))
+    assert newest_checkpoint(tmp_path) == tmp_path / "two.ckpt"
+    (tmp_path / "two.ckpt").unlink()
+    assert newest_checkpoint(tmp_path) == tmp_path / "own-classes.ckpt"
+
+
+def listing(folder):
+    """Names, links and contents of all that is there."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_symlink():
+            found[name] = ("link", os.readlink(path))
+        else:
+            found[name] = path.read_bytes() if path.is_file() else "folder"
+    return found
+
+
+def foreign(folder):
+    """Things of others, under names that ours have."""
+    for name in (".fasttrain-tmp-step.ckpt", ".fasttrain-tmp-notes", ".fasttrain-old-data"):
+        (folder / name).mkdir()
+        (folder / name / "thesis.txt").write_text("years of work")
+    (folder / ".fasttrain-tmp-step.ckpt" / MANIFEST).write_text('{"version": 1, "files": {}}')
+    (folder / ".fasttrain-tmp-x").symlink_to(folder / ".fasttrain-tmp-notes")
+    (folder / ".fasttrain-old-y").symlink_to(folder / ".fasttrain-tmp-notes")
+    (folder / ".fasttrain-tmp-dangling").symlink_to(folder / "nowhere")
+    (folder / "dangling.ckpt").symlink_to(folder / "nowhere")
+    (folder / ".fasttrain-tmp-todo.txt").write_text("mine")
+
+
+def test_what_others_made_stays_as_it_is_even_under_our_names(tmp_path):
+    foreign(tmp_path)
+    told(tmp_path / "step.ckpt", 3)
+    before = listing(tmp_path)
+    (tmp_path / ".fasttrain-tmp-ours.ckpt-7-0123abcd").write_bytes(b"left")  # so that there is something to sweep
+    assert newest_checkpoint(tmp_path) == tmp_path / "step.ckpt"
+    assert listing(tmp_path) == before
+    with pytest.raises(FileExistsError, match="was not made by it. Move it elsewhere"):
+        write(tmp_path / "step.ckpt")
+    assert listing(tmp_path) == before
+
+
+def test_a_folder_without_our_mark_never_takes_the_place_of_a_checkpoint_though_it_is_whole(tmp_path):
+    told(tmp_path / "step.ckpt", 3)
+    write(tmp_path / "other", {"other": b"other"})
+    (tmp_path / "other").rename(tmp_path / ".fasttrain-tmp-step.ckpt")
+    before = listing(tmp_path)
+    assert newest_checkpoint(tmp_path) == tmp_path / "step.ckpt"
+    assert listing(tmp_path) == before
+
+
+def test_a_half_save_never_takes_the_place_of_a_whole_one(tmp_path):
+    write(tmp_path / "one", {"good": b"good"})
+    write(tmp_path / "two", {"bad": b"bad"})
+    (tmp_path / "two" / ".writing").write_bytes(_MARK)
+    (tmp_path / "two" / "bad").write_bytes(b"BAD")
+    (tmp_path / "two").rename(tmp_path / ".fasttrain-tmp-one")
+    assert newest_checkpoint(tmp_path) == tmp_path / "one"
+    assert listing(tmp_path / "one")["good"] == b"good"
+    assert os.listdir(tmp_path) == ["one"]
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_saved_over(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "precious").write_text("theirs")
+    with pytest.raises(FileExistsError, match="no checkpoint: it holds .'precious'"):
+        write(tmp_path / "data")
+    assert listing(tmp_path) == {"data": "folder", "data/precious": b"theirs"}
+
+
+@pytest.mark.parametrize(
+    "address", ["http://127.0.0.1:9/a.ckpt", "https://x/a", "s3://b/a.ckpt", "memory://a.ckpt", ""]
+)
+def test_addresses_are_refused_before_anything_is_fetched(address):
+    for read in (newest_checkpoint, verify_checkpoint):
+        with pytest.raises(ValueError, match="no file"):
+            read(address)

@@ -1,60 +1,198 @@
 """Checkpoints of ``torch.distributed.checkpoint``, read without trust: index and bytes of such are pickles."""
 
-import collections
 import io
-import pathlib
+import math
 import pickle
-from typing import Any
+from collections.abc import Callable
+from pathlib import Path, PurePath
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import MOST_AXES, CorruptCheckpoint, ForeignObjects
 
-_NAMES = [
-    *(
-        (metadata, name)
-        for name in (
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
+_DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_METADATA, _STORAGE = metadata.__name__, filesystem.__name__
+_LARGEST = 2**28  # bytes of an index; one of ten thousand tensors on a hundred ranks has a tenth
+# What an index needs: numbers, words, and lists, tuples and dicts of these. Nothing here looks a name up.
+_OPCODES = (
+    *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK),
+    *(pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BINFLOAT),
+    *(pickle.BININT, pickle.BININT1, pickle.BININT2, pickle.LONG1),
+    *(pickle.SHORT_BINUNICODE, pickle.BINUNICODE),
+    *(pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3),
+    *(pickle.EMPTY_LIST, pickle.APPEND, pickle.APPENDS, pickle.EMPTY_DICT, pickle.SETITEM, pickle.SETITEMS),
+    *(pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE, pickle.BINGET, pickle.LONG_BINGET),
+)
+
+
+class _Named:
+    """What a file has under a name: a class or function of which nothing but the name is known."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class _Record:
+    """What a file would call or make: the name, what is given to it, and the state it would be set to."""
+
+    def __init__(self, name: str, given: tuple[Any, ...]) -> None:
+        self.name, self.given, self.state = name, given, None
+
+
+def _read_name(reader: Any) -> None:
+    name, module = reader.stack.pop(), reader.stack.pop()
+    reader.append(_Named(_allowed(module, name)))
+
+
+def _read_name_in_lines(reader: Any) -> None:
+    module, name = reader.readline()[:-1].decode(), reader.readline()[:-1].decode()
+    reader.append(_Named(_allowed(module, name)))
+
+
+def _read_call(reader: Any) -> None:
+    given, named = reader.stack.pop(), reader.stack.pop()
+    if not isinstance(named, _Named) or not isinstance(given, tuple):
+        raise TypeError("it calls something without a name")
+    reader.append(_Record(named.name, given))
+
+
+def _read_state(reader: Any) -> None:
+    state = reader.stack.pop()
+    if not isinstance(reader.stack[-1], _Record) or reader.stack[-1].state is not None:
+        raise TypeError("it sets the state of something that has none")
+    reader.stack[-1].state = state
+
+
+_python_unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _PlainReader(_python_unpickler):
+    """Reads the few instructions that an index is made of, into plain data: nothing is looked up, made or called."""
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **{code[0]: _python_unpickler.dispatch[code[0]] for code in _OPCODES},
+        pickle.STACK_GLOBAL[0]: _read_name,
+        pickle.GLOBAL[0]: _read_name_in_lines,
+        pickle.NEWOBJ[0]: _read_call,
+        pickle.REDUCE[0]: _read_call,
+        pickle.BUILD[0]: _read_state,
+    }
+
+
+def _allowed(module: Any, name: Any) -> str:
+    full = f"{module}.{name}"
+    if full not in _MAKERS and full not in _DTYPES:
+        raise CorruptCheckpoint(
+            explain(
+                f"the checkpoint's index asks for {full[:200]}",
+                "that is no part of an index, and making it could run code",
+                "Do not load it; ask whoever made it for a file of safetensors",
+            )
         )
-    ),
-    (filesystem, "_StorageInfo"),
-    (collections, "OrderedDict"),
-    (torch, "Size"),
-    (pathlib, "PosixPath"),
-]
-_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
-_KNOWN: dict[tuple[str, str], Any] = {
-    **{(module.__name__, name): getattr(module, name) for module, name in _NAMES},
-    **{("torch", name): value for name, value in _DTYPES.items()},
-    ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
+    return full
+
+
+def _index(record: Any) -> metadata.Metadata:
+    """The index that plain data describe."""
+    state = _state(record, f"{_METADATA}.Metadata")
+    if not isinstance(state["state_dict_metadata"], dict) or not isinstance(state.get("storage_data"), dict):
+        raise TypeError("it lists no tensors")
+    listed = {_word(name): _made(entry) for name, entry in state["state_dict_metadata"].items()}
+    stored = {_made(place): _made(info) for place, info in state["storage_data"].items()}
+    return metadata.Metadata(listed, None, stored)
+
+
+def _tensor(record: _Record) -> metadata.TensorStorageMetadata:
+    state = _state(record)
+    chunks = [_made(chunk) for chunk in state["chunks"]]
+    if not all(isinstance(chunk, metadata.ChunkStorageMetadata) for chunk in chunks):
+        raise TypeError("a tensor's chunks are something else")
+    return metadata.TensorStorageMetadata(_made(state["properties"]), _made(state["size"]), chunks)
+
+
+def _properties(record: _Record) -> metadata.TensorProperties:
+    assert isinstance(record.state, tuple)
+    return metadata.TensorProperties(dtype=_DTYPES[record.state[0].name])
+
+
+def _chunk(record: _Record) -> metadata.ChunkStorageMetadata:
+    state = _state(record)
+    return metadata.ChunkStorageMetadata(_made(state["offsets"]), _made(state["sizes"]))
+
+
+def _place(record: _Record) -> metadata.MetadataIndex:
+    state = _state(record)
+    offset, index = state.get("offset"), state.get("index")
+    if not (index is None or type(index) is int):
+        raise TypeError("the number of a chunk is none")
+    return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _made(offset), index)
+
+
+def _info(record: _Record) -> Any:
+    state = _state(record)
+    path, offset, length = _word(state["relative_path"]), state["offset"], state["length"]
+    if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
+        raise TypeError("the place of a chunk is none")
+    if state.get("transform_descriptors"):
+        raise TypeError("what it lists is compressed")
+    if PurePath(path).name != path or path in ("", ".", ".."):
+        raise CorruptCheckpoint(
+            explain("the checkpoint's index", f"it points out of its folder, to {path[:200]!r}", "Use an older one")
+        )
+    return filesystem._StorageInfo(path, offset, length)
+
+
+def _size(record: _Record) -> torch.Size:
+    [numbers] = record.given
+    if len(numbers) > MOST_AXES or not all(type(n) is int and 0 <= n < 2**62 for n in numbers):
+        raise TypeError("a tensor's size is none")
+    return torch.Size(numbers)
+
+
+def _bytes(record: _Record) -> metadata.BytesStorageMetadata:
+    return metadata.BytesStorageMetadata()
+
+
+# The parts of an index. A maker is given a record, checks what is in it, and makes the part.
+_MAKERS: dict[str, Callable[[Any], Any] | None] = {
+    f"{_METADATA}.Metadata": _index,
+    f"{_METADATA}.TensorStorageMetadata": _tensor,
+    f"{_METADATA}.BytesStorageMetadata": _bytes,
+    f"{_METADATA}.TensorProperties": _properties,
+    f"{_METADATA}.ChunkStorageMetadata": _chunk,
+    f"{_METADATA}.MetadataIndex": _place,
+    f"{_STORAGE}._StorageInfo": _info,
+    "torch.Size": _size,
+    # Allowed, and nothing that is used:
+    f"{_METADATA}.StorageMeta": None,
+    f"{_METADATA}._MEM_FORMAT_ENCODING": None,
+    "torch.serialization._get_layout": None,
+    "pathlib.PosixPath": None,
+    "pathlib._local.PosixPath": None,
 }
 
 
-class _IndexUnpickler(pickle.Unpickler):
-    """Knows the few classes of an index and nothing else: nothing that a file names is ever imported."""
+def _made(record: Any) -> Any:
+    maker = _MAKERS.get(record.name) if isinstance(record, _Record) else None
+    if maker is None:
+        raise TypeError(f"a {type(record).__name__} is where a part of an index should be")
+    return maker(record)
 
-    def find_class(self, module: str, name: str) -> Any:
-        try:
-            return _KNOWN[module, name]
-        except KeyError:
-            raise CorruptCheckpoint(
-                explain(
-                    f"the checkpoint's index asks for {module}.{name}",
-                    "that is no part of an index, and making it could run code",
-                    "Do not load it; ask whoever made it for a file of safetensors",
-                )
-            ) from None
+
+def _state(record: Any, name: str | None = None) -> dict[str, Any]:
+    if not isinstance(record, _Record) or not isinstance(record.state, dict) or name not in (None, record.name):
+        raise TypeError("it is no index")
+    return record.state
+
+
+def _word(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"a name is a {type(value).__name__}")
+    return value
 
 
 class SafeReader(FileSystemReader):
@@ -68,22 +206,34 @@ class SafeReader(FileSystemReader):
     """
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        path = self._get_metadata_path(kwargs.get("rank"))
-        with self.fs.create_stream(path, "rb") as file:
-            try:
-                found: Any = _IndexUnpickler(file).load()
-            except (pickle.UnpicklingError, EOFError, AttributeError, TypeError, LookupError) as error:
-                raise CorruptCheckpoint(explain(f"{path}", f"it is no index ({error})", "Use an older one")) from error
-        if not isinstance(found, metadata.Metadata):
-            raise CorruptCheckpoint(explain(f"{path}", f"it holds a {type(found).__name__}", "Use an older one"))
-        for info in (found.storage_data or {}).values():
-            if pathlib.PurePath(info.relative_path).name != info.relative_path:
-                raise CorruptCheckpoint(
-                    explain(f"{path}", f"it points out of its folder, to {info.relative_path!r}", "Use an older one")
-                )
-        found.storage_meta = found.storage_meta or metadata.StorageMeta()
-        found.storage_meta.load_id = self.load_id
+        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        if not path.is_file() or path.stat().st_size > _LARGEST:
+            raise CorruptCheckpoint(explain(f"{path}", "there is no index, or none of its size", "Use an older one"))
+        try:
+            found = _index(_PlainReader(io.BytesIO(path.read_bytes())).load())
+        except CorruptCheckpoint:
+            raise
+        except Exception as error:  # an unpickler has many ways to say that it makes no sense
+            why = f"it is no index ({type(error).__name__}: {str(error)[:200]})"
+            raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
+        _refuse_larger_than_files(path, found)
+        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return found
+
+
+def _refuse_larger_than_files(path: Path, index: metadata.Metadata) -> None:
+    """Before memory is taken by what the index says: tensors must be in the files, which are not compressed."""
+    tensors = [t for t in index.state_dict_metadata.values() if isinstance(t, metadata.TensorStorageMetadata)]
+    needed = sum(math.prod(tensor.size) * tensor.properties.dtype.itemsize for tensor in tensors)
+    names = {info.relative_path for info in index.storage_data.values()}
+    sizes = {name: (path.parent / name).stat().st_size for name in names if (path.parent / name).is_file()}
+    if len(sizes) < len(names):
+        lost = sorted(names - set(sizes))[0]
+        raise CorruptCheckpoint(explain(f"{path} names {lost[:200]}", "it is not there", "Use an older one"))
+    beyond = [i for i in index.storage_data.values() if i.offset + i.length > sizes[i.relative_path]]
+    if needed > sum(sizes.values()) or beyond:
+        why = f"its tensors have {needed} bytes, and its files {sum(sizes.values())}"
+        raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one"))
 
 
 class SafePlanner(DefaultLoadPlanner):
@@ -93,4 +243,8 @@ class SafePlanner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        try:
+            self.state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            why = f"it could only be made by running code from the file ({str(error)[:200]})"
+            raise ForeignObjects(explain(f"{read_item.dest_index.fqn}", why, "Use an older one")) from error

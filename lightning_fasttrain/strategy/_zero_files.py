@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import CorruptCheckpoint, local_path, refuse_unfit
 
 
 class Inert(dict):
@@ -26,6 +26,8 @@ class Inert(dict):
 
 def read_inert(path: Path) -> dict[str, Any]:
     """The content of a file of ``torch.save``; objects of other classes than torch's own are :class:`Inert`."""
+    path = local_path(path)
+    refuse_unfit(path)
     try:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         stubs: Any = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in names]

@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks load: the one asked for, or, if that is corrupt, the newest that is whole."""
+"""Which checkpoint all ranks load: the one asked for, or, if that is corrupt, an older one of the same run."""
 
 import os
 from pathlib import Path
@@ -6,34 +6,36 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint, whole_or_newest
+from lightning_fasttrain._checkpoint_choice import whole_or_older
 
 
-def choose_checkpoint(path: str | os.PathLike[str]) -> Path:
-    """Rank zero verifies ``path`` and tells the others; a corrupt one is passed over for its newest whole neighbour.
+def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path:
+    """Rank zero verifies ``path`` and tells the others.
 
     Args:
         path: a folder or a file; rank zero's counts.
+        substitute: whether an older whole one of the same run may be taken for a corrupt one.
 
     Returns:
         What to load, the same on all ranks.
 
     Raises:
         FileNotFoundError: nothing is there.
-        CorruptCheckpoint: and none of its neighbours is whole.
+        CorruptCheckpoint: it is, and there is no such other.
+        ValueError: it is an address rather than a path.
 
     Example:
         >>> folder = getfixture("tmp_path")
         >>> import torch
         >>> torch.save({}, folder / "one.ckpt")
-        >>> choose_checkpoint(folder / "one.ckpt").name
+        >>> choose_checkpoint(folder / "one.ckpt", substitute=False).name
         'one.ckpt'
     """
     answer: list[Any] = [None]
     if not dist.is_initialized() or dist.get_rank() == 0:
         try:
-            answer = [whole_or_newest(path)]
-        except (CorruptCheckpoint, OSError) as error:
+            answer = [whole_or_older(path, substitute=substitute)]
+        except (ValueError, OSError) as error:
             answer = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(answer, src=0)

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._checkpoint_folder import MANIFEST, CorruptCheckpoint, verify_checkpoint
+from lightning_fasttrain._checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import CorruptCheckpoint, local_path
 from lightning_fasttrain.strategy._zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -65,7 +66,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     Source:
         The layout that DeepSpeed's ``zero_to_fp32.py`` reads; held against it.
     """
-    folder, out = Path(folder), Path(out)
+    folder, out = local_path(folder), Path(out)
     if not folder.exists():
         raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
     if (folder / MANIFEST).exists():

@@ -4,7 +4,6 @@ import inspect
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -23,6 +22,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._reading import local_path
+from lightning_fasttrain._run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave
@@ -44,8 +45,8 @@ class FSDP2Strategy(ModelParallelStrategy):
     once a step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. Runs on the CPU with gloo too.
     The model stays sharded after ``fit``; :func:`~lightning_fasttrain.full_state_dict` reads its checkpoints.
 
-    Checkpoints are folders, written aside, checksummed and renamed; they load on any number of processes. A corrupt
-    one is passed over for the newest that is whole. Files of one device or DDP load too.
+    Checkpoints are folders, written aside, checksummed and renamed; they load on any number of processes. In ``fit``
+    a corrupt one is passed over for an older one of the same run. Files of one device or DDP load too.
 
     Args:
         reshard_after_forward: as for :func:`~lightning_fasttrain.shard_blocks_`.
@@ -218,7 +219,8 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
                 "batches of the window before it do not count. Save after steps, or at an epoch's end."
             )
-        path = Path(self.broadcast(filepath))
+        path = local_path(self.broadcast(filepath))
+        checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         states = (checkpoint.pop("state_dict"), optimizers, checkpoint)
         if self._background is not None:
@@ -237,10 +239,13 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.lightning_module is not None
         assert self.model is not None
         self.wait()
-        path = choose_checkpoint(checkpoint_path)
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         load = load_sharded_ if path.is_dir() else load_full_
-        return load(path, self.model, optimizers, strict=self.lightning_module.strict_loading)
+        checkpoint = load(path, self.model, optimizers, strict=self.lightning_module.strict_loading)
+        mark_of(self).go_on_from(checkpoint.pop(KEY, None))
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done in :meth:`load_checkpoint`."""

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -18,6 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import local_path
+from lightning_fasttrain._run_mark import KEY, mark_of, step_in
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave
@@ -175,7 +176,8 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             if k != key and k not in optimizers
         }
         states = (model.state_dict(), optimizers, rest)
-        path = Path(self.broadcast(path))
+        path = local_path(self.broadcast(path))
+        rest[KEY] = mark_of(self).facts(step_in(rest))
         if self._background is not None:
             self._background.start(path, *states)
         else:
@@ -188,9 +190,10 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         state = {"model": state} if isinstance(state, nn.Module) else state or {}
         key, model = _model_in(state)
         optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
-        chosen = choose_checkpoint(path)
+        chosen = choose_checkpoint(path, substitute=bool(optimizers))  # with weights alone nothing goes on
         load = load_sharded_ if chosen.is_dir() else load_full_
         rest = load(chosen, model, optimizers, strict=strict)
+        mark_of(self).go_on_from(rest.pop(KEY, None))
         asked = [k for k in state if k != key and k not in optimizers]
         missing = [k for k in asked if k not in rest]
         if strict and missing:

@@ -4,7 +4,6 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._plain_values import refuse_unreadable
+from lightning_fasttrain._reading import CorruptCheckpoint, local_path, read_archive
+from lightning_fasttrain._run_mark import KEY, step_in
 from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
-from lightning_fasttrain.strategy._plain_values import write_plain
 from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy._sharded_optimizer import join, take_apart, template
 
@@ -66,13 +68,15 @@ def save_sharded(
         tensors.update({f"{key}.{name}": value for name, value in parts.items()})
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
     agree = agree_on_all_ranks if group is None else RollCall(group)
-    with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree) as folder:
+    about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
+    with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
+        refuse_unreadable(plain)  # here, so that all ranks hear of it
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # the folder's own leaving syncs
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _quietly(alone), _errors_of_ranks():
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
-            write_plain(folder / REST, plain)
+            write_atomic(folder / REST, lambda file: torch.save(plain, file))
 
 
 def load_sharded_(
@@ -111,6 +115,7 @@ def load_sharded_(
     wanted = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     refuse_other_names(set(wanted), saved, folder, strict)
     wanted = {name: value for name, value in wanted.items() if name in saved}
+    _refuse_other_shapes(wanted, index, folder)
     _read(folder, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
     for key, optimizer in (optimizers or {}).items():
@@ -125,8 +130,9 @@ def _load_optimizer_(
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
     for name, layout in plain["layout"].items():
-        stored = index.state_dict_metadata[f"{key}.{name}"]
-        assert isinstance(stored, TensorStorageMetadata)
+        stored = index.state_dict_metadata.get(f"{key}.{name}")
+        if not isinstance(stored, TensorStorageMetadata):
+            raise CorruptCheckpoint(explain(f"{folder}", f"it lacks {name[:200]} of {key}", "Use an older one"))
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
     _read(folder, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
@@ -153,7 +159,10 @@ def load_full_(
         >>> load_full_(path, nn.Linear(2, 1), strict=True)
         {'epoch': 1}
     """
-    checkpoint: Any = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    checkpoint: Any = read_archive(path, mmap=True)
+    if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
+        why = "there is no state_dict in it, so it is no checkpoint of a run"
+        raise ValueError(explain(f"{path}", why, "Load it with load_state_dict before the run"))
     state, full = model.state_dict(), checkpoint.pop("state_dict")
     refuse_other_names(set(state), set(full), path, strict)
     parts = {name: _part(full[name], value) for name, value in state.items() if name in full}
@@ -247,7 +256,7 @@ def _read(folder: str | os.PathLike[str], tensors: dict[str, Any], *, alone: boo
     """Fill ``tensors`` in place. All ranks, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
-        with _quietly(alone):
+        with _quietly(alone), _as_corrupt(folder):
             dcp.load(tensors, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
 
 
@@ -272,8 +281,42 @@ def _quietly(alone: bool) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def _as_corrupt(folder: str | os.PathLike[str]) -> Iterator[None]:
+    """What torch says of pieces that do not fit together, as what it means."""
+    try:
+        yield
+    except CorruptCheckpoint:
+        raise
+    except (Exception, CheckpointException) as error:
+        why = f"its pieces cannot be read ({type(error).__name__}: {str(error)[:300]})"
+        raise CorruptCheckpoint(explain(f"{folder}", why, "Use an older one")) from error
+
+
 def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
-    return torch.load(Path(folder) / REST, map_location="cpu", weights_only=True)
+    path = local_path(folder) / REST
+    plain = read_archive(path)
+    parts = [plain.get(part) for part in ("rest", "optimizers", "values")] if isinstance(plain, dict) else [None]
+    if not all(isinstance(part, dict) for part in parts) or not all(map(_is_taken_apart, plain["optimizers"].values())):
+        raise CorruptCheckpoint(explain(f"{path}", "it is not what save_sharded writes", "Use an older one"))
+    return plain
+
+
+def _is_taken_apart(state: Any) -> bool:
+    """Whether this is the plain part of an optimizer, as :func:`take_apart` makes it."""
+    kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
+    if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):
+        return False
+    return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in state["param_groups"])
+
+
+def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: Any) -> None:
+    for name, value in wanted.items():
+        stored = index.state_dict_metadata[f"{_MODEL}{name}"]
+        size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "no tensor"
+        if size != list(value.shape):
+            why = f"{name} is {size} in it, and here {list(value.shape)}"
+            raise ValueError(explain(f"{folder} is of another model", why, "Build the model as it was"))
 
 
 def refuse_other_names(mine: set[str], saved: set[str], path: Any, strict: bool) -> None:

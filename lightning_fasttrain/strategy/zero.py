@@ -281,10 +281,10 @@ class ZeROStrategy(DeepSpeedStrategy):
             )
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
-        save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path))
+        save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Load a folder that is whole, or else the newest that is beside it.
+        """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
 
         Raises:
             CorruptCheckpoint: there is none.

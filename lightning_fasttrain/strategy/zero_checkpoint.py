@@ -12,14 +12,18 @@ from typing import Any
 
 import torch
 
+from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
+    marked,
     read_manifest,
-    whole_or_newest,
 )
-from lightning_fasttrain._files import TEMPORARY, lock
+from lightning_fasttrain._files import TEMPORARY
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._plain_values import refuse_unreadable
+from lightning_fasttrain._reading import local_path
+from lightning_fasttrain._run_mark import mark_of
 from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy._zero_engine import Engine
 from lightning_fasttrain.strategy._zero_files import read_inert
@@ -50,7 +54,9 @@ def warn_inside_window(inside: bool) -> None:
         )
 
 
-def save_whole(strategy: Any, path: Any, engine: Engine, stage: int, step: Any, save: Callable[[Path], None]) -> None:
+def save_whole(
+    strategy: Any, path: Any, engine: Engine, stage: int, step: Any, save: Callable[[Path], None], plain: Any
+) -> None:
     """Let all ranks write into a folder beside ``path``, which takes its name when it is complete.
 
     Args:
@@ -60,17 +66,21 @@ def save_whole(strategy: Any, path: Any, engine: Engine, stage: int, step: Any, 
         stage: noted in the manifest.
         step: likewise.
         save: called on every rank with the folder.
+        plain: what is saved beside model and optimizer.
 
     Raises:
+        ValueError: ``plain`` holds something that could not be read back; names it.
         OSError: a rank could not write; an older folder of this name is as it was.
         RuntimeError: a rank is gone.
     """
     roll_call: RollCall = strategy.roll_call
-    path = Path(strategy.broadcast(path))
-    about = {"format": "deepspeed", "stage": stage, "step": step if isinstance(step, int) else None}
+    path = local_path(strategy.broadcast(path))
+    about = {"format": "deepspeed", "stage": stage, **mark_of(strategy).facts(step)}
     ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
+    others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, engine.saving():
+            refuse_unreadable(others)  # here, so that all ranks hear of it
             save(folder)
     finally:
         if not roll_call.broken:
@@ -81,7 +91,7 @@ def save_whole(strategy: Any, path: Any, engine: Engine, stage: int, step: Any, 
 def folder_to_load(
     strategy: Any, path: Any, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
 ) -> Iterator[Path]:
-    """Yield a folder that DeepSpeed may load: ``path``, the newest beside it, or one converted to this world size.
+    """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
     Rank zero looks at the files; what it finds holds for all.
 
@@ -101,7 +111,7 @@ def folder_to_load(
     found: Any = None
     if strategy.global_rank == 0:
         try:
-            found = _look(Path(path), strategy.world_size, stage, trusted, universal, optimizer_too)
+            found = _look(local_path(path), strategy, stage, trusted, universal, optimizer_too)
         except (ValueError, OSError) as error:
             found = error
     found = strategy.broadcast(found)
@@ -131,8 +141,7 @@ def _converted(folder: Path, undo: ExitStack) -> Path | Exception:
     """The checkpoint in DeepSpeed's universal format, in a folder beside it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
-    (made / ".writing").touch()
-    undo.enter_context(lock(made / ".writing"))  # so that nobody takes it for what a killed save has left
+    undo.enter_context(marked(made))  # so that nobody takes it for what a killed save has left
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),
@@ -177,10 +186,13 @@ def _restore_groups(engine: Engine, made: Path) -> None:
         group.update({key: value for key, value in settings.items() if key != "params"})
 
 
-def _look(path: Path, ranks: int, stage: int, trusted: bool, universal: bool, optimizer_too: bool) -> tuple[Path, bool]:
+def _look(
+    path: Path, strategy: Any, stage: int, trusted: bool, universal: bool, optimizer_too: bool
+) -> tuple[Path, bool]:
     manifest: dict[str, Any] = {}
+    ranks = strategy.world_size
     if not (trusted and path.exists() and not (path / MANIFEST).exists()):
-        path = whole_or_newest(path)
+        path = whole_or_older(path, substitute=optimizer_too)  # with weights alone nothing goes on
         manifest = read_manifest(path) if path.is_dir() else {}
     if not (path / TAG).is_dir():
         raise ValueError(
@@ -191,6 +203,7 @@ def _look(path: Path, ranks: int, stage: int, trusted: bool, universal: bool, op
         for file in files:
             _refuse_unknown_classes(file)
     about = manifest.get("about", {})
+    mark_of(strategy).go_on_from(about)
     saved_stage, saved_ranks = about.get("stage", stage), manifest.get("world_size", ranks)
     # Weights alone are in one file below stage 3, whatever the stage.
     fits = _kind(saved_stage) == _kind(stage) if optimizer_too else (saved_stage == 3) == (stage == 3)

@@ -209,14 +209,13 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             save(path, state, storage_options, filter)  # which says what is missing
             return
         step = state.get("step")
-        save_whole(
-            self, path, self.engine, self.stage, step, lambda folder: save(folder, state, storage_options, filter)
-        )
+        plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
+        save_whole(self, path, self.engine, self.stage, step, lambda f: save(f, state, storage_options, filter), plain)
 
     def load_checkpoint(
         self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
-        """Load a folder that is whole, or else the newest that is beside it.
+        """Load a folder that is whole, or else, with an optimizer, an older one of the same run.
 
         Raises:
             CorruptCheckpoint: there is none.

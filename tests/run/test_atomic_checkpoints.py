@@ -6,6 +6,7 @@ import resource
 import signal
 import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import AtomicCheckpointIO
-from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint
+from lightning_fasttrain._reading import CorruptCheckpoint
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 
@@ -95,20 +96,61 @@ def test_killed_while_saving_the_checkpoint_loads(tmp_path):
         assert len(saved.unique()) == 1
 
 
-def test_in_the_place_of_a_damaged_file_the_newest_whole_one_is_loaded(tmp_path):
+def flip(path):
+    """A bit of the first tensor, which torch.load does not notice."""
+    data = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        tensor = archive.read(next(name for name in archive.namelist() if name.endswith("/data/0")))
+    data[data.index(tensor) + 1] ^= 1
+    path.write_bytes(data)
+
+
+def steps(folder, *names, run=None):
+    """Checkpoints of these steps, by one plugin, which stands for one run."""
     io = AtomicCheckpointIO()
-    for step in (1, 2, 3):
-        io.save_checkpoint({"step": step, "weights": torch.zeros(10_000)}, tmp_path / f"{step}.ckpt")
-        os.utime(tmp_path / f"{step}.ckpt", ns=(step, step))
-    broken = bytearray((tmp_path / "3.ckpt").read_bytes())
-    broken[len(broken) // 2] ^= 1
-    (tmp_path / "3.ckpt").write_bytes(broken)
-    with pytest.warns(UserWarning, match="3.ckpt is corrupt") as said:
-        assert io.load_checkpoint(tmp_path / "3.ckpt")["step"] == 2
-    assert any("2.ckpt is loaded" in str(w.message) for w in said)
+    io.run = run or io.run
+    for step in names:
+        io.save_checkpoint({"global_step": step, "weights": torch.zeros(10_000)}, folder / f"{step}.ckpt")
+    return io.run
 
 
-def test_a_damaged_file_alone_is_an_error_of_its_own(tmp_path):
+def test_for_a_damaged_file_an_older_one_of_the_same_run_is_loaded_if_that_is_wanted(tmp_path):
+    run = steps(tmp_path, 2, 4, 6, 8)
+    steps(tmp_path, 3)  # of another run
+    torch.save({"global_step": 3, "state_dict": {}}, tmp_path / "foreign.ckpt")
+    flip(tmp_path / "4.ckpt")
+    io = AtomicCheckpointIO(substitute=True)
+    with pytest.warns(UserWarning, match="4.ckpt is corrupt.*2.ckpt is loaded, an older one of the same run"):
+        assert io.load_checkpoint(tmp_path / "4.ckpt")["global_step"] == 2
+    assert io.run.run == run.run  # what is saved from now on is of that run
+    with pytest.raises(CorruptCheckpoint, match="4.ckpt is corrupt"):
+        AtomicCheckpointIO().load_checkpoint(tmp_path / "4.ckpt")
+
+
+def test_without_an_older_one_of_the_same_run_damage_is_an_error(tmp_path):
+    steps(tmp_path, 2, 3)
+    steps(tmp_path, 1)
+    torch.save({"global_step": 0}, tmp_path / "foreign.ckpt")
+    flip(tmp_path / "2.ckpt")
+    with pytest.raises(CorruptCheckpoint, match="2.ckpt is corrupt"):
+        AtomicCheckpointIO(substitute=True).load_checkpoint(tmp_path / "2.ckpt")
     (tmp_path / "only.ckpt").write_bytes(b"")
-    with pytest.raises(CorruptCheckpoint, match="0 bytes are no archive"), pytest.warns(UserWarning, match="passed"):
-        AtomicCheckpointIO().load_checkpoint(tmp_path / "only.ckpt")
+    with pytest.raises(CorruptCheckpoint, match="0 bytes are no archive"):
+        AtomicCheckpointIO(substitute=True).load_checkpoint(tmp_path / "only.ckpt")
+
+
+def test_fit_goes_on_from_an_older_one_and_validation_test_and_prediction_stop(tmp_path):
+    keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=-1)
+    trainer([ft.AtomicCheckpoints(), keeper], enable_checkpointing=True).fit(TinyLM(), as_loader(lm_batches(6)))
+    flip(tmp_path / "step=4.ckpt")
+    t = trainer([ft.AtomicCheckpoints()], max_steps=3)
+    with pytest.warns(UserWarning, match=r"step=2.ckpt is loaded, an older one of the same run"):
+        t.fit(TinyLM(), as_loader(lm_batches(6)), ckpt_path=tmp_path / "step=4.ckpt")
+    assert t.global_step == 3
+
+    class Tested(TinyLM):
+        test_step = TinyLM.validation_step
+
+    for ask in (t.validate, t.test, t.predict):
+        with pytest.raises(CorruptCheckpoint, match="step=4.ckpt is corrupt"):
+            ask(Tested(), as_loader(lm_batches(1)), ckpt_path=tmp_path / "step=4.ckpt")

@@ -11,7 +11,9 @@ from torch import nn
 from torch.distributed.checkpoint import metadata
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._checkpoint_folder import CorruptCheckpoint, verify_checkpoint
+from lightning_fasttrain._checkpoint_folder import verify_checkpoint
+from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain._run_mark import KEY, RunMark
 from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave, to_host
@@ -217,24 +219,26 @@ def test_what_could_not_be_read_back_is_named_and_nothing_is_written(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_changed_folder_is_refused_and_its_neighbour_chosen(tmp_path):
-    saved(tmp_path / "old", *trained(1))
-    saved(tmp_path / "new", *trained(2))
-    assert choose_checkpoint(tmp_path / "new") == tmp_path / "new"
+def test_for_a_changed_folder_an_older_one_of_the_same_run_is_chosen_to_go_on_and_no_other(tmp_path):
+    ours, other = RunMark(), RunMark()
+    for name, run, step in (("old", ours, 1), ("new", ours, 2), ("newer", ours, 3), ("of another run", other, 2)):
+        saved(tmp_path / name, *trained(1), **{KEY: run.facts(step)})
+    assert choose_checkpoint(tmp_path / "new", substitute=True) == tmp_path / "new"
     (tmp_path / "new" / ".metadata").unlink()
     with pytest.raises(CorruptCheckpoint, match=".metadata is missing"):
         full_state_dict(tmp_path / "new")
-    with pytest.warns(ft.FastTrainWarning, match="old is loaded"):
-        with pytest.warns(ft.FastTrainWarning, match="passed over"):
-            assert choose_checkpoint(tmp_path / "new") == tmp_path / "old"
+    with pytest.raises(CorruptCheckpoint, match=".metadata is missing"):
+        choose_checkpoint(tmp_path / "new", substitute=False)
+    with pytest.warns(ft.FastTrainWarning, match="old is loaded, an older one of the same run"):
+        assert choose_checkpoint(tmp_path / "new", substitute=True) == tmp_path / "old"
     with pytest.raises(FileNotFoundError, match="there is no such checkpoint"):
-        choose_checkpoint(tmp_path / "never")
+        choose_checkpoint(tmp_path / "never", substitute=True)
 
 
 def test_a_complete_save_that_was_killed_before_its_name_is_taken_up(tmp_path):
     saved(tmp_path / "c", *trained())
     (tmp_path / "c").rename(tmp_path / ".fasttrain-tmp-c")
-    assert choose_checkpoint(tmp_path / "c") == tmp_path / "c"
+    assert choose_checkpoint(tmp_path / "c", substitute=True) == tmp_path / "c"
     verify_checkpoint(tmp_path / "c")
 
 
