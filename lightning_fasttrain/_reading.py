@@ -8,7 +8,8 @@ import pickletools
 import struct
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,18 @@ class CorruptCheckpoint(ValueError):
 
 class ForeignObjects(ValueError, pickle.UnpicklingError):
     """A file that holds objects which could only be made by running code that it names."""
+
+
+@contextmanager
+def as_corrupt(path: Any, *more: type[BaseException]) -> Iterator[None]:
+    """What Python and torch say of pieces that do not fit together, as what it means; our own errors pass."""
+    try:
+        yield
+    except (CorruptCheckpoint, ForeignObjects, OSError):
+        raise
+    except (Exception, *more) as error:
+        why = f"its pieces do not fit together ({type(error).__name__}: {first_line(error)})"
+        raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
 
 
 def is_remote(path: Any) -> bool:
@@ -86,7 +99,7 @@ def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any
     try:
         return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        why = f"it is no proper JSON ({_first_line(error)})"
+        why = f"it is no proper JSON ({first_line(error)})"
         raise ValueError(explain(f"{what} cannot be read", why, "Fetch it again")) from error
 
 
@@ -115,7 +128,7 @@ def damage_of_archive(path: Path) -> str | None:
         if reason is None:
             torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
     except _BROKEN_ZIP as error:  # RuntimeError: encrypted
-        return f"its {size} bytes are no archive of torch.save ({_first_line(error)})"
+        return f"its {size} bytes are no archive of torch.save ({first_line(error)})"
     return reason or (f"{broken} in it was changed: its checksum is another" if broken is not None else None)
 
 
@@ -172,7 +185,7 @@ def read_archive(path: Any, *, map_location: Any = "cpu", mmap: bool = False) ->
             why = f"to make them is to run code from the file, so weights_only=True refuses it: {unsafe_names(path)}"
             way_out = "If you know where it comes from, load it with weights_only=False"
             raise ForeignObjects(explain(f"{path} holds objects of other classes", why, way_out)) from error
-        why = f"it is damaged ({type(error).__name__}: {_first_line(error)})"
+        why = f"it is damaged ({type(error).__name__}: {first_line(error)})"
         raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use an older one")) from error
 
 
@@ -182,7 +195,7 @@ def refuse_unfit(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             reason = _unfit_entries(archive, path.stat().st_size)
     except _BROKEN_ZIP as error:
-        reason = f"it is no archive of torch.save ({_first_line(error)})"
+        reason = f"it is no archive of torch.save ({first_line(error)})"
     if reason is not None:
         raise CorruptCheckpoint(explain(f"{path} cannot be read", reason, "Use an older one"))
 
@@ -210,7 +223,7 @@ def open_safetensors(path: Path) -> Any:
     try:
         return safetensors.safe_open(str(path), framework="pt")
     except Exception as error:
-        why = f"it is cut short, or no safetensors file ({_first_line(error)})"
+        why = f"it is cut short, or no safetensors file ({first_line(error)})"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
 
 
@@ -246,12 +259,12 @@ def _header(path: Path) -> dict[str, Any]:
         if not isinstance(header, dict):
             raise ValueError(f"its header is a {type(header).__name__}")
     except (ValueError, RecursionError) as error:
-        why = f"it is cut short, or no safetensors file ({_first_line(error)})"
+        why = f"it is cut short, or no safetensors file ({first_line(error)})"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
     return header
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     """What an error says, without the page of advice and the C++ frames that may follow."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]

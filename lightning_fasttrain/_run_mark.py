@@ -83,5 +83,6 @@ def facts_of(path: Path) -> Facts:
 
 def _facts(about: dict[str, Any], step: int | None) -> Facts:
     run, saved_at = about.get("run"), about.get("saved_at")
-    known = isinstance(saved_at, int | float) and math.isfinite(saved_at)
-    return Facts(run if isinstance(run, str) else None, step, float(saved_at) if known else None)
+    if not isinstance(saved_at, int | float) or not math.isfinite(saved_at):
+        saved_at = None
+    return Facts(run if isinstance(run, str) else None, step, saved_at)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import parse_json
 from lightning_fasttrain.finetune.base_fingerprint import first_few
 from lightning_fasttrain.finetune.targets import require_peft
 
@@ -107,21 +108,10 @@ def read_config(folder: Path, copy: str | None) -> Any:
 
 
 def _parsed(data: bytes, what: str) -> dict[str, Any]:
-    if len(data) > _LARGEST:
-        raise ValueError(explain(f"{what} has more than {_LARGEST} bytes", "no adapter needs so many", "Do not use it"))
-    try:
-        settings = json.loads(data, parse_constant=_no_number)
-        if not isinstance(settings, dict):
-            raise TypeError(f"it is a {type(settings).__name__}")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            explain(f"{what} cannot be read", f"it is no JSON object ({error})", "Fetch it again")
-        ) from error
+    settings = parse_json(data, what, _LARGEST)
+    if not isinstance(settings, dict):
+        raise ValueError(explain(f"{what} cannot be read", f"it is a {type(settings).__name__}", "Fetch it again"))
     return settings
-
-
-def _no_number(word: str) -> None:
-    raise ValueError(f"{word} is no setting")
 
 
 def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) -> None:
@@ -157,7 +147,7 @@ def _made(settings: dict[str, Any], path: str) -> Any:
     try:
         with warnings.catch_warnings(action="ignore"):  # of settings without effect
             return kinds[kind](**settings)
-    except (ValueError, TypeError, ImportError) as error:
+    except Exception as error:  # whatever a setting that PEFT does not expect leads to
         raise ValueError(explain(f"{path}", f"PEFT refuses it: {error}", "Save the adapter again")) from error
 
 

@@ -12,7 +12,13 @@ from torch import Tensor, nn
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import TEMPORARY, write_atomic
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain.finetune.base_fingerprint import Fingerprint, base_fingerprint, first_few
+from lightning_fasttrain._reading import local_path, parse_json
+from lightning_fasttrain.finetune.base_fingerprint import (
+    Fingerprint,
+    base_fingerprint,
+    first_few,
+    is_fingerprint,
+)
 
 Folder = str | os.PathLike[str]
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -54,7 +60,7 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, ro
 
 
 def adapter_folder(folder: Folder) -> Path:
-    source = Path(folder)
+    source = local_path(folder)
     pickles = [source] if source.suffix in _PICKLES and source.is_file() else []
     if source.is_dir() and not (source / WEIGHTS).exists():
         pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
@@ -81,12 +87,8 @@ def stored_fingerprint(metadata: Mapping[str, str], source: Path) -> Fingerprint
     if BASE not in metadata:
         note_once(f"{source} was not saved by save_adapter: names and shapes are checked, the base's weights cannot be")
         return None
-    try:
-        found = json.loads(metadata[BASE])
-        if not isinstance(found, dict) or not all(isinstance(value, str) for value in found.values()):
-            raise TypeError("it is no object of words")
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(
-            explain(f"the fingerprint in {source / WEIGHTS} cannot be read", str(error), "Pass check_base=False")
-        ) from error
+    what = f"the fingerprint in {source / WEIGHTS}"
+    found = parse_json(metadata[BASE], what)
+    if not is_fingerprint(found):
+        raise ValueError(explain(f"{what} cannot be read", "it is no object of words", "Pass check_base=False"))
     return found

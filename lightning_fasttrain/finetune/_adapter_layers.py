@@ -1,6 +1,7 @@
 """Which layers of a model the tensors in an adapter's file belong to, and which tensors an adapter there would have."""
 
 import copy
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterable, Mapping
@@ -13,10 +14,12 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune._quantized_layer import is_quantized
+from lightning_fasttrain.finetune._tensor_files import DTYPES
 from lightning_fasttrain.finetune.base_fingerprint import _holds, base_names, first_few
 from lightning_fasttrain.finetune.targets import require_peft
 
 PREFIX = "base_model.model."
+_NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")  # whole numbers as well
 
 
 @dataclass
@@ -58,12 +61,13 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
         ValueError: several have.
     """
     targets = layers_in_file(keys, config)
-    rest = [key for key in keys if not any(key.startswith(f"{target}.") for target in targets)]
+    inside = set(targets)
+    rest = [key for key in keys if not is_inside(key, inside)]
     found = []
     for prefix, root in candidates(model, name).items():
         layers, owned = plain_modules(root), set(base_names(root).values())
         whole = _whole(layers, config, rest)
-        ours = [key for key in rest if key in owned or any(key.startswith(f"{one}.") for one in whole)]
+        ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
         if all(target in layers for target in targets) and len(ours) == len(rest):
             found.append(Place(prefix, root, targets, whole))
     if len(found) > 1:
@@ -200,6 +204,11 @@ def nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, s
     return max(candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))
 
 
+def is_inside(key: str, modules: set[str]) -> bool:
+    """Whether ``key`` names something in one of the ``modules``."""
+    return any(parent in modules for parent in _parents(key)[:-1])
+
+
 def _parents(key: str) -> list[str]:
     parts = key.split(".")
     return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
@@ -216,7 +225,8 @@ def refuse_other_tensors(
         ValueError: they differ.
     """
     own = {plain: name for name, plain in base_names(root).items()}
-    missing = [key for key in expected if key not in keys]
+    there = set(keys)
+    missing = [key for key in expected if key not in there]
     more = [key for key in keys if key not in expected and key.replace("base_layer.", "") not in own]
     for names, how in ((missing, "it lacks"), (more, "this model has no place for")):
         if names:
@@ -234,9 +244,51 @@ def refuse_other_tensors(
         elif shape != list(expected[key].shape):
             why = f"'{key[:120]}' is {shape}, and here {list(expected[key].shape)}"
             raise ValueError(explain(f"{what} is for another model", why, "Load the model it was trained beside"))
-        elif dtype.startswith(("F", "BF")) != expected[key].is_floating_point() or dtype.startswith("F8"):
+        elif DTYPES.get(dtype, torch.bool).is_floating_point != expected[key].is_floating_point() or dtype[:2] == "F8":
             why = f"'{key[:120]}' is in {dtype}, and here in {expected[key].dtype}"
             raise ValueError(explain(f"{what} holds something else", why, "Save it again"))
+
+
+def refuse_not_finite(file: Any, what: str) -> None:
+    """Refuse an adapter with which nothing but NaN would come out of the model.
+
+    Raises:
+        ValueError: names the first tensor that has one.
+    """
+    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+        tensor = file.get_tensor(key)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            why = f"'{key[:120]}' holds NaN or infinity, so its training had failed"
+            way_out = "Use an earlier save, or repair the file with torch.nan_to_num and safetensors.torch.save_file"
+            raise ValueError(explain(f"the adapter in {what}", why, way_out))
+
+
+def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: str) -> None:
+    """Compare the numbers in the settings that sizes come from with the layers, before anything of that size is made.
+
+    Raises:
+        ValueError: a rank above that of each layer, or another number above all sizes in the model and in the file.
+    """
+    layers, tensors = plain_modules(place.root), list(file.keys())
+    shapes = [list(p.shape) for name in place.targets for p in layers[name].parameters(recurse=False)]
+    axes = [size for key in tensors for size in file.get_slice(key).get_shape()]
+    features = [getattr(layers[n], f"{end}_features", 1) for n in place.targets for end in ("in", "out")]
+    most = max([*axes, *features, *(size for shape in shapes for size in shape)], default=1)
+    most_rank = max((max(features), *(max(shape) for shape in shapes if shape)), default=1)
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if _NO_SIZE.search(setting.name) or value == setting.default:
+            continue
+        limit = most_rank if setting.name == "r" or "rank" in setting.name else most
+        beyond = [number for number in _whole_numbers(value) if number > limit]
+        if beyond:
+            why = f"{setting.name}={str(beyond[0])[:30]} is more than {limit}, the size of the largest layer it is for"
+            raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use it"))
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else [value]
+    return [number for number in values if type(number) is int]
 
 
 def _same(parameter: Tensor, stored: Tensor) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune._adapter_layers import refuse_not_finite
 from lightning_fasttrain.finetune.base_fingerprint import Fingerprint, refuse_other_base
 from lightning_fasttrain.finetune.prompts import add_prompt_, set_prompt_state_
 
@@ -45,6 +46,7 @@ def load_prompts_(
     if shape != _shape(config, root):
         why = f"'{_KEY}' is {shape or 'not there'}, and here {_shape(config, root)}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+    refuse_not_finite(file, str(source))
     whole, config.modules_to_save = list(config.modules_to_save or []), None
     whole = [one for one in whole if any(f".{key}".startswith(f".base_model.{one}.") for key in keys)]
     add_prompt_(model, config, train=[f"{prefix}{one}" for one in whole], name=name)

@@ -1,25 +1,22 @@
 """Tensors in safetensors files: which are there, and reading them one by one."""
 
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import local_path, open_safetensors, read_json
 
 Where = str | os.PathLike[str]
 INDEX = "model.safetensors.index.json"
 WHOLE = "model.safetensors"
-_LARGEST_INDEX = 100 * 2**20
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -57,7 +54,7 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
             names a file outside of its folder, or a tensor that is not in the file.
     """
     if isinstance(where, str | os.PathLike):
-        path = Path(where)
+        path = local_path(where)
         if path.is_dir():
             path = path / INDEX if (path / INDEX).exists() else path / WHOLE
         if path.name.endswith(".index.json"):
@@ -79,54 +76,31 @@ def read_tensors(stored: dict[str, StoredTensor]) -> Iterator[tuple[str, Tensor]
     for name, tensor in stored.items():
         by_path.setdefault(tensor.path, []).append(name)
     for path, names in by_path.items():
-        with _opened(path) as file:
+        with open_safetensors(path) as file:
             for name in names:
                 yield name, file.get_tensor(name)
 
 
 def _in_file(path: Path) -> dict[str, StoredTensor]:
     found = {}
-    with _opened(path) as file:
+    with open_safetensors(path) as file:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
             part = file.get_slice(name)
-            if part.get_dtype() not in _DTYPES:
+            if part.get_dtype() not in DTYPES:
                 raise ValueError(
                     explain(f"{name!r} in {path} is in {part.get_dtype()}", "torch has no such type", "Convert it")
                 )
-            found[name] = StoredTensor(path, tuple(part.get_shape()), _DTYPES[part.get_dtype()])
+            found[name] = StoredTensor(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
     return found
-
-
-def _opened(path: Path) -> Any:
-    safetensors: Any = require("safetensors", extra="finetune")
-    if not path.is_file():
-        raise FileNotFoundError(
-            explain(
-                f"{path}", "there is no such file", f"Name a .safetensors file, or a folder with {WHOLE} or {INDEX}"
-            )
-        )
-    try:
-        return safetensors.safe_open(str(path), framework="pt")
-    except safetensors.SafetensorError as error:
-        raise ValueError(
-            explain(f"{path} cannot be read", f"it is cut short, or no safetensors file ({error})", "Fetch it again")
-        ) from error
 
 
 def _indexed(path: Path) -> dict[str, StoredTensor]:
     """Read the index of a folder of shards; what it names is not trusted to lie in the folder."""
-    if not path.is_file():
-        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Check the name"))
-    if path.stat().st_size > _LARGEST_INDEX:
-        raise ValueError(explain(f"{path} has {path.stat().st_size} bytes", "no index is so large", "Fetch it again"))
-    try:
-        names = json.loads(path.read_bytes())["weight_map"]
-        if not all(isinstance(name, str) and isinstance(file, str) for name, file in names.items()):
-            raise TypeError("weight_map maps something else than names")
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(
-            explain(f"{path} cannot be read", f"it is no index of shards ({error})", "Fetch it again")
-        ) from error
+    index = read_json(path)
+    names = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+        why = "it is no index of shards: it has no weight_map from names to files"
+        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
     shards = {file: _in_file(_inside(path, file)) for file in sorted(set(names.values()))}
     absent = [f"{name} in {file}" for name, file in names.items() if name not in shards[file]]
     if absent:

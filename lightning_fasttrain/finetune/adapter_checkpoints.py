@@ -8,10 +8,11 @@ import lightning as L
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.finetune.adapters import adapter_parameters
-from lightning_fasttrain.finetune.base_fingerprint import base_fingerprint, refuse_other_base
+from lightning_fasttrain.finetune.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
 FINGERPRINT = "lightning_fasttrain.base"
 
@@ -82,6 +83,8 @@ def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
             _refuse_plain(checkpoint["state_dict"], module)
             load(checkpoint, strict=strict)
             return
+        if not is_fingerprint(checkpoint[FINGERPRINT]):
+            raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is none", "Use an older one"))
         refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
         state, own = checkpoint["state_dict"], trained_names(module)
         missing = [name for name in own if name not in state]

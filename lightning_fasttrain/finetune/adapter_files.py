@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._reading import open_safetensors
 from lightning_fasttrain.finetune._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune._adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune._adapter_folder import (
@@ -28,14 +29,16 @@ from lightning_fasttrain.finetune._adapter_layers import (
     Place,
     expected_tensors,
     find_place,
+    is_inside,
     layers_in_file,
     layers_meant,
     nearest_place,
     plain_modules,
+    refuse_not_finite,
     refuse_other_tensors,
+    refuse_sizes_beyond_the_layers,
 )
 from lightning_fasttrain.finetune._prompt_files import WRONG_BASE, load_prompts_
-from lightning_fasttrain.finetune._tensor_files import _opened
 from lightning_fasttrain.finetune.adapters import adapted, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.base_fingerprint import (
     Fingerprint,
@@ -124,8 +127,8 @@ def load_adapter_(
 
     Raises:
         FileNotFoundError: no such folder, or no adapter in it.
-        ValueError: a file that is damaged, no safetensors, or does not belong to this model; the message names what
-            differs first. Or the adapter of this name is another one.
+        ValueError: a file that is damaged, no safetensors, holds NaN, or does not belong to this model; the message
+            names what differs first. Or the adapter of this name is another one.
         TypeError: the layers are quantised, and PEFT has no such adapter for those.
 
     Example:
@@ -145,7 +148,7 @@ def load_adapter_(
     """
     check_name(name)
     source = adapter_folder(folder)
-    with _same_random_state(), _opened(source / WEIGHTS) as file:
+    with _same_random_state(), open_safetensors(source / WEIGHTS) as file:
         metadata = file.metadata() or {}
         config = read_config(source, metadata.get(SETTINGS))
         fingerprint = stored_fingerprint(metadata, source) if check_base else None
@@ -158,8 +161,10 @@ def load_adapter_(
         refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
+        refuse_sizes_beyond_the_layers(place, config, file, str(source))
         expected = expected_tensors(place, config)
         refuse_other_tensors(place.root, file, keys, expected, str(source))
+        refuse_not_finite(file, str(source))
         names, root_prefix, root = _add(model, place, config, name, file)
         _fill_(root, root_prefix, place, name, file)
     _use(root, name, trainable)
@@ -223,7 +228,7 @@ def _find_place(
     layers = plain_modules(root)
     absent = [target for target in targets if target not in layers]
     if place is None:
-        absent = absent or [key for key in keys if not any(key.startswith(f"{target}.") for target in targets)]
+        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
         why = f"{type(model).__name__} has no {first_few(absent)}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
     more = sorted(layers_meant(layers, config) - {*targets, *place.whole})

@@ -54,6 +54,11 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     return dict(sorted(found.items()))
 
 
+def is_fingerprint(value: Any) -> bool:
+    """Whether what was read from a file is one."""
+    return isinstance(value, dict) and all(isinstance(part, str) for item in value.items() for part in item)
+
+
 def base_names(model: nn.Module) -> dict[str, str]:
     """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
     holders = {name: part for name, module in model.named_modules() if (part := _holds(module))}

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
@@ -10,6 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleD
 from torch import nn
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
@@ -86,13 +88,16 @@ class Adapter(Technique):
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._looked = False
         self._alone = trainer.world_size == 1
+        undo = ExitStack()
+        undo.callback(guard_loading(trainer.strategy))
         if self.checkpoint == "full":
-            return None
+            return undo.close
         if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
             strategy = type(trainer.strategy).__name__
             note_once(f"{type(self).__name__}: checkpoints hold the whole model, since {strategy} writes its own")
-            return None
-        return checkpoint_what_trains_(trainer.strategy, pl_module)
+            return undo.close
+        undo.callback(checkpoint_what_trains_(trainer.strategy, pl_module))
+        return undo.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the optimizer exists; its state is restored later, without what is frozen."""

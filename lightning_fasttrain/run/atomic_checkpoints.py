@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._plain_values import refuse_unreadable
 from lightning_fasttrain._reading import is_remote, local_path, read_archive
@@ -41,6 +42,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     Source:
         The usual write, fsync, rename, fsync of the folder; Lightning issue 19970.
     """
+
+    verifies: ClassVar[bool] = True
 
     def __init__(self, substitute: bool = False) -> None:
         self.substitute = substitute
@@ -130,8 +133,10 @@ class AtomicCheckpoints(Technique):
         ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
         ours.run = self._run
         strategy.checkpoint_io = ours
+        unguard = guard_loading(strategy)
 
         def undo() -> None:
+            unguard()
             strategy.checkpoint_io = theirs
 
         return undo

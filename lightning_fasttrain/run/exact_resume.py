@@ -11,6 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.distributed.tensor import DTensor
 
+from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
@@ -86,8 +87,9 @@ class ExactResume(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._begin()
+        self._patches.callback(guard_loading(trainer.strategy))
         if trainer.state.fn != TrainerFn.FITTING:
-            return None
+            return self._patches.close
         fit_loop, strategy = trainer.fit_loop, trainer.strategy
         setup_data, process = fit_loop.setup_data, strategy.process_dataloader
         run_start = fit_loop.epoch_loop.on_run_start

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import CorruptCheckpoint, local_path, refuse_unfit
+from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
 
 
 class Inert(dict):
@@ -71,7 +71,12 @@ class ZeROFiles:
             )
         if not whole.exists() and not by_rank:
             raise CorruptCheckpoint(explain(f"{folder}", "no *_model_states.pt is in it", "Check the path"))
-        models = [read_inert(path) for path in ([whole] if whole.exists() else by_rank)]
+        with as_corrupt(folder):
+            return cls._read(folder, [whole] if whole.exists() else by_rank)
+
+    @classmethod
+    def _read(cls, folder: Path, of_models: list[Path]) -> "ZeROFiles":
+        models = [read_inert(path) for path in of_models]
         paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
         pieces = [read_inert(path)["optimizer_state_dict"] for path in paths]
         stage = _stage(pieces)
@@ -152,7 +157,9 @@ class _Ribbon:
                 self.parts.pop(0)
                 self.at = 0
         if size > 0:
-            raise CorruptCheckpoint("the pieces of the checkpoint end before its parameters do.")
+            raise CorruptCheckpoint(
+                explain("the checkpoint", "its pieces end before its parameters do", "Use another one")
+            )
         return torch.cat(taken) if taken else torch.empty(0)
 
 

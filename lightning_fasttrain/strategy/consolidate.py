@@ -12,7 +12,7 @@ from lightning_fasttrain._checkpoint_folder import MANIFEST, verify_checkpoint
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import CorruptCheckpoint, local_path
+from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path
 from lightning_fasttrain.strategy._zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)
@@ -102,7 +102,8 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
         )
     files = ZeROFiles.read(inner)
     ranks = f", {len(files.pieces)} ranks" if files.pieces else ""
-    return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
+    with as_corrupt(folder):
+        return _zero_state(files), f"ZeRO stage {files.stage}{ranks}"
 
 
 def _deepspeed_files(folder: Path) -> Path | None:
@@ -119,7 +120,7 @@ def _deepspeed_files(folder: Path) -> Path | None:
 def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     module = files.model.get("module")
     if not isinstance(module, dict):
-        raise CorruptCheckpoint("the checkpoint holds no module.")
+        raise CorruptCheckpoint(explain("the checkpoint", "it holds no module", "Use another one"))
     masters, frozen, tied = dict(files.masters()), dict(files.frozen()), files.tied()
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order

@@ -19,7 +19,7 @@ from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks, checkpoin
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._plain_values import refuse_unreadable
-from lightning_fasttrain._reading import CorruptCheckpoint, local_path, read_archive
+from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path, read_archive
 from lightning_fasttrain._run_mark import KEY, step_in
 from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy._roll_call import RollCall
@@ -256,7 +256,7 @@ def _read(folder: str | os.PathLike[str], tensors: dict[str, Any], *, alone: boo
     """Fill ``tensors`` in place. All ranks, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
-        with _quietly(alone), _as_corrupt(folder):
+        with _quietly(alone), as_corrupt(folder, CheckpointException):
             dcp.load(tensors, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
 
 
@@ -279,18 +279,6 @@ def _quietly(alone: bool) -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*torch.distributed is disabled.*")
         yield
-
-
-@contextmanager
-def _as_corrupt(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """What torch says of pieces that do not fit together, as what it means."""
-    try:
-        yield
-    except CorruptCheckpoint:
-        raise
-    except (Exception, CheckpointException) as error:
-        why = f"its pieces cannot be read ({type(error).__name__}: {str(error)[:300]})"
-        raise CorruptCheckpoint(explain(f"{folder}", why, "Use an older one")) from error
 
 
 def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
