@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
