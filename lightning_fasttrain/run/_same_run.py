@@ -1,16 +1,25 @@
 """Whether a checkpoint is one of this very run: what must agree for the run to go on as it would have."""
 
-from collections.abc import Iterator
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning as L
+import numpy as np
+import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
 from lightning_fasttrain._messages import explain
 
+_OPTIMIZERS = "optimizers"
+_SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 
-def settings_of(trainer: L.Trainer, loaders: list[Any]) -> dict[str, Any]:
-    """Plain values under names that an error can show; None where there is nothing to compare."""
+
+def settings_of(trainer: L.Trainer) -> dict[str, Any]:
+    """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
     scheduled = any(
         isinstance(callback, GradientAccumulationScheduler) or type(callback).__name__ == "TokenWeightedAccumulation"
         for callback in trainer.callbacks
@@ -18,13 +27,15 @@ def settings_of(trainer: L.Trainer, loaders: list[Any]) -> dict[str, Any]:
     return {
         "processes": trainer.world_size,
         "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
-        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers] or None,
-        "loaders": [None if loader is None else about_loader(loader) for loader in loaders],
+        "precision": str(trainer.precision),
+        "gradient_clip_val": "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val),
+        "gradient_clip_algorithm": str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
+        _OPTIMIZERS: [type(optimizer).__name__ for optimizer in trainer.optimizers] or None,
     }
 
 
 def about_loader(loader: Any) -> dict[str, Any]:
-    """The same about one training loader."""
+    """The same about one training loader, before it is read from."""
     dataset = getattr(loader, "dataset", loader)
     try:
         samples = len(dataset)
@@ -34,7 +45,74 @@ def about_loader(loader: Any) -> dict[str, Any]:
     return {
         "samples in the training data": samples,
         "batch size": getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None),
+        "shuffle": _shuffles(getattr(loader, "sampler", None)),
+        "drop_last": getattr(sampler, "drop_last", None),
+        "training data": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        **_held_by(dataset, "training data"),
     }
+
+
+def _shuffles(sampler: Any) -> bool | str | None:
+    if sampler is None:
+        return None
+    told = getattr(sampler, "shuffle", None)  # DistributedSampler's
+    if isinstance(told, bool):
+        return told
+    if type(sampler).__module__ == "torch.utils.data.sampler":
+        return isinstance(sampler, RandomSampler)
+    return type(sampler).__qualname__
+
+
+def _held_by(dataset: Any, where: str) -> dict[str, str]:
+    """Name of each table, list or tensor that a dataset holds → a hash of a few entries. No code of its own is run.
+
+    Its own ``__getitem__`` may draw random numbers or open files, so it is not asked for samples. Columns of strings
+    count by the last part of a path, since data may be moved.
+    """
+    if isinstance(dataset, Subset):
+        return {**_hashed(dataset.indices, f"{where}.indices"), **_held_by(dataset.dataset, where)}
+    if isinstance(dataset, ConcatDataset):
+        parts = enumerate(dataset.datasets)
+        return {name: value for i, part in parts for name, value in _held_by(part, f"{where}[{i}]").items()}
+    if type(dataset) in (list, tuple):
+        return _hashed(dataset, where)
+    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
+    return {name: value for key, part in held.items() for name, value in _hashed(part, f"{where}.{key}").items()}
+
+
+def _hashed(values: Any, where: str) -> dict[str, str]:
+    if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
+        return {name: h for i, part in enumerate(values) for name, h in _hashed(part, f"{where}[{i}]").items()}
+    if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
+        return {}
+    ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
+    entries = [_bytes_of(values[int(i)]) for i in ends]
+    if any(entry is None for entry in entries):
+        return {}
+    return {where: hashlib.sha256(b"|".join(entry for entry in entries if entry is not None)).hexdigest()[:12]}
+
+
+def _is_array(value: Any) -> bool:
+    return type(value) in (Tensor, np.ndarray) and value.ndim > 0
+
+
+def _bytes_of(entry: Any) -> bytes | None:
+    """The numbers and words of one sample; None if it holds anything else."""
+    if isinstance(entry, str):
+        return os.path.basename(entry).encode(errors="surrogatepass")
+    if isinstance(entry, bool | int | float | np.number):
+        return repr(float(entry)).encode()
+    if type(entry) is np.ndarray and entry.dtype != object:
+        return np.ascontiguousarray(entry).tobytes()
+    if type(entry) is Tensor:
+        plain = entry.detach().cpu().contiguous()
+        return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
+    if isinstance(entry, Mapping):
+        entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
+    if isinstance(entry, list | tuple):
+        parts = [_bytes_of(part) for part in entry]
+        return None if None in parts else b",".join(part for part in parts if part is not None)
+    return None
 
 
 def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
@@ -46,3 +124,38 @@ def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
                 "so it cannot go on as it would have",
                 "Make it as it was, or accept another run: ExactResume(strict=False)",
             )
+
+
+def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse what not even a run that may differ can go on with: the state of another kind of optimizer.
+
+    Raises:
+        ValueError: names both.
+    """
+    saved, here = then.get(_OPTIMIZERS), now.get(_OPTIMIZERS)
+    if saved and here and saved != here:
+        raise ValueError(
+            explain(
+                f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {here}",
+                "the state of one means nothing to the other",
+                "Use the same, or load the weights alone: model.load_state_dict(torch.load(path)['state_dict'])",
+            )
+        )
+
+
+def other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
+    """What to say where the module was made with other values than the saved one; None if it was not.
+
+    Only values that are plain on both sides are compared.
+    """
+    then, now = checkpoint.get("hyper_parameters") or {}, dict(module.hparams)
+    plain = (bool, int, float, str, type(None))
+    both = [name for name in then if name in now and isinstance(then[name], plain) and isinstance(now[name], plain)]
+    differ = [f"{name} = {then[name]!r} then, {now[name]!r} now" for name in both if then[name] != now[name]]
+    if not differ:
+        return None
+    return explain(
+        f"{type(module).__name__} has other hyper-parameters than the checkpoint's",
+        "; ".join(differ[:5]),
+        "Where they decide how the model trains, make them as they were",
+    )

@@ -1,7 +1,10 @@
 """Checkpoints that are either whole or not there, and are never unpickled."""
 
 import os
-from typing import Any, ClassVar
+import shutil
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO, ClassVar
 
 import lightning as L
 import torch
@@ -9,6 +12,7 @@ from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
+from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, warn
@@ -17,6 +21,7 @@ from lightning_fasttrain._reading import is_remote, local_path, read_archive
 from lightning_fasttrain._run_mark import KEY, RunMark, step_in
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.run._checkpoint_room import check_folders, survive_failed_saves
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -62,12 +67,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             return
         marked = {**checkpoint, KEY: self.run.facts(step_in(checkpoint))}
         try:
-            write_atomic(path, lambda file: torch.save(marked, file))
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
+            write_atomic(path, lambda file: _save(marked, file))
+        except OSError as error:
+            free = f"{_free_bytes(Path(path)) / 2**30:.2f} GiB are free there"
             raise OSError(
                 explain(
                     f"checkpoint {os.fspath(path)} could not be written",
-                    f"{error}; an older file of this name is untouched",
+                    f"{error}; {free}, and an older file of this name is untouched",
                     "Free some space, or choose another folder",
                 )
             ) from error
@@ -94,6 +100,38 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         return checkpoint
 
 
+def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
+    """``torch.save``, which says of a full disk what its archive's writer noticed: here it is what the disk said."""
+    told = _Telling(file)
+    try:
+        torch.save(checkpoint, told)
+    except RuntimeError as error:
+        raise (told.error or error) from error
+
+
+class _Telling:
+    """A file that remembers why it could not be written to."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self.file.flush()
+
+
+def _free_bytes(path: Path) -> int:
+    there = next(parent for parent in path.absolute().parents if parent.is_dir())
+    return shutil.disk_usage(there).free
+
+
 class AtomicCheckpoints(Technique):
     """Write this run's checkpoints so that a crash leaves the old one or the new one, and load them safely.
 
@@ -103,8 +141,18 @@ class AtomicCheckpoints(Technique):
     In ``fit``, an older whole checkpoint of the same run takes the place of a damaged one, which is said; in
     ``validate``, ``test`` and ``predict`` the damage is an error.
 
+    Before the run, the folders of its ModelCheckpoints are probed: they can be written to, and have room for two
+    checkpoints. What could not be read back is refused when it is saved, by name.
+
+    Args:
+        on_failed_save: ``"stop"`` the run, or ``"warn"`` and go on; older checkpoints are then kept until a newer one
+            could be written. The same for a folder that will not do.
+
+    Raises:
+        OSError: in ``fit``: a folder will not do, or a checkpoint could not be written.
+
     Example:
-        >>> checkpoints = AtomicCheckpoints()
+        >>> checkpoints = AtomicCheckpoints(on_failed_save="warn")
 
     Source:
         See :class:`AtomicCheckpointIO`.
@@ -115,11 +163,14 @@ class AtomicCheckpoints(Technique):
         "Fabric(plugins=[AtomicCheckpointIO()]), or AtomicCheckpointIO().save_checkpoint(state, path)"
     )
 
-    def __init__(self) -> None:
+    def __init__(self, on_failed_save: str = "stop") -> None:
+        self.on_failed_save = one_of("on_failed_save", on_failed_save, ("stop", "warn"))
         self._run = RunMark()
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        strategy = trainer.strategy
+        strategy, undo = trainer.strategy, ExitStack()
+        if self.on_failed_save == "warn":
+            undo.callback(survive_failed_saves(strategy))
         theirs = strategy.checkpoint_io
         if type(theirs) is not TorchCheckpointIO:
             warn(
@@ -129,14 +180,18 @@ class AtomicCheckpoints(Technique):
                     "Leave one of the two out",
                 )
             )
-            return None
+            return undo.close
         ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
         ours.run = self._run
         strategy.checkpoint_io = ours
-        unguard = guard_loading(strategy)
+        undo.callback(setattr, strategy, "checkpoint_io", theirs)
+        undo.callback(guard_loading(strategy))
+        return undo.close
 
-        def undo() -> None:
-            unguard()
-            strategy.checkpoint_io = theirs
-
-        return undo
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: model and optimizers are there, so that a checkpoint's size is known, and nothing is trained yet."""
+        reason = check_folders(trainer)
+        if reason is not None and self.on_failed_save == "stop":
+            raise OSError(reason)
+        if reason is not None:
+            warn(reason)

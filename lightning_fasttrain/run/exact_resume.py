@@ -28,7 +28,13 @@ from lightning_fasttrain.run._loop_progress import (
 )
 from lightning_fasttrain.run._per_rank import gather, gather_gradients, packed, unpacked
 from lightning_fasttrain.run._running_metrics import metrics_state, restore_metrics
-from lightning_fasttrain.run._same_run import about_loader, disagreements, settings_of
+from lightning_fasttrain.run._same_run import (
+    about_loader,
+    disagreements,
+    other_hyper_parameters,
+    refuse_other_optimizers,
+    settings_of,
+)
 from lightning_fasttrain.run.resumable_loader import ResumableLoader
 
 KEY = "ExactResume"
@@ -51,11 +57,14 @@ class ExactResume(Technique):
     With :class:`~lightning_fasttrain.AtomicCheckpoints` a kill costs no checkpoint either.
 
     Args:
-        strict: whether a checkpoint of another number of processes, another batch size, accumulation, optimizer or
-            dataset length is an error; else it is a warning, and what still fits is restored.
+        strict: whether a checkpoint of another number of processes, precision, clipping, accumulation, or of other
+            training data, batch size, order or ``drop_last`` is an error; else it is a warning, and what still fits
+            is restored. Data are told by their class, length, and a few entries of the tensors and lists that a
+            dataset holds; its own code is not run for it. Other hyper-parameters are a warning in any case.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, if ``strict``: such a checkpoint; the message has both values.
+            Strict or not: a checkpoint of another optimizer.
 
     Example:
         >>> callbacks = [ExactResume(), L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=100)]
@@ -76,6 +85,7 @@ class ExactResume(Technique):
     def _begin(self) -> None:
         self._patches = ExitStack()
         self._loaders: list[ResumableLoader | None] = []
+        self._about: list[dict[str, Any] | None] = []  # of the loaders, before anything was read
         self._restored: dict[str, Any] | None = None  # of all processes
         self._mine: dict[str, Any] | None = None  # of this one
         self._used = 0
@@ -98,12 +108,15 @@ class ExactResume(Technique):
             if self._begins_epoch:  # after on_train_start, before on_train_epoch_start
                 self._begins_epoch = False
                 self._restore(trainer, pl_module)
-            before, self._wrapping = self._loaders, []
+            before, self._wrapping, self._about = (self._loaders, self._about), [], []
             try:
                 setup_data()
             finally:
                 made, self._wrapping = self._wrapping, None
-            self._loaders = made or before
+            if not made:
+                self._loaders, self._about = before
+            else:
+                self._loaders = made
             self._positioned = self._positioned or (bool(made) and self._mine is not None)
 
         def wrapping_process(loader: Any) -> Any:
@@ -113,6 +126,7 @@ class ExactResume(Technique):
                 return process(loader)
             held = _held(loader)
             self._wrapping.append(held)
+            self._about.append(None if held is None else about_loader(loader))
             if self._restored is not None and not self._positioned:
                 self._check(about_loader(loader), len(self._wrapping) - 1)
                 self._set_position(held, len(self._wrapping) - 1)
@@ -147,7 +161,7 @@ class ExactResume(Technique):
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(packed(mine), device),
-            "settings": settings_of(trainer, self._loaders),
+            "settings": {**settings_of(trainer), "loaders": self._about},
             "forgotten": forgotten_state(trainer),
         }
         if _in_window(trainer, point):
@@ -200,7 +214,10 @@ class ExactResume(Technique):
         self._restored["plateaus"] = epochs["completed"] < epochs["processed"]
         if self._restored["point"] in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
-        self._check(settings_of(trainer, []))
+        self._check(settings_of(trainer))
+        other = other_hyper_parameters(checkpoint, pl_module)
+        if other is not None:
+            warn(f"ExactResume: {other}")
         if len(state["ranks"]) != trainer.world_size:
             return
         self._mine = mine = unpacked(state["ranks"][trainer.global_rank])
@@ -213,7 +230,8 @@ class ExactResume(Technique):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: optimizers are there, and their state is not restored yet."""
         if self._restored is not None:
-            self._check(settings_of(trainer, []))
+            refuse_other_optimizers(self._restored["settings"], settings_of(trainer))
+            self._check(settings_of(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning has restored all it does, and not begun an epoch."""

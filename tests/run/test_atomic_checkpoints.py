@@ -1,5 +1,7 @@
 """A crash or a full disk never costs the checkpoint that was there; nothing foreign is unpickled."""
 
+import collections
+import datetime
 import os
 import pickle
 import resource
@@ -7,7 +9,10 @@ import signal
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
+import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -15,6 +20,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain import AtomicCheckpointIO
 from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain.run._checkpoint_room import checkpoint_bytes
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 
@@ -154,3 +160,127 @@ def test_fit_goes_on_from_an_older_one_and_validation_test_and_prediction_stop(t
     for ask in (t.validate, t.test, t.predict):
         with pytest.raises(CorruptCheckpoint, match="step=4.ckpt is corrupt"):
             ask(Tested(), as_loader(lm_batches(1)), ckpt_path=tmp_path / "step=4.ckpt")
+
+
+class Keeps(L.Callback):
+    """Holds something in its state that is given."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def state_dict(self):
+        return {"best": [self.value]}
+
+
+UNREADABLE = [np.float32(0.5), np.zeros(2), Path("data"), datetime.datetime(2020, 1, 1), torch.optim.SGD]
+
+
+@pytest.mark.parametrize("value", [*UNREADABLE, {1, Path("x")}], ids=lambda value: type(value).__name__)
+def test_what_could_not_be_read_back_is_refused_at_save_by_name_and_the_older_file_stays(value, tmp_path):
+    keeper, path = Keeps(0), tmp_path / "last.ckpt"
+    t = trainer([keeper], plugins=[AtomicCheckpointIO()])
+    t.fit(TinyLM(), as_loader(lm_batches(1)))
+    t.save_checkpoint(path)
+    keeper.value = value
+    with pytest.raises(ValueError, match="entry .'callbacks'..'Keeps'..'best'..0..* of class .* Keep numbers, strings"):
+        t.save_checkpoint(path)
+    assert torch.load(path, weights_only=True)["callbacks"]["Keeps"] == {"best": [0]}
+    with pytest.raises(ValueError, match="entry .'rest'..'callbacks'..0..* of class .*: it is of a class that could"):
+        ft.save_sharded(tmp_path / "shards", {}, rest={"callbacks": [value]})
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+
+
+def test_what_torch_reads_back_is_saved(tmp_path):
+    values = {"a": [None, True, 1, 2.5, 1j, "x", b"y", bytearray(b"z")], (1, 2): torch.ones(2), "s": {3}}
+    values["types"] = [torch.float32, torch.device("cpu"), torch.Size([2]), collections.Counter("ab")]
+    AtomicCheckpointIO().save_checkpoint(values, tmp_path / "a.ckpt")
+    again = AtomicCheckpointIO().load_checkpoint(tmp_path / "a.ckpt")
+    assert repr(again) == repr(values)
+
+
+def test_a_folder_that_cannot_be_written_to_is_told_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    module = TinyLM()
+    before = weights(module)
+    keeper = ModelCheckpoint(tmp_path / "file" / "checkpoints")
+    with pytest.raises(OSError, match=r"cannot be written to .*/file/checkpoints: Not a directory .* another dirpath"):
+        trainer([ft.AtomicCheckpoints(), keeper], enable_checkpointing=True).fit(module, as_loader(lm_batches(2)))
+    assert largest_difference(before, weights(module)) == 0
+
+
+class Vast(TinyLM):
+    """Has a terabyte that is in a file without contents, and is never touched."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.register_buffer("vast", torch.from_file(str(path), shared=True, size=2**40, dtype=torch.uint8))
+
+
+def test_too_little_room_for_two_checkpoints_is_told_before_the_run_in_gib(tmp_path):
+    keeper = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=1000, save_on_train_epoch_end=False)
+    techniques = [ft.AtomicCheckpoints(), keeper]
+    with pytest.raises(OSError, match=r"has \d+\.\d\d GiB free: a checkpoint of this run takes about 1024.00 GiB"):
+        trainer(techniques, enable_checkpointing=True).fit(Vast(tmp_path / "sparse"), as_loader(lm_batches(1)))
+    t = trainer([ft.AtomicCheckpoints(on_failed_save="warn"), keeper], enable_checkpointing=True)
+    with pytest.warns(ft.FastTrainWarning, match="takes about 1024.00 GiB"):
+        t.fit(Vast(tmp_path / "sparse"), as_loader(lm_batches(1)))
+
+
+def test_room_counts_what_the_optimizer_will_hold():
+    module = TinyLM(optimizer=torch.optim.AdamW)
+    t = trainer([])
+    t.fit(module, as_loader(lm_batches(1)))
+    once = sum(p.numel() * 4 for p in module.parameters())
+    assert checkpoint_bytes(t, False) == 3 * once
+    assert checkpoint_bytes(t, True) == once
+
+
+@pytest.mark.usefixtures("_files_of_at_most_100_kib")
+def test_a_failed_save_says_what_the_disk_said_and_the_policy_decides(tmp_path):
+    class Big(TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("big", torch.zeros(100_000))
+
+    def fit(**settings):
+        keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=2, save_top_k=1)
+        t = trainer([ft.AtomicCheckpoints(**settings), keeper], enable_checkpointing=True)
+        t.fit(Big(), as_loader(lm_batches(4)))
+        return t
+
+    with pytest.raises(
+        OSError, match=r"could not be written: .*File too large; \d+\.\d\d GiB are free there.* Free some"
+    ):
+        fit()
+    with pytest.warns(ft.FastTrainWarning, match="File too large.*Training goes on without this checkpoint"):
+        assert fit(on_failed_save="warn").global_step == 4
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.filterwarnings("ignore:AtomicCheckpoints with FailsOnce")
+def test_while_saves_fail_older_checkpoints_are_kept(tmp_path):
+    class FailsOnce(AtomicCheckpointIO):
+        saves = 0
+
+        def save_checkpoint(self, *args, **kwargs):
+            self.saves += 1
+            if self.saves == 2:
+                raise OSError("full")
+            super().save_checkpoint(*args, **kwargs)
+
+    def train(batches):
+        keeper = ModelCheckpoint(tmp_path, "{step}", every_n_train_steps=1, save_top_k=1)
+        techniques = [ft.AtomicCheckpoints(on_failed_save="warn"), keeper]
+        trainer(techniques, enable_checkpointing=True, plugins=[FailsOnce()]).fit(TinyLM(), as_loader(batches))
+
+    with pytest.warns(ft.FastTrainWarning, match="full Training goes on without"):
+        train(lm_batches(2))
+    assert os.listdir(tmp_path) == ["step=1.ckpt"]
+
+
+def test_what_a_killed_save_left_is_swept_when_a_run_begins_and_nothing_else(tmp_path):
+    (tmp_path / ".fasttrain-tmp-last.ckpt-7-0123abcd").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    keeper = ModelCheckpoint(tmp_path, "best")
+    trainer([ft.AtomicCheckpoints(), keeper], enable_checkpointing=True).fit(TinyLM(), as_loader(lm_batches(1)))
+    assert sorted(os.listdir(tmp_path)) == ["best.ckpt", "notes.txt"]

@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._technique import Technique, patch
@@ -46,6 +46,10 @@ class Stream(IterableDataset):
     def __iter__(self):
         for i in range(self.count):
             yield torch.cat([torch.tensor([float(i), random.random()]), torch.rand(2, generator=self.generator)])
+
+
+class OtherRows(Rows):
+    """Of the same length."""
 
 
 class Net(L.LightningModule):
@@ -475,6 +479,11 @@ def test_an_iterator_as_loader_is_warned_about(tmp_path):
         ({"loader": lambda: DataLoader(Rows(), 4)}, "batch size = 2, this run has 4"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches = 1, this run has 2"),
         ({"net": SGD}, r"optimizers = \['AdamW'\], this run has \['SGD'\]"),
+        ({"loader": lambda: DataLoader(Rows(), 2)}, "shuffle = True, this run has False"),
+        ({"loader": lambda: shuffled(drop_last=True)}, "drop_last = False, this run has True"),
+        ({"loader": lambda: DataLoader(OtherRows(), 2, shuffle=True)}, "training data = .*Rows, this run has .*OtherR"),
+        ({"gradient_clip_val": 0.1}, "gradient_clip_val = none, this run has 0.1"),
+        ({"precision": "bf16-true"}, "precision = 32-true, this run has bf16-true"),
         ({"processes": 2}, "processes = 2, this run has 1"),
     ],
 )
@@ -489,9 +498,62 @@ def test_another_run_than_the_saved_one_is_refused(other, message, tmp_path):
         torch.save(checkpoint, path)
     with pytest.raises(ValueError, match=message):
         run([ExactResume()], path, **other)
-    if "net" not in other:  # Lightning cannot restore another optimizer
+    if "net" in other:  # which nobody can restore
+        with pytest.raises(ValueError, match=f"{message}: the state of one means nothing to the other"):
+            run([ExactResume(strict=False)], path, **other)
+    elif "precision" not in other:
         with pytest.warns(ft.FastTrainWarning, match=message):
             run([ExactResume(strict=False)], path, **other)
+
+
+class Held(Rows):
+    """Augmented as its base, and what it holds can be told apart."""
+
+    def __init__(self, numbers, cache=None):
+        super().__init__()
+        self.numbers, self.cache = numbers, [] if cache is None else cache
+
+    def __getitem__(self, i):
+        self.cache.append(i)  # which is no other data
+        return super().__getitem__(i)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "told"),
+    [
+        (lambda: Held(torch.arange(8.0)), lambda: Held(torch.arange(8.0) + 1), "training data.numbers"),
+        (lambda: Held(np.arange(8.0)), lambda: Held(np.arange(8.0) + 1), "training data.numbers"),
+        (lambda: Held(["/a/x.png", "/a/y.png"]), lambda: Held(["/b/x.png", "/b/z.png"]), "training data.numbers"),
+        (lambda: Subset(Rows(), range(8)), lambda: Subset(Rows(9), range(1, 9)), "training data.indices"),
+    ],
+)
+def test_other_data_of_the_same_length_are_told_and_the_same_data_elsewhere_are_not(then, now, told, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([ExactResume(), save], loader=lambda: DataLoader(then(), 2), max_epochs=1)
+    run([ExactResume()], save.files[2], loader=lambda: DataLoader(then(), 2), max_epochs=1)
+    with pytest.raises(ValueError, match=f"saved with {told} = "):
+        run([ExactResume()], save.files[2], loader=lambda: DataLoader(now(), 2), max_epochs=1)
+
+
+def test_the_same_files_in_another_folder_are_the_same_data(tmp_path):
+    save = SaveEverywhere(tmp_path)
+    for folder, ckpt in (("/a", None), ("/b", 2)):
+        paths = [f"{folder}/{i}.png" for i in range(8)]
+        path = None if ckpt is None else save.files[ckpt]
+        callbacks = [ExactResume(), save] if ckpt is None else [ExactResume()]
+        run(callbacks, path, loader=lambda paths=paths: DataLoader(Held(paths), 2), max_epochs=1)
+
+
+def test_other_hyper_parameters_are_named(tmp_path):
+    class Set(Net):
+        def __init__(self, dropout, width=8):
+            super().__init__()
+            self.save_hyperparameters()
+
+    save = SaveEverywhere(tmp_path)
+    run([ExactResume(), save], net=lambda: Set(0.1), max_epochs=1)
+    with pytest.warns(ft.FastTrainWarning, match="other hyper-parameters .*: dropout = 0.1 then, 0.2 now"):
+        run([ExactResume()], save.files[2], net=lambda: Set(0.2), max_epochs=1)
 
 
 def test_checkpoints_load_without_unpickling_objects(tmp_path):
