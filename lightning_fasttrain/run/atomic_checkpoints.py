@@ -102,7 +102,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
     """``torch.save``, which says of a full disk what its archive's writer noticed: here it is what the disk said."""
-    told = _Telling(file)
+    told: Any = _Telling(file)
     try:
         torch.save(checkpoint, told)
     except RuntimeError as error:
