@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.plan.assumed_numbers import AssumedNumbers
 from lightning_fasttrain.run.memory_quantized import quantized_tensors
 
 FOR_EVER = 2**62
@@ -57,7 +56,7 @@ class Allocation:
         return "activations" if self.phase in ("forward", "recomputation") and self.outlived else "temporaries"
 
 
-class AllocationTrace(TorchDispatchMode):
+class AllocationTrace(AssumedNumbers):
     """Notes every storage that operations make, and when the last tensor on it is gone.
 
     Enter it inside a ``FakeTensorMode``, whose tensors have sizes and lifetimes but no memory.
@@ -68,10 +67,10 @@ class AllocationTrace(TorchDispatchMode):
             does not see.
         kept: operation → (arguments, result) → the tensor in the result that is larger than a fake run makes it,
             and how large.
+        truth: see :class:`AssumedNumbers`.
 
     Attributes:
         allocations: in the order of birth.
-        assumed: numbers that the code read out of tensors; they have none, and were given as 1.
 
     Source:
         ``torch.distributed._tools.mem_tracker.MemTracker`` follows storages in the same way and keeps running sums;
@@ -83,12 +82,12 @@ class AllocationTrace(TorchDispatchMode):
         granule: int = 1,
         workspace: Mapping[Any, Workspace] | None = None,
         kept: Mapping[Any, Kept] | None = None,
+        truth: bool = True,
     ) -> None:
-        super().__init__()
+        super().__init__(truth)
         self.granule = granule
         self.workspace, self.kept = workspace or {}, kept or {}
         self.allocations: list[Allocation] = []
-        self.assumed = 0
         self.now = 0
         self.phase = "forward"
         self._alive: dict[int, tuple[weakref.ref[Any], Allocation]] = {}
@@ -104,7 +103,7 @@ class AllocationTrace(TorchDispatchMode):
         if phase == "forward":  # autograd has just numbered the node that will run this operation's backward, if any
             self._module_of_node.setdefault(torch.autograd._get_sequence_nr() - 1, module)
         op = str(func.overloadpacket).removeprefix("aten.")
-        result = self._run(func, args, kwargs or {})
+        result = self.answer(func, args, kwargs or {})
         for tensor in tree_iter(result):
             if isinstance(tensor, Tensor) and _has_storage(tensor):
                 self._note(tensor, module, op, phase)
@@ -114,16 +113,6 @@ class AllocationTrace(TorchDispatchMode):
         if func in self.workspace:
             self._note_workspace(self.workspace[func](args, result), module, op, phase)
         return result
-
-    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except DataDependentOutputException:
-            if func is not torch.ops.aten._local_scalar_dense.default:
-                raise
-            self.assumed += 1
-            dtype = args[0].dtype
-            return True if dtype is torch.bool else 1.0 if dtype.is_floating_point else 1
 
     def _phase(self) -> str:
         recomputing = self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMo
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune._quantized_layer import fake_parts, is_quantized
+from lightning_fasttrain.plan.assumed_numbers import AssumedNumbers
 
 Factory = Callable[[], nn.Module]
 
@@ -29,7 +30,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         TypeError: neither a module nor a function that returns one, or a module that cannot be copied.
     """
     if not isinstance(module, nn.Module):
-        with mode, warnings.catch_warnings():
+        with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
             # Modules such as nn.TransformerEncoder copy their layers, and copying looks for an address.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             built = module() if callable(module) else module
@@ -45,7 +46,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     if any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
         module = _copied(module, mode)
     if isinstance(module, L.LightningModule):
-        with mode:
+        with mode, AssumedNumbers(truth=False):
             module.configure_model()
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
     settle_(module, mode, dtype)

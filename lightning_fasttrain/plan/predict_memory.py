@@ -1,9 +1,7 @@
 """The memory that a training step will need, without needing it."""
 
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -21,21 +19,21 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, apply, check_together
-from lightning_fasttrain.data import DevicePrefetch, MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.data.accumulate_gradients import loss_of
-from lightning_fasttrain.finetune import QLoRA, QuantizedBase
-from lightning_fasttrain.model import ActivationCheckpointing
-from lightning_fasttrain.optim import (
-    EagerGradientRelease,
-    OptimizerInBackward,
-    optimize_in_backward_,
-    release_gradients_,
-)
+from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.plan.allocation_trace import AllocationTrace
 from lightning_fasttrain.plan.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.plan.assumed_numbers import AssumedNumbers
 from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module, settle_
-from lightning_fasttrain.plan.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.memory_report import MemoryReport, report
+from lightning_fasttrain.plan.technique_effects import (
+    NOT_APPLIED,
+    Habits,
+    as_trained,
+    find_habits,
+    notes_on,
+    refuse_measured,
+)
 from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.plan.unseen_on_cuda import CUDA_WORKSPACE
 
@@ -45,13 +43,7 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
 DEVICES = ("cpu", "cuda")
-
-# Techniques that operate on the model in a way that cannot be predicted.
-_LEFT_OUT = {
-    "CompileBlocks": "compiled code fuses operations",
-    "ActivationOffload": "what waits in host memory is counted as if it stayed",
-}
-_UNCOUNTED = {"Distillation": "the teacher and its loss are not counted, so this is a lower bound"}
+_UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
 
@@ -116,20 +108,54 @@ def predict_memory(
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
     check_together(techniques)
-    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
+    refuse_measured(techniques)
     on_cuda = device == "cuda"
-    trace = AllocationTrace(GRANULE if on_cuda else 1, CUDA_WORKSPACE if on_cuda else CPU_WORKSPACE, KEPT)
-    _refuse_measured(techniques)
-    surgeons = [t for t in techniques if t.surgery is not None and type(t).__name__ not in {**_LEFT_OUT, **_UNCOUNTED}]
-    with isolate_rng(include_cuda=False), _explained(), ExitStack() as undo:
+    granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
+    # Code that reads truth values out of tensors may raise for one of the two.
+    for truth in (True, False):
+        trace = AllocationTrace(granule, workspace, KEPT, truth)
+        try:
+            with isolate_rng(include_cuda=False), _explained():
+                since = _trace_steps(trace, module, batch, loss, optimizer, techniques, precision, on_cuda)
+            return report(
+                trace.allocations, since, device=device, precision=precision, notes=notes_on(techniques, trace)
+            )
+        except Exception as error:
+            if not trace.assumed:
+                raise
+            failure = error
+    raise ValueError(
+        explain(
+            "the code reads numbers out of tensors and decides by them",
+            f"there are none, and with those that were assumed it ends in {type(failure).__name__}: {failure}",
+            "Give loss=, a function of (module, batch) that goes without",
+        )
+    ) from failure
+
+
+def _trace_steps(
+    trace: AllocationTrace,
+    module: nn.Module | Factory,
+    batch: Any,
+    loss: Loss | None,
+    optimizer: Callable[[Any], Optimizer] | None,
+    techniques: Sequence[Technique],
+    precision: str,
+    on_cuda: bool,
+) -> int:
+    """Run two steps under ``trace``; the time at which the second began."""
+    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
+    surgeons = [t for t in techniques if t.surgery is not None and not isinstance(t, NOT_APPLIED)]
+    with ExitStack() as undo:
         dtype = torch.bfloat16 if precision == "bf16-true" else None
         net = fake_module(module, mode, dtype)
         undo.enter_context(mode)
-        undo.enter_context(apply(net, [_as_trained(t, precision, on_cuda) for t in surgeons]))
+        undo.enter_context(apply(net, [as_trained(t, precision, on_cuda) for t in surgeons]))
         settle_(net, mode, dtype)  # what adapters have added
         trace.workspace = {**trace.workspace, **quantized_workspace()}
-        stepper = _make_optimizer(net, optimizer)
-        habits = _habits(techniques, stepper)
+        with AssumedNumbers(truth=False):
+            stepper = _make_optimizer(net, optimizer)
+        habits = find_habits(techniques, stepper)
         undo.enter_context(trace)
         undo.enter_context(trace.watching(net))
         data = plugin.convert_input(fake_batch(batch, mode))
@@ -146,38 +172,11 @@ def predict_memory(
             since = trace.now
             _step(trace, forward, batches[0], stepper, habits)
             _mark_state(trace, net, stepper)
-    return report(trace.allocations, since, device=device, precision=precision, notes=_notes(techniques, trace))
-
-
-@dataclass
-class _Habits:
-    """What techniques that act in the loop change about a step's memory."""
-
-    parts: Callable[[Any], Sequence[Any]] | None = None
-    window: int = 1
-    releases: bool = False
-    prefetches: bool = False
-
-
-def _habits(techniques: Sequence[Technique], optimizer: Optimizer) -> _Habits:
-    habits = _Habits()
-    for technique in techniques:
-        match technique:
-            case MicroBatching():
-                habits.parts = lambda batch, t=technique: t.split(batch, t.n) if t.n > 1 else [batch]
-            case TokenWeightedAccumulation():
-                habits.window = max(technique.schedule.values())
-            case EagerGradientRelease():
-                habits.releases = True
-            case DevicePrefetch():
-                habits.prefetches = True
-            case OptimizerInBackward():
-                optimize_in_backward_(optimizer, clip_norm=technique.clip_norm)
-    return habits
+    return since
 
 
 def _step(
-    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, habits: _Habits
+    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, habits: Habits
 ) -> None:
     """One optimizer step, in the order of the Trainer or, with several parts, of our accumulation."""
     parts = [batch] if habits.parts is None else list(habits.parts(batch))
@@ -264,47 +263,12 @@ def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) ->
                 trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 
 
-def _as_trained(technique: Technique, precision: str, on_cuda: bool) -> Technique:
-    """A technique that asks the Trainer for its precision is told, since there is none."""
-    base = technique.base if isinstance(technique, QLoRA) else technique
-    if isinstance(base, QuantizedBase) and base.compute_dtype == "auto" and base.kind != "int8":
-        technique = copy.deepcopy(technique)
-        base = technique.base if isinstance(technique, QLoRA) else technique
-        base.compute_dtype = torch.bfloat16 if on_cuda or precision.startswith("bf16") else "auto"
-    return technique
-
-
-def _refuse_measured(techniques: Sequence[Technique]) -> None:
-    for technique in techniques:
-        if isinstance(technique, ActivationCheckpointing) and isinstance(technique.policy, MemoryBudget):
-            raise ValueError(
-                explain(
-                    f"ActivationCheckpointing({technique.policy})",
-                    "it measures the first steps to choose what to recompute, and keeps to its budget in any case",
-                    "Predict with EveryBlock() or SelectiveOps()",
-                )
-            )
-
-
-def _notes(techniques: Sequence[Technique], trace: AllocationTrace) -> tuple[str, ...]:
-    names = [type(technique).__name__ for technique in techniques]
-    notes = [
-        f"{name} is left out: {_LEFT_OUT[name]}, so this is an upper bound." for name in names if name in _LEFT_OUT
-    ]
-    notes += [f"{name} is left out: {_UNCOUNTED[name]}." for name in names if name in _UNCOUNTED]
-    if any(isinstance(technique, MicroBatching) and technique.adaptive for technique in techniques):
-        notes.append("MicroBatching('auto') is taken with the number of parts it begins with.")
-    if trace.assumed:
-        notes.append("The code reads numbers out of tensors (.item()): 1 was assumed for each.")
-    return tuple(notes)
-
-
 @contextmanager
 def _explained() -> Iterator[None]:
     """Say what to do where the code needs what a prediction does not have."""
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except _UNKNOWN as error:
         raise ValueError(
             explain(
                 f"{error.func} cannot be predicted",

@@ -14,6 +14,7 @@ from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import MemoryReport, PeakMemory, predict_memory
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.run.memory_record import CATEGORIES
@@ -373,6 +374,60 @@ def test_a_number_that_is_read_is_assumed_and_said():
 
     report = of_chain(linear(), batch=torch.zeros(2, 256), loss=loss)
     assert any(".item()" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_guards_that_read_a_truth_value_do_not_stop_a_prediction(needed):
+    def loss(net, batch):
+        if bool((batch > 0).all()) != needed:
+            raise ValueError("bad batch")
+        return net(batch).sum()
+
+    assert of_chain(linear(), batch=torch.zeros(2, 256), loss=loss).peaks["inputs"] == 2 * 256 * 4
+
+
+def test_code_that_no_assumed_number_satisfies_is_refused():
+    def loss(net, batch):
+        if batch.sum().item() != 7:
+            raise ValueError("not seven")
+        return net(batch).sum()
+
+    with pytest.raises(ValueError, match="reads numbers out of tensors .* not seven.* Give loss="):
+        of_chain(linear(), batch=torch.zeros(2, 256), loss=loss)
+
+
+def test_initialisation_and_optimizers_that_read_numbers():
+    def made():
+        layer = nn.Linear(256, 256, bias=False)
+        return nn.init.trunc_normal_(layer.weight), layer
+
+    report = of_chain(lambda: made()[1], batch=torch.zeros(2, 256), optimizer=bitsandbytes.optim.AdamW8bit)
+    assert report.peaks["parameters"] == 256 * 256 * 4
+    assert 2 * 256 * 256 <= report.peaks["optimizer state"] < 2.2 * 256 * 256
+
+
+def test_products_of_experts_in_float32():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(4, 64, 128))
+
+        def forward(self, x):
+            return torch.nn.functional.grouped_mm(x, self.weight, offs=torch.tensor([8, 16, 24, 32], dtype=torch.int32))
+
+    report = of_chain(Experts, batch=torch.zeros(32, 64))
+    assert report.peaks["gradients"] == 4 * 64 * 128 * 4
+    assert report.peaks["activations"] < 2 * 32 * 128 * 4
+
+
+def test_a_technique_that_is_not_known_is_named():
+    class AverageOfWeights(Technique):
+        def attach(self, trainer, pl_module):
+            self.average = [p.clone() for p in pl_module.parameters()]
+
+    notes = of_chain(linear(), batch=torch.zeros(2, 256), techniques=[AverageOfWeights(), ft.StepMeter()]).notes
+    assert len(notes) == 1
+    assert "AverageOfWeights is not known" in notes[0]
 
 
 def test_compiling_is_left_out_with_a_note():
