@@ -84,7 +84,10 @@ class Module(L.LightningModule):
 
 
 class Clock:
-    """Seconds from the end of the warm-up to the last step, waiting for the device at both."""
+    """Seconds from the end of the warm-up to the last step, waiting for the device at both; the peak is of these steps.
+
+    The peak of the whole run would be that of the model before it was quantised.
+    """
 
     def __init__(self):
         self.steps, self.started, self.seconds = 0, 0.0, 0.0
@@ -94,6 +97,8 @@ class Clock:
         if self.steps in (WARMUP, WARMUP + STEPS):
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
+                if self.steps == WARMUP:
+                    torch.cuda.reset_peak_memory_stats()
             self.started, self.seconds = time.perf_counter(), time.perf_counter() - self.started
 
 
@@ -160,8 +165,6 @@ def theirs(options, data, device):
 
 def run_side(options, device):
     data = RandomTokens((WARMUP + STEPS) * options.batch, options.length, options.vocabulary)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     match options.side:
         case "peft + transformers":
             clock = theirs(options, data, device)
