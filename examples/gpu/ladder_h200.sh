@@ -20,7 +20,7 @@ keep() {
 }
 rm -rf "$out"
 trap keep EXIT
-trap 'kill $(jobs -p) 2>/dev/null; exit 143' TERM INT
+trap 'kill $(jobs -p) 2>/dev/null || true; exit 143' TERM INT
 "$python" -m lightning_fasttrain.cli doctor
 "$python" -m lightning_fasttrain.cli ladder --size gpt2-small --out "$out" "$@" &
 wait $!  # a signal ends a wait at once, and a command only when it is done
