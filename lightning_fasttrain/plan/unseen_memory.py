@@ -1,15 +1,16 @@
 """What kernels allocate where a fake run does not look, as far as it matters.
 
 From measuring single operations of oneDNN, in float32 and bfloat16. Convolutions work on copies in a layout of their
-own, with the channels in blocks of 16. Left out are 1 × 1 convolutions of few images on one thread, which need no
-copies, and the transposed operands of bfloat16 matrix products, a few per cent of a step.
+own, with the channels in blocks of 16; of images with the channels last, only the weights are copied. Left out are
+1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of bfloat16 matrix
+products, a few per cent of a step.
 """
 
 import math
 import sys
 from typing import Any
 
-from torch import Tensor, bfloat16, ops
+from torch import Tensor, bfloat16, channels_last, ops
 
 from lightning_fasttrain.plan.allocation_trace import Kept, Workspace
 
@@ -22,8 +23,14 @@ def _blocked(image: Tensor) -> int:
     return image.nbytes * -(-channels // BLOCK) * BLOCK // channels
 
 
+def _has_channels_last(image: Tensor) -> bool:
+    return image.ndim == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=channels_last)
+
+
 def _convolution(arguments: Any, output: Tensor) -> int:
-    inputs, transposed = arguments[0], arguments[6]
+    inputs, weight, transposed = arguments[0], arguments[1], arguments[6]
+    if _has_channels_last(inputs):
+        return 2 * weight.nbytes
     inside = _blocked(output)
     if transposed:
         return 2 * inside
@@ -31,7 +38,11 @@ def _convolution(arguments: Any, output: Tensor) -> int:
 
 
 def _convolution_backward(arguments: Any, _: Any) -> int:
-    gradient, inputs, stride, (for_inputs, *_rest) = arguments[0], arguments[1], arguments[4], arguments[-1]
+    gradient, inputs, weight, stride, (for_inputs, *_rest) = *arguments[:3], arguments[4], arguments[-1]
+    if _has_channels_last(inputs):
+        # A kernel with one channel to itself, if it is no 3 × 3 one, is summed up in a block of 16 × 16 channels.
+        alone = weight.shape[1] == 1 and max(weight.shape[2:]) > 3
+        return (1 + BLOCK * BLOCK if alone else 3) * weight.nbytes
     both = _blocked(gradient) + (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0)
     return max(both, 2 * inputs.nbytes) if for_inputs and max(stride) > 1 else both
 

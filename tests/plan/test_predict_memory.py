@@ -186,6 +186,33 @@ def test_a_recurrent_network_and_transposed_convolutions():
     assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
 
 
+def test_convolutions_with_the_channels_last():
+    """As in ConvNeXt: a wide kernel for each channel, on what a norm over the channels has turned."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mix, self.norm = nn.Conv2d(128, 128, 7, padding=3, groups=128), nn.LayerNorm(128)
+            self.out = nn.Linear(128, 128)
+
+        def forward(self, x):
+            return x + self.out(self.norm(self.mix(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+
+    def loss(net, x):
+        return net(x.permute(0, 3, 1, 2)).pow(2).mean()
+
+    net, batch = nn.Sequential(Block(), Block()), torch.randn(4, 8, 8, 128)
+    report = predict_memory(net, batch, loss=loss, optimizer=sgd, device="cpu")
+    optimizer = sgd(net.parameters())
+    for _ in range(3):
+        with PeakMemory("cpu", net, optimizer, batch) as peak:
+            value = loss(net, batch)
+            optimizer.zero_grad()
+            value.backward()
+            optimizer.step()
+    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+
+
 def test_optimizer_in_backward_is_as_measured():
     specimen = SMALL["uneven"]
     module, batch = specimen.module(), specimen.batch()
