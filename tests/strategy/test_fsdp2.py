@@ -227,8 +227,8 @@ def test_a_checkpoint_inside_a_window_warns(found):
 
 
 def test_what_could_not_be_read_back_is_refused_when_it_is_saved(found):
-    assert "entry ['rest']['odd']['deep'][1] of class Unreadable" in found[0]["odd"]
-    assert "another rank failed" in found[1]["odd"]
+    for rank in found:  # each looks at what it would save, so each names it
+        assert "entry ['rest']['odd']['deep'][1] of class Unreadable" in rank["odd"]
     assert found[0]["odd left"] == []
 
 
