@@ -475,8 +475,8 @@ def test_an_iterator_as_loader_is_warned_about(tmp_path):
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        ({"loader": lambda: DataLoader(Rows(6), 2)}, "samples in the training data = 8, this run has 6"),
-        ({"loader": lambda: DataLoader(Rows(), 4)}, "batch size = 2, this run has 4"),
+        ({"loader": lambda: DataLoader(Rows(6), 2, shuffle=True)}, "samples in the training data = 8, this run has 6"),
+        ({"loader": lambda: DataLoader(Rows(), 4, shuffle=True)}, "batch size = 2, this run has 4"),
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches = 1, this run has 2"),
         ({"net": SGD}, r"optimizers = \['AdamW'\], this run has \['SGD'\]"),
         ({"loader": lambda: DataLoader(Rows(), 2)}, "shuffle = True, this run has False"),
