@@ -96,7 +96,10 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
 
 def _indexed(path: Path) -> dict[str, StoredTensor]:
     """Read the index of a folder of shards; what it names is not trusted to lie in the folder."""
-    index = read_json(path)
+    try:
+        index = read_json(path)
+    except ValueError as error:
+        raise ValueError(explain(f"{path}", f"it is no index of shards ({error})", "Fetch it again")) from error
     names = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         why = "it is no index of shards: it has no weight_map from names to files"
