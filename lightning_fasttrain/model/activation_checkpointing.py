@@ -5,6 +5,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any, ClassVar
 
+import lightning as L
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy as Keep
@@ -35,6 +36,9 @@ class CheckpointPolicy(ABC):
         Returns:
             Qualified name of each block that was changed → how to undo it.
         """
+
+    def see(self, batch: Any) -> None:  # noqa: B027 (most have nothing to do)
+        """Told by the Trainer before each batch; a policy that measures memory counts it."""
 
 
 class EveryBlock(CheckpointPolicy):
@@ -235,6 +239,12 @@ class ActivationCheckpointing(Technique):
     def apply(self, model: nn.Module) -> Undo:
         undos = checkpoint_activations_(model, self.policy, self.blocks)
         return lambda: _all(undos.values())
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is there, and nothing has been computed with it."""
+        self.policy.see(batch)
 
 
 def _all(undos: Iterable[Undo]) -> None:

@@ -1,6 +1,7 @@
 """The blocks to recompute are chosen so that a step's peak stays within a limit, at the least extra time."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -58,6 +59,7 @@ class MemoryBudget(CheckpointPolicy):
             )
         self.budget_gib = budget_gib
         self.plan: CheckpointPlan | None = None
+        self._watch: StepWatch | None = None
 
     def __repr__(self) -> str:
         return f"MemoryBudget(budget_gib={self.budget_gib!r})"
@@ -68,12 +70,18 @@ class MemoryBudget(CheckpointPolicy):
         def tell(plan: CheckpointPlan) -> None:
             self.plan = plan
 
-        watch = StepWatch(model, blocks, self.budget_gib, tell)
+        watch = self._watch = StepWatch(model, blocks, self.budget_gib, tell)
         undos = {name: forward.install() for name, forward in watch.forwards.items()}
         first = next(iter(undos))
 
         def undo(unwrap: Undo = undos[first]) -> None:
             watch.close()
+            self._watch = None
             unwrap()
 
         return {**undos, first: undo}
+
+    def see(self, batch: Any) -> None:
+        """A batch that the loader keeps was there before the step, and counts towards its peak."""
+        if self._watch is not None:
+            self._watch.see(batch)

@@ -114,6 +114,11 @@ class StepWatch:
         idle.measuring = False
         return idle
 
+    def see(self, batch: Any) -> None:
+        """The host tells which batch comes: where the loader keeps it, it was there before the step."""
+        if self._window is not None:
+            self._window.hold(batch)
+
     # Called by the blocks.
 
     def enter(self, forward: PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -100,16 +100,27 @@ class PeakMemory:
                 )
             )
         self._freed: list[_Change] = []
+        self._late: list[dict[int, int]] = []
         self._watches: list[weakref.finalize] = []
         self._at_entry = 0
+        self._counted: set[int] = set()
         for storage in {storage.data_ptr(): storage for storage in _storages(held)}.values():
             if storage.device.type == "cpu":
+                self._counted.add(storage.data_ptr())
                 self._at_entry += storage.nbytes()
                 self._watches.append(weakref.finalize(storage, self._note_free, storage.nbytes()))
         started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
         started.start()
         self._profile = started
         return self
+
+    def hold(self, batch: Any) -> None:
+        """Count a batch that is there already, or was made since the entry; of several, the largest.
+
+        On CUDA all memory is counted in any case.
+        """
+        if self._profile is not None:
+            self._late.append({s.data_ptr(): s.nbytes() for s in _storages(batch) if s.device.type == "cpu"})
 
     def mark(self) -> None:
         """End one segment of the block and begin another; on CUDA without waiting for the device."""
@@ -128,11 +139,18 @@ class PeakMemory:
             self._profile.stop()
             for watch in self._watches:
                 watch.detach()
-            peaks = _peaks([*self._freed, *_allocations(self._profile)], self._marks)
+            changes = [*self._freed, *_allocations(self._profile)]
+            peaks = _peaks(changes, self._marks)
+            self._at_entry += self._bytes_held_late({address for _, address, nbytes in changes if nbytes > 0})
             self.segments = [self._at_entry + peak for peak in peaks]
             self._profile = None
         self.peak_bytes = max(self.segments)
         self.added_bytes = self.peak_bytes - self._at_entry
+
+    def _bytes_held_late(self, allocated: set[int]) -> int:
+        known = self._counted | allocated
+        sizes = [{address: size for address, size in batch.items() if address not in known} for batch in self._late]
+        return max((sum(batch.values()) for batch in sizes), default=0)
 
     def _note_free(self, nbytes: int) -> None:
         self._freed.append((time.time_ns(), _HELD, -nbytes))  # the clock of the profiler's events

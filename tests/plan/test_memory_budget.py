@@ -228,6 +228,26 @@ def test_in_a_trainer_and_a_mixin_the_same_weights_bit_for_bit():
     assert meter.peak_bytes <= policy.plan.limit_bytes
 
 
+def test_a_batch_that_the_loader_keeps_counts_towards_the_limit():
+    class Wide(TinyLM):
+        def loss(self, batch):
+            return super().loss(batch) + batch["pixels"].mean() * 0
+
+    batches = [{**batch, "pixels": torch.zeros(32, 2**13)} for batch in lm_batches(7, size=32, length=16)]
+
+    def peak(policy=None):
+        meter = ft.MemoryMeter(every_n_steps=1, warmup=5)
+        torch.manual_seed(11)
+        trainer([*([ActivationCheckpointing(policy)] if policy else []), meter]).fit(Wide(), as_loader(batches))
+        return meter.peak_bytes
+
+    kept, recomputed = peak(), peak(EveryBlock())
+    policy = MemoryBudget((kept + recomputed) / 2 / GIB)
+    assert peak(policy) <= policy.plan.limit_bytes
+    assert policy.plan.measured_bytes == pytest.approx(peak(policy), rel=0.01)
+    assert {block.action for block in policy.plan.blocks} != {"kept"}
+
+
 @pytest.mark.parametrize(
     "company",
     [

@@ -596,6 +596,7 @@ def test_the_same_trainer_twice(tmp_path):
 def test_on_cuda_under_the_prefetcher(tmp_path):
     settings = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": 3, "net": SGD}
     settings["loader"] = lambda: shuffled(pin_memory=True)
+    settings["val"] = lambda: DataLoader(Rows(4), batch_size=2, pin_memory=True)
     save = SaveEverywhere(tmp_path)
     *_, whole = run([ExactResume(), ft.DevicePrefetch(), save], **settings)
     for path in save.files[:12]:
