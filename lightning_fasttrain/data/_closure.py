@@ -163,12 +163,8 @@ class BatchClosures:
             gradients=not sharded,
             may_skip=True,
         )
-        restore = patch(module, "log", lambda *args, **kwargs: None)
         technique = self._counting
-        try:
-            return find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
-        finally:
-            restore()
+        return find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
 
     @property
     def _counting(self) -> "MicroBatching | TokenWeightedAccumulation":

@@ -3,14 +3,16 @@
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._put_back import remember
 from lightning_fasttrain.data._step_parts import loss_of
 from lightning_fasttrain.data._trial_mode import SeenLoss, TrialMode
@@ -221,7 +223,7 @@ def _run_once(
 ) -> tuple[Run, list[Tensor]]:
     """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
     mode.begin(where, samples)
-    with _uncompiled(), stage.context(), torch.set_grad_enabled(stage.gradients):
+    with _uncompiled(), _unlogged(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
         with mode:
             loss = _loss(stage.step(rows))
             if parameters is None:
@@ -255,6 +257,16 @@ def _uncompiled() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+@contextmanager
+def _unlogged(models: Sequence[nn.Module]) -> Iterator[None]:
+    """What a trial finds is no value of the run."""
+    with ExitStack() as stack:
+        for model in models:
+            if isinstance(model, L.LightningModule):
+                stack.callback(patch(model, "log", lambda *args, **kwargs: None))
+        yield
 
 
 def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:

@@ -330,6 +330,28 @@ def test_in_the_trainer_it_is_found_and_leaves_no_trace(reduction):
     assert torch.equal(ours["loss"], unchecked["loss"])
 
 
+def test_in_a_module_that_optimises_by_hand_nothing_of_it_is_logged():
+    class ByHand(Shifted):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            step = super().training_step
+            ft.accumulate_gradients(lambda part: step(part, batch_idx), batch, 3, backward=self.manual_backward)
+            self.optimizers().step()
+            self.optimizers().zero_grad()
+
+    module = ByHand()
+    t = trainer()
+    t.fit(module, as_loader([PADDED]))
+    parts = [{name: value[i : i + 3] for name, value in PADDED.items()} for i in (0, 3, 6)]
+    net = Shifted()
+    net.log = lambda *args, **kwargs: None
+    expected = sum(float(net.training_step(part, 0).detach()) for part in parts) / 3
+    assert float(t.callback_metrics["loss"]) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_window_of_summed_losses_is_the_sum_over_its_batches():
     batches = lm_batches(4, size=6)
     both = [concatenate(batches[:2]), concatenate(batches[2:])]
