@@ -11,6 +11,7 @@ import lightning as L
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._put_back import remember
@@ -228,7 +229,7 @@ def _run_once(
             loss = _loss(stage.step(rows))
             if parameters is None:
                 parameters = _leaves_of(loss)
-            gradients = torch.autograd.grad(loss, parameters, allow_unused=True) if parameters else ()
+            gradients = _gradients(loss, parameters)
     entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
     return Run(float(loss.detach()), entries, _drawn()), parameters
 
@@ -257,6 +258,16 @@ def _uncompiled() -> AbstractContextManager[Any]:
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
+    """As ``torch.autograd.grad``, which the mode would take for one function: a forward that is recomputed inside of it
+    would run without the mode, with dropout."""
+    if not parameters:
+        return ()
+    return _engine_run_backward(
+        (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
+    )
 
 
 @contextmanager

@@ -236,6 +236,16 @@ def test_under_autocast_it_is_compared_in_float32():
         ft.find_count(in_bf16, PADDED, count="targets")
 
 
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_blocks_that_are_recomputed_run_without_dropout_both_times(precision):
+    net = TinyLM(dropout=0.3)
+    step = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")(net.loss)
+    with ft.apply(net, [ft.ActivationCheckpointing()]):
+        with pytest.raises(ValueError, match="not split"):
+            ft.find_count(step, PADDED, count="samples")
+        assert ft.find_count(step, PADDED) == CountRule("targets")
+
+
 def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
     net, step = language_model(reduction="sum")
     net.bfloat16()
