@@ -114,10 +114,25 @@ FAMILIES = {
     ),
     "BART": hugging_face("BartForConditionalGeneration", "BartConfig", of_pairs, **HALVES),
     "T5": hugging_face(
-        "T5ForConditionalGeneration", "T5Config", of_pairs, d_model=WIDTH, num_layers=2, num_heads=4, vocab_size=WORDS
+        "T5ForConditionalGeneration",
+        "T5Config",
+        of_pairs,
+        d_model=WIDTH,
+        num_layers=2,
+        num_heads=4,
+        vocab_size=WORDS,
+        decoder_start_token_id=0,
     ),
     "Whisper": hugging_face(
-        "WhisperForConditionalGeneration", "WhisperConfig", of_speech, **HALVES, max_source_positions=128
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        of_speech,
+        **HALVES,
+        max_source_positions=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
     ),
     "ViT": hugging_face("ViTForImageClassification", "ViTConfig", of_images, **LAYERED, image_size=64, num_labels=10),
     "Swin": hugging_face(
