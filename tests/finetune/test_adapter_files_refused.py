@@ -171,7 +171,7 @@ def test_headers_that_promise_too_much_are_refused(folder):
         ({"r": "2"}, "has 'r': '2': it should be int"),
         ({"r": 0}, "PEFT cannot make it|PEFT refuses it"),
         ({"r": 2.5}, "has 'r': 2.5: it should be int"),
-        ({"r": 10**12}, r"'blocks.0.down.lora_A.weight' is \[2, 16\], and here \[10|PEFT cannot make it"),
+        ({"r": 10**12}, "r=1000000000000 is more than 16, the size of the largest layer"),
         ({"lora_alpha": "x"}, "has 'lora_alpha': 'x'"),
         ({"lora_alpha": 10**400}, "PEFT cannot make it|PEFT refuses"),
         ({"lora_dropout": True}, "has 'lora_dropout': True"),
