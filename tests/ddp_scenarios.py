@@ -151,6 +151,11 @@ def main(path):
     one_sample = {name: value[:1] for name, value in RANK0[0].items()}
     found["rule"] = str(ft.find_count(net.loss, (one_sample, RANK1[0])[rank]))
 
+    rank_zero_has_one = [one_sample, *RANK0[1:3]] if rank == 0 else RANK1[:3]
+    plain, expected, *_ = run([], rank_zero_has_one)
+    split, seen, *_ = run([ft.MicroBatching(2)], rank_zero_has_one)
+    found["one sample"] = worst(expected, seen)
+
     def in_batch(batch):
         z = torch.nn.functional.normalize(net(batch["input_ids"]).mean(1), dim=-1)
         return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))

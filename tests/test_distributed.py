@@ -55,6 +55,7 @@ def test_ranks_find_one_rule_though_some_can_compare_nothing(found):
     assert {rank["rule"] for rank in found} == {"the entries of the labels other than -100"}
     for rank in found:
         assert "not split by any of" in rank["refused"]
+    assert largest(found, "one sample") < 2e-6
 
 
 def test_summed_losses_are_summed_over_parts_batches_and_ranks(found):

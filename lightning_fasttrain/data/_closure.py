@@ -147,7 +147,7 @@ class BatchClosures:
         if self.micro is None and not _can_be_cut(batch):
             return self._find_on(rest, iter([Sample(batch, 1, [])]))
         size = batch_size(batch)
-        if size < 2 and self.window is None:
+        if size < 2 and self.window is None and self.trainer.world_size == 1:  # else the other ranks would wait
             return None
         return self._find_on(rest, some_rows(batch, -(-size // n)))
 

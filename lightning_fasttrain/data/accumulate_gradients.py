@@ -71,7 +71,8 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     parts = split_batch(batch, n)
-    counted = _counted(step, batch, n, count, check, no_sync, len(parts))
+    most = n if _ranks() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
+    counted = _counted(step, batch, n, count, check, no_sync, most)
     return _accumulate(step, parts, counted, backward, no_sync, ranks=1)
 
 
@@ -114,9 +115,13 @@ def accumulate_window(
     parts = [part for batch in held for part in split_batch(batch, n)]
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    ranks = _ranks()
     counted = _counted(step, held[0], n, count, check, no_sync, len(parts) * ranks)
     return _accumulate(step, parts, counted, backward, no_sync, ranks)
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 _found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: what the first call found
