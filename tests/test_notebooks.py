@@ -7,8 +7,14 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
+FOR_MINUTES = {"02_qlora": pytest.mark.benchmark}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("notebook", sorted((ROOT / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "notebook", [pytest.param(p, id=name, marks=FOR_MINUTES.get(name, ())) for name, p in NOTEBOOKS.items()]
+)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
 def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
     import nbformat

@@ -6,6 +6,8 @@ import pytest
 
 from tests.run_example import last_line
 
+pytestmark = pytest.mark.benchmark
+
 
 @pytest.mark.slow
 def test_the_overhead_benchmark_prints_a_ratio():
