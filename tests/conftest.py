@@ -73,12 +73,10 @@ _FIRST = (
     *("test_examples.py", "test_fsdp2.py", "test_kill.py", "test_contracts.py", "test_failing_ranks.py"),
     *("test_compile_blocks.py", "test_hang_watch.py", "test_preemption.py", "test_distributed.py"),
 )
-_TOGETHER = {"test_consolidate.py": "test_zero.py"}  # one launch of processes serves both
 
 
 def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
     for item in items:
-        item.add_marker(pytest.mark.xdist_group(_TOGETHER.get(item.path.name, item.path.name)))
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._put_back import remember
 from lightning_fasttrain.data._step_parts import loss_of
-from lightning_fasttrain.data._trial_mode import SeenLoss, TrialMode
+from lightning_fasttrain.data._trial_mode import SeenLoss, TrialMode, autocast_device
 from lightning_fasttrain.data.split_batch import batch_size, take_rows
 
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
@@ -265,9 +265,11 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
     would run without the mode, with dropout."""
     if not parameters:
         return ()
-    return _engine_run_backward(
-        (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
-    )
+    device = autocast_device()
+    with torch.autocast(device, enabled=False) if device else nullcontext():  # a backward runs outside of it
+        return _engine_run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
+        )
 
 
 @contextmanager

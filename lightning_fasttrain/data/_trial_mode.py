@@ -76,7 +76,7 @@ class TrialMode(TorchFunctionMode):
         super().__init__()
         self.in_float32 = in_float32
         self.losses: list[SeenLoss] = []
-        self.autocast = False  # seen, and left on
+        self.autocast = False  # seen
         self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
         self._draws: list[Tensor] = []
         self._drawn = 0
@@ -90,11 +90,11 @@ class TrialMode(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        device = _autocast_device()
+        device = autocast_device()
         if device is None:
             return self._call(func, args, kwargs)
+        self.autocast = True  # also where it is switched off: an autograd function may follow it inside
         if not self.in_float32:
-            self.autocast = True
             return self._call(func, args, kwargs)
         with torch.autocast(device, enabled=False):
             return self._call(func, args, kwargs)
@@ -144,7 +144,7 @@ class TrialMode(TorchFunctionMode):
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
 
 
-def _autocast_device() -> str | None:
+def autocast_device() -> str | None:
     """The kind of device for which autocast is on."""
     return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
