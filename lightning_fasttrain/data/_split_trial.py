@@ -163,7 +163,10 @@ def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
 def _try_in_step(stage: Stage, sample: Sample) -> Trial:
     """Where parameters are in pieces every forward gathers them, so all ranks must run the same number: three."""
     cuttings = sample.cuttings[:1] or [[(sample.whole, None), (sample.whole, None)]]
-    trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
+    try:
+        trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
+    except _NoLossError as error:
+        return _skipped(stage, sample, error)
     if not sample.cuttings:
         trial.why_not = _ALONE
     return trial
@@ -176,14 +179,19 @@ def _try_either_way(stage: Stage, sample: Sample) -> Trial:
         try:
             return _try(stage, sample, in_float32)
         except _NoLossError as error:
-            if error.output is not None or not stage.may_skip:
-                raise error.reason from None
-            return Trial(sample, why_not="the step returned None", is_skipped=True)
+            return _skipped(stage, sample, error)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return Trial(sample, why_not=failure)
+
+
+def _skipped(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
+    """A step that may leave batches out has left this one out; any other must return a loss."""
+    if error.output is not None or not stage.may_skip:
+        raise error.reason from None
+    return Trial(sample, why_not="the step returned None", is_skipped=True)
 
 
 def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
@@ -225,7 +233,7 @@ def _run_once(
     """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
     mode.begin(where, samples)
     with _uncompiled(), _unlogged(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
-        with mode:
+        with _without_autocast() if mode.in_float32 else nullcontext(), mode:
             loss = _loss(stage.step(rows))
             if parameters is None:
                 parameters = _leaves_of(loss)
@@ -260,13 +268,17 @@ def _uncompiled() -> AbstractContextManager[Any]:
     return torch.compiler.set_stance("force_eager")
 
 
+def _without_autocast() -> AbstractContextManager[Any]:
+    device = autocast_device()
+    return torch.autocast(device, enabled=False) if device else nullcontext()
+
+
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
     """As ``torch.autograd.grad``, which the mode would take for one function: a forward that is recomputed inside of it
     would run without the mode, with dropout."""
     if not parameters:
         return ()
-    device = autocast_device()
-    with torch.autocast(device, enabled=False) if device else nullcontext():  # a backward runs outside of it
+    with _without_autocast():  # as a backward runs
         return _engine_run_backward(
             (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
         )

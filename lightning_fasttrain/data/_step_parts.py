@@ -66,6 +66,8 @@ def key_of(*functions: Any) -> tuple[Any, ...]:
 
 
 def _reference(thing: Any) -> Any:
+    if type(thing).__module__.startswith(_LIBRARIES) and not isinstance(thing, nn.Module):
+        return type(thing)  # such as the autocast that a step is decorated with in every turn
     try:
         return weakref.ref(thing)
     except TypeError:  # a string, say

@@ -76,7 +76,7 @@ class TrialMode(TorchFunctionMode):
         super().__init__()
         self.in_float32 = in_float32
         self.losses: list[SeenLoss] = []
-        self.autocast = False  # seen
+        self.autocast = False  # the step switches it on by itself
         self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
         self._draws: list[Tensor] = []
         self._drawn = 0
@@ -93,7 +93,7 @@ class TrialMode(TorchFunctionMode):
         device = autocast_device()
         if device is None:
             return self._call(func, args, kwargs)
-        self.autocast = True  # also where it is switched off: an autograd function may follow it inside
+        self.autocast = True  # of the step's own; switched off here, but not inside of autograd functions
         if not self.in_float32:
             return self._call(func, args, kwargs)
         with torch.autocast(device, enabled=False):

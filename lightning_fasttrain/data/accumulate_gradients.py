@@ -133,7 +133,7 @@ def _counted(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync:
     count = named_count(count)
     if callable(count) and not check:
         return count
-    key = key_of(step, count)
+    key = key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count)
     if key not in _found and parts > 1:
         _found[key] = find_count(step, batch, n, count=count, check=check, no_sync=no_sync)
         if len(_found) > _MOST_FOUND:

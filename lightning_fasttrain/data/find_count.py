@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -101,22 +102,44 @@ def find_on(
     seen = [_told_by(loss, trial.sample.whole) for loss in trial.losses]
     told = _from_all_ranks([rule for rule in (preferred, *seen) if rule is not None])
     rules = [count] if callable(count) else _rules(trial, told)
-    findings = [one for one in _from_all_ranks([_measure(trial, rules)]) if one is not None]
-    if not findings and any(_from_all_ranks([trial.is_skipped])):
+    fit = _worst(_from_all_ranks([_measure(trial, rules)]))
+    if fit is None:
+        skipped = any(_from_all_ranks([trial.is_skipped]))
+        return None if skipped else _unchecked(trial, rules, told, callable(count))
+    # Rules that these samples do not tell apart are as good as one another: the likeliest comes first.
+    nearest = max(3 * min(fit.errors), _TIED)
+    (found, error), *others = [pair for pair in zip(rules, fit.errors, strict=True) if pair[1] <= nearest]
+    if error <= min(fit.limit, max(3 * fit.best, 1e-5)):
+        _say_found(found, error, trial, () if told else [rule for rule, _ in others])
+    elif check:
+        raise ValueError(_refusal(rules, fit, trial))
+    else:
+        warn(f"micro-batches are weighed by {_named(found)}, which is off by {error:.1%}: not the same training")
+    return found
+
+
+@dataclass(frozen=True)
+class _Fit:
+    """How well rules split a loss.
+
+    Attributes:
+        errors: of each rule.
+        best: of the best weights there are, whatever they mean.
+        limit: the largest that is taken for rounding.
+    """
+
+    errors: list[float]
+    best: float
+    limit: float
+
+
+def _worst(fits: Sequence[_Fit | None]) -> _Fit | None:
+    """Of all ranks that could compare anything."""
+    known = [fit for fit in fits if fit is not None]
+    if not known:
         return None
-    if not findings:
-        return _unchecked(trial, rules, told, callable(count))
-    errors = [max(column) for column in zip(*(finding[0] for finding in findings), strict=True)]
-    best, limit = (max(finding[i] for finding in findings) for i in (1, 2))
-    at = _first_of_the_nearest(errors)
-    if errors[at] <= min(limit, max(3 * best, 1e-5)):
-        tied = [rule for rule, error in zip(rules, errors, strict=True) if error <= _nearest(errors)]
-        _say_found(rules[at], errors[at], trial, [] if told else [rule for rule in tied if rule != rules[at]])
-        return rules[at]
-    if check:
-        raise ValueError(_refusal(rules, errors, best, trial))
-    warn(f"micro-batches are weighed by {_named(rules[at])}, which is off by {errors[at]:.1%}: not the same training")
-    return rules[at]
+    errors = [max(column) for column in zip(*(fit.errors for fit in known), strict=True)]
+    return _Fit(errors, max(fit.best for fit in known), max(fit.limit for fit in known))
 
 
 def _rules(trial: Trial, told: Sequence[CountRule]) -> list[CountRule]:
@@ -155,16 +178,15 @@ def _told_by(seen: SeenLoss, sample: Any) -> CountRule | None:
     return None
 
 
-def _measure(trial: Trial, rules: Sequence[CountTargets]) -> tuple[list[float], float, float] | None:
-    """The error of each rule, that of the best weights there are, and the largest that is accepted."""
+def _measure(trial: Trial, rules: Sequence[CountTargets]) -> _Fit | None:
     if trial.why_not:
         return None
     floor = 0.3 if trial.rounding else 1e-2
     errors = [_error(rule, trial.splits, floor) for rule in rules]
     if not trial.splits[0].whole.gradient:  # two weights can always explain one loss
-        return errors, _ROUNDED, _ROUNDED
+        return _Fit(errors, _ROUNDED, _ROUNDED)
     best = max(split.error(split.best_weights(), floor) for split in trial.splits)
-    return errors, best, _ROUNDED if trial.rounding else _FLOAT32
+    return _Fit(errors, best, _ROUNDED if trial.rounding else _FLOAT32)
 
 
 def _error(rule: CountTargets, splits: Sequence[Split], floor: float) -> float:
@@ -178,15 +200,6 @@ def _error(rule: CountTargets, splits: Sequence[Split], floor: float) -> float:
             raise
         errors.append(split.error([float(count) / max(float(total), 1e-30) for count in counts], floor))
     return max(errors)
-
-
-def _first_of_the_nearest(errors: Sequence[float]) -> int:
-    """Rules that this batch does not tell apart are as good as one another: the likeliest is taken."""
-    return next(i for i, error in enumerate(errors) if error <= _nearest(errors))
-
-
-def _nearest(errors: Sequence[float]) -> float:
-    return max(3 * min(errors), _TIED)
 
 
 def _from_all_ranks(mine: list[Any]) -> list[Any]:
@@ -232,11 +245,10 @@ def _named(rule: Any) -> str:
     return str(rule) if isinstance(rule, CountRule) else "count="
 
 
-def _refusal(rules: Sequence[CountTargets], errors: Sequence[float], best: float, trial: Trial) -> str:
+def _refusal(rules: Sequence[CountTargets], fit: _Fit, trial: Trial) -> str:
     """What was tried, by how much each missed, and the ways out for this kind of loss."""
-    by_error = sorted(zip(errors, rules, strict=True), key=lambda pair: pair[0])
+    by_error = sorted(zip(fit.errors, rules, strict=True), key=lambda pair: pair[0])
     tried = ", ".join(f"{_named(rule)} ({error:.2g})" for error, rule in by_error[:5])
-    limit = _ROUNDED if trial.rounding else _FLOAT32
     weighted = [seen for seen in trial.losses if seen.weighted]
     if weighted:
         why = "the loss weighs classes, so each target counts with its class's weight"
@@ -244,17 +256,17 @@ def _refusal(rules: Sequence[CountTargets], errors: Sequence[float], best: float
             f"Give count=lambda batch: weight[labels[labels != {weighted[0].ignore_index}]].sum(), with the class "
             "weights and the labels of the batch"
         )
-    elif best <= limit:
+    elif fit.best <= fit.limit:
         weights = ", ".join(f"{weight:.4g}" for weight in trial.splits[0].best_weights())
         why = f"pieces add up with the weights {weights}, which no known rule gives"
         way_out = "Give count= a function: batch → the number of terms that its loss averages over"
     else:
         why = (
-            f"whatever the weights, pieces miss the whole by {best:.2g}: samples of a batch depend on one another, as "
-            "in contrastive or router losses"
+            f"whatever the weights, pieces miss the whole by {fit.best:.2g}: samples of a batch depend on one another, "
+            "as in contrastive or router losses"
         )
         way_out = (
             "Use ActivationCheckpointing for memory, accumulate_grad_batches if parts may be batches of their own, or "
-            f"check=False to train with an error of {min(errors):.2g}"
+            f"check=False to train with an error of {min(fit.errors):.2g}"
         )
     return explain(f"this loss is not split by any of: {tried}", f"relative error in brackets; {why}", way_out)

@@ -288,6 +288,31 @@ def test_it_is_found_once_though_the_step_is_made_again_in_every_turn():
     assert len(calls) > 3
 
 
+@pytest.mark.parametrize("count", ["auto", "targets", lambda part: int((part["labels"] != -100).sum())])
+def test_it_is_found_once_for_a_name_a_function_and_a_step_that_is_decorated_in_every_turn(count):
+    net, calls = TinyLM(), []
+
+    def loss(batch):
+        calls.append(len(batch["labels"]))
+        return net.loss(batch)
+
+    for _ in range(3):
+        calls.clear()
+        step = torch.autocast("cpu", torch.bfloat16)(loss)
+        ft.accumulate_gradients(step, PADDED, 3, count=count)
+    assert len(calls) == 3
+
+
+def test_a_small_coupling_is_refused_under_a_hosts_autocast_too():
+    class Coupled(TinyLM):
+        def loss(self, batch):
+            spread = self(batch["input_ids"]).softmax(-1).mean((0, 1)).square().sum()
+            return super().loss(batch) + 0.05 * spread
+
+    with pytest.raises(ValueError, match="pieces miss the whole by 0.0"):
+        fit(Coupled(), [PADDED], [ft.MicroBatching(3)], precision="bf16-mixed")
+
+
 @pytest.mark.parametrize("count", [3, "tokens", None])
 def test_what_is_no_count_is_refused_when_given(count):
     for make in (ft.MicroBatching, ft.TokenWeightedAccumulation):
