@@ -22,11 +22,15 @@ class WrappedForward:
 
     Subclasses override ``__call__`` and reach what was there before through ``self.inner``. The object holds the
     module rather than a bound method, so that ``copy.deepcopy`` of the model gives a copy that calls itself.
+
+    Attributes:
+        ran: whether it ever did what it is for; subclasses that somebody asks set it.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.previous = module.__dict__.get("forward")  # another wrapper, or None for the class's own method
+        self.ran = False
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -60,6 +64,16 @@ class WrappedForward:
 def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
     """Whether a wrapper of this ``kind`` already stands on ``module``, at any depth."""
     return any(True for _ in wrappers_on(module, kind))
+
+
+def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str] | None:
+    """Why and what to do, if no wrapper of this ``kind`` ran in ``model``; None if one did, or there is none."""
+    wrappers = [wrapper for module in model.modules() for wrapper in wrappers_on(module, kind)]
+    if not wrappers or any(wrapper.ran for wrapper in wrappers):
+        return None
+    names = sorted({type(wrapper.module).__name__ for wrapper in wrappers})
+    why = f"none of its {len(wrappers)} blocks ({', '.join(names)}) was called where gradients are taken"
+    return why, "Name the modules that training_step calls, with blocks="
 
 
 def wrappers_on(module: nn.Module, kind: type[WrappedForward]) -> Iterator[WrappedForward]:

@@ -1,19 +1,21 @@
 """Floor: what a technique is, the order of surgery, and which techniques do not go together."""
 
+import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, IntEnum
 from typing import Any, ClassVar
+from weakref import WeakSet
 
 import lightning as L
 from torch import nn
 
+from lightning_fasttrain._batch_watch import BatchWatch
 from lightning_fasttrain._checks import refuse_mixed_lightning
 from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._missing_losses import tell_of_missing_losses
 from lightning_fasttrain._surgery import Undo
 
 
@@ -73,6 +75,10 @@ class Technique(L.Callback):
         """Take a place in ``trainer``; return how to leave it. Called before the model is configured."""
         return None
 
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        """Asked after the first training batch: why nothing came of it, and what to do; None if something did."""
+        return None
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
         refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
@@ -83,10 +89,13 @@ class Technique(L.Callback):
         self._close()
         undo = ExitStack()
         self._undo = undo
-        if stage == "fit" and trainer.accumulate_grad_batches > 1:  # before a technique changes it that does it right
+        if stage == "fit":
             own = None if _is_empty(self, "on_train_batch_end") else self.on_train_batch_end
-            undo.callback(patch(self, "on_train_batch_end", tell_of_missing_losses(own)))
+            divides = trainer.accumulate_grad_batches > 1  # before a technique changes it that does it right
+            watch = BatchWatch(self, own, functools.partial(_idle, techniques), divides)
+            undo.callback(patch(self, "on_train_batch_end", watch))
         for technique in techniques:
+            _acting.add(technique)
             _push(undo, technique.attach(trainer, pl_module))
             _leave_out_empty_hooks(technique, undo)
         surgeons = [technique for technique in techniques if technique.surgery is not None]
@@ -161,11 +170,27 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     refuse_mixed_lightning(*techniques)
     check_together(techniques)
     late = LateParameters(model)
+    _acting.update([model, *techniques])
     with ExitStack() as undo:
         for technique in sorted(techniques, key=lambda t: t.surgery or 0):
             _push(undo, technique.apply(model))
         undo.enter_context(late.watch(f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"))
         return undo.pop_all()
+
+
+_acting: WeakSet[Any] = WeakSet()  # techniques that somebody put to use, and models that were operated on
+
+
+def is_acting(thing: object) -> bool:
+    """Whether a Trainer or :func:`apply` put a technique to use, or operated on a model."""
+    return thing in _acting
+
+
+def _idle(techniques: Iterable[Technique], model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    for technique in techniques:
+        reason = technique.why_idle(model)
+        if reason is not None:
+            yield type(technique).__name__, *reason
 
 
 _HOOKS_OF_A_STEP = (

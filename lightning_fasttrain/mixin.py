@@ -5,10 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import lightning as L
+import torch
 from torch import nn
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._technique import Technique, is_acting, patch
 
 
 class FastTrainMixin:
@@ -16,7 +17,8 @@ class FastTrainMixin:
 
     Name them in ``techniques``, or build them in :meth:`configure_techniques`. They are handed over through
     Lightning's own ``configure_callbacks``; a ``configure_callbacks`` of your own keeps working beside it, with or
-    without ``super()``.
+    without ``super()``. Nobody asks a module in a Fabric or bare loop, or inside another one: its first forward in
+    training then warns, and says what to call.
 
     Raises:
         TypeError: the mixin comes after the LightningModule in the list of bases, whose hook would hide its own.
@@ -31,6 +33,7 @@ class FastTrainMixin:
     """
 
     techniques: Sequence[Technique] = ()
+    _looked = False
 
     def configure_techniques(self) -> Sequence[Technique]:
         """The techniques to use; override where they depend on the module's arguments."""
@@ -39,6 +42,13 @@ class FastTrainMixin:
     def configure_callbacks(self) -> list[L.Callback]:
         """Hook: served to the Trainer before it sets anything up."""
         return _with_techniques(self, super().configure_callbacks())  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # A hook on the module would stand in the way of torch.jit.script.
+        if not self._looked and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self._looked = True
+            _warn_if_unused(self)
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -56,6 +66,16 @@ class FastTrainMixin:
                     restore()
 
             cls.configure_callbacks = configure_callbacks
+
+
+def _warn_if_unused(module: FastTrainMixin) -> None:
+    idle = [technique for technique in module.configure_techniques() if not is_acting(technique)]
+    if not idle or is_acting(module):
+        return
+    name = type(module).__name__
+    ways = ", ".join(f"{type(technique).__name__}: {technique.in_a_loop}" for technique in idle)
+    why = f"only a Trainer that fits {name} itself uses them"
+    warn(explain(f"the techniques of {name} do nothing here", why, f"In a Fabric or bare loop use {ways}"))
 
 
 def _refuse_hidden(cls: type) -> None:

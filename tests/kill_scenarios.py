@@ -300,6 +300,7 @@ def main(strategy, processes, kills, folder, seed="5"):
         end, history = run_with_kills(strategy, processes, folder / name, count, exact, int(seed))
         ends[name] = without(end, str(folder / name))
         found[name] = history
+    found["saved every"] = 1 if strategy in WHOLE_GRADIENTS else WINDOW
     found["killed differs in"] = differences(ends["whole"], ends["killed"])[:9]
     found["without differs in"] = differences(ends["whole"]["weights"], ends["without"]["weights"])[:9]
     (folder / "found.json").write_text(json.dumps(found))

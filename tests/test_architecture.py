@@ -15,7 +15,7 @@ ROOMS = 1
 HEIGHT = {
     # the floor has its own order
     "_messages": 0.0, "_checks": 0.0, "_files": 0.0, "_random_state": 0.0, "_labels": 0.0,
-    "_blocks": 0.1, "_late_parameters": 0.1, "_missing_losses": 0.1, "_surgery": 0.1, "_reading": 0.1,
+    "_blocks": 0.1, "_late_parameters": 0.1, "_batch_watch": 0.1, "_surgery": 0.1, "_reading": 0.1,
     "_plain_values": 0.1, "_heads": 0.15, "_technique": 0.2, "_checkpoint_folder": 0.2, "_run_mark": 0.3,
     "_checkpoint_choice": 0.4, "_guarded_loading": 0.4,
     "data": ROOMS, "model": ROOMS, "finetune": ROOMS, "loss": ROOMS, "optim": ROOMS, "run": ROOMS,

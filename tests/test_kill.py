@@ -36,7 +36,7 @@ def test_the_end_is_that_of_the_uninterrupted_run(found):
 
 def test_no_checkpoint_is_lost(found):
     for trained, resumed in found["killed"]["resumed"]:
-        assert trained - 1 <= resumed <= trained  # one is saved after each batch
+        assert trained - found["saved every"] <= resumed <= trained  # the save after the last may have been killed
 
 
 def test_negative_control_without_exact_resume_the_end_is_another(found):

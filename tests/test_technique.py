@@ -1,5 +1,7 @@
 """One technique: applied once, in the suite's order, at the right moment, and undone."""
 
+import copy
+
 import lightning as L
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 import lightning_fasttrain as ft
 from lightning_fasttrain import CONFLICTS, Surgery, Technique
 from lightning_fasttrain._technique import Conflict
-from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer
+from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 
 class Recorder(Technique):
@@ -281,6 +283,10 @@ def test_a_mixin_behind_the_module_is_refused_when_the_class_is_made():
     assert len(Right().configure_callbacks()) == 1
 
 
+def _ours(told):
+    return [one for one in told if one.category is ft.FastTrainWarning]
+
+
 class SomeWithoutLoss(TinyLM):
     def training_step(self, batch, batch_idx):
         return None if batch_idx == 1 else super().training_step(batch, batch_idx)
@@ -292,6 +298,98 @@ def test_a_step_without_a_loss_inside_a_window_of_lightnings_is_told_once():
         ft.FastTrainWarning, match=r"None for batch 1, with accumulate_grad_batches=2: .*too small"
     ) as told:
         fit(SomeWithoutLoss(), lm_batches(4), [ft.DevicePrefetch()], accumulate_grad_batches=2)
-    assert len([one for one in told if one.category is ft.FastTrainWarning]) == 1
+    assert len(_ours(told)) == 1
     fit(TinyLM(), lm_batches(4), [ft.DevicePrefetch()], accumulate_grad_batches=2)  # a warning would be an error
     fit(SomeWithoutLoss(), lm_batches(4), [ft.TokenWeightedAccumulation(2)])
+
+
+class PastItsBlocks(TinyLM):
+    """Computes with the blocks' layers without calling the blocks, as fused kernels and unused towers do."""
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = x + block.down(block.up(block.norm(x)))
+        return self.head(x)
+
+
+class PastItsHead(TinyLM):
+    def forward(self, ids):
+        return self.embed(ids) @ self.head.weight.T
+
+
+@pytest.mark.parametrize(
+    ("technique", "net", "rows", "why"),
+    [
+        (ft.ActivationCheckpointing(), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
+        (ft.CompileBlocks(backend="eager"), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
+        (ft.ActivationOffload(), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
+        (ft.FusedLossHead("head"), PastItsHead, 4, "did not reach cross_entropy"),
+        (ft.MicroBatching(4), TinyLM, 1, "one sample each, which 4 parts cannot share"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, Technique) else "",
+)
+def test_a_technique_that_does_nothing_says_so_after_the_first_batch_and_only_once(technique, net, rows, why):
+    name = type(technique).__name__
+    batches = lm_batches(3, size=rows)
+    with pytest.warns(ft.FastTrainWarning, match=rf"{name} did nothing in the first batch: .*{why}") as told:
+        fit(net(), batches, [technique], accumulate_grad_batches=2)
+    assert len(_ours(told)) == 1
+    fit(TinyLM(), lm_batches(3), [technique], accumulate_grad_batches=2)  # a warning would be an error
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_first_batch_without_a_loss_is_not_judged():
+    class Late(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return None if batch_idx == 0 else super().training_step(batch, batch_idx)
+
+    fit(Late(), lm_batches(2), [ft.FusedLossHead("head")])  # a warning would be an error
+
+
+class Bringing(ft.FastTrainMixin, TinyLM):
+    techniques = (ft.ActivationCheckpointing(), ft.MicroBatching(2))
+
+
+UNUSED = r"techniques of Bringing do nothing here: only a Trainer that fits Bringing .*accumulate_gradients\(step"
+
+
+def _in_fabric(net):
+    model = L.Fabric(accelerator="cpu", devices=1).setup_module(net)
+    for batch in lm_batches(2):
+        lm_loss(model(batch["input_ids"]), batch).backward()
+
+
+def _bare(net):
+    for batch in lm_batches(2):
+        net.loss(batch).backward()
+
+
+def _nested(net):
+    class Outer(TinyLM):
+        def build(self):
+            self.embed, self.inner = net.embed, net
+
+        def forward(self, ids):
+            return self.inner(ids)
+
+    fit(Outer(), lm_batches(2))
+
+
+@pytest.mark.parametrize("train", [_in_fabric, _bare, _nested])
+def test_a_module_that_brings_techniques_warns_once_where_nobody_asks_it_for_them(train):
+    with pytest.warns(ft.FastTrainWarning, match=UNUSED) as told:
+        train(Bringing())
+    assert len(_ours(told)) == 1
+    net = Bringing()
+    ft.apply(net, Bringing.techniques[:1])
+    train(net)  # a warning would be an error
+
+
+def test_a_module_that_brings_techniques_is_copied_saved_and_compiled_as_without_them(tmp_path):
+    net = copy.deepcopy(Bringing())
+    assert net.state_dict().keys() == TinyLM().state_dict().keys()
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    ids = lm_batches(1)[0]["input_ids"]
+    assert torch.equal(compiled(ids), TinyLM()(ids))
+    fit(net, lm_batches(1))  # its own Trainer: a warning would be an error

@@ -131,7 +131,9 @@ class BatchClosures:
         if self.micro is None:
             return self._run_parts([batch], rest, optimizer)
         if not self.micro.adaptive:
-            return self._run_parts(self.micro.split(batch, self.micro.n), rest, optimizer)
+            parts = self.micro.split(batch, self.micro.n)
+            self.micro.parts = len(parts)
+            return self._run_parts(parts, rest, optimizer)
         split, module = self.micro.split, self.trainer.lightning_module
         most = batch_size(batch) if split is split_batch else _MANY
         result, self.micro.n = split_until_it_fits(

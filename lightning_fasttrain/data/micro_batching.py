@@ -69,11 +69,17 @@ class MicroBatching(Technique):
         self.check = check
         self.found: CountTargets | None = None
         self.found_before: CountRule | None = None
+        self.parts = 0  # of the last batch
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
         return BatchClosures.join(trainer, pl_module, micro=self)
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if self.parts != 1 or self.n == 1:
+            return None
+        return f"the loader's batches are one sample each, which {self.n} parts cannot share", "Use larger batches"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the model is complete."""

@@ -253,7 +253,8 @@ def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     brought = adapter_parameters(model)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad and name in brought}
     missing = [name for name, parameter in trained.items() if parameter.grad is None]
-    if missing and len(missing) < len(trained):  # none has one where gradients are freed as they come
+    freed = all(parameter.grad is None for parameter in model.parameters())  # as they came
+    if missing and not freed:
         why = "the forward passes their layers by: unused, experts without a token, or a kernel that reads the weight"
         warn(explain(f"{listed(missing)} got no gradient in the first step", why, "Leave those out of targets="))
 

@@ -3,13 +3,12 @@
 import functools
 from typing import Any, ClassVar
 
-import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import Undo, WrappedForward, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
@@ -176,7 +175,6 @@ class FusedLossHead(Technique):
         self.chunk = None if chunk is None else positive_int("chunk", chunk)
         self.backend = one_of("backend", backend, BACKENDS)
         self._fused: dict[str, FusedHead] = {}
-        self._batches_before = -1
 
     def apply(self, model: nn.Module) -> Undo:
         fused = self._fused = fuse_loss_head_(model, self.head, chunk=self.chunk, backend=self.backend)
@@ -188,19 +186,8 @@ class FusedLossHead(Technique):
 
         return undo
 
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: a resumed run may have no batch left of its epoch."""
-        self._batches_before = trainer.fit_loop.total_batch_idx
-
-    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first by which losses must have come."""
-        if trainer.fit_loop.total_batch_idx == self._batches_before:
-            return
-        if self._fused and not any(head.used for head in self._fused.values()):
-            warn(
-                explain(
-                    "FusedLossHead has fused no loss",
-                    "the output of the head did not reach cross_entropy, or the head is compiled with its model",
-                    "Compile the blocks alone, with CompileBlocks, or leave FusedLossHead out",
-                )
-            )
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if not self._fused or any(head.used for head in self._fused.values()):
+            return None
+        why = "the output of the head did not reach cross_entropy, or the head is compiled with its model"
+        return why, "Compile the blocks alone, with CompileBlocks, or leave FusedLossHead out"

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Undo, wrapper_on
+from lightning_fasttrain._surgery import Undo, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
@@ -155,7 +155,8 @@ def checkpoint_activations_(
     kept, and warns if plain blocks would keep no more.
 
     Args:
-        model: any module. Hugging Face models have their key-value cache switched off, which cannot be recomputed.
+        model: any module. Hugging Face models have their key-value cache switched off, which cannot be recomputed; on
+            some CPUs that alone changes the last bit, as attention reads keys and values from elsewhere.
         policy: which blocks are recomputed and what of them is kept: ``EveryBlock(k)``, all of them by default,
             ``SelectiveOps()``, or ``MemoryBudget(gib)``.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
@@ -239,6 +240,9 @@ class ActivationCheckpointing(Technique):
     def apply(self, model: nn.Module) -> Undo:
         undos = checkpoint_activations_(model, self.policy, self.blocks)
         return lambda: _all(undos.values())
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        return why_none_ran(model, CheckpointedForward)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 
@@ -234,6 +234,7 @@ class OffloadedForward(WrappedForward):
         self.offload = offload
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.ran = True
         if torch.compiler.is_compiling():
             _say_compiled()
             return self.inner(*args, **kwargs)
@@ -297,3 +298,6 @@ class ActivationOffload(Technique):
             offload.close()
 
         return undo
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        return why_none_ran(model, OffloadedForward)

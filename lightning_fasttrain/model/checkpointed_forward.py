@@ -50,6 +50,7 @@ class CheckpointedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
+        self.ran = True
         if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalises buffers itself
             if self.keeps is None:
                 return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
@@ -134,6 +134,7 @@ class CompiledForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None or torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
+        self.ran = True
         try:
             return self.entry(self.target, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
@@ -244,6 +245,9 @@ class CompileBlocks(Technique):
             self._compiled = {}
 
         return undo
+
+    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        return why_none_ran(model, CompiledForward)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
