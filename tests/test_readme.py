@@ -32,6 +32,20 @@ def test_the_table_of_fine_tuning_is_what_was_measured():
         )
 
 
+def test_the_table_of_predictions_is_what_was_measured():
+    written = README.split("<!-- predictions -->\n")[1].split("\n<!-- /predictions -->")[0].splitlines()
+    ways = [cell.strip() for cell in written[0].split("|")[2:-1]]
+    cells = {
+        (line.split("|")[1].strip(), way): cell.strip()
+        for line in written[2:]
+        for way, cell in zip(ways, line.split("|")[2:-1], strict=True)
+    }
+    results = [f"memory_prediction{kind}_cpu.json" for kind in ("", "_families")]
+    rows = [row for name in results for row in json.loads((ROOT / "examples/results" / name).read_text())["rows"]]
+    found = {(r["model"], r["way"]): f"{r['predicted_bytes'] / r['measured_bytes'] - 1:+.1%}" for r in rows}
+    assert {key: cell for key, cell in cells.items() if cell} == found
+
+
 def test_the_comparison_of_strategies_is_what_the_command_prints(capsys):
     command, _, written = README.split("$ fasttrain shard")[1].split("```")[0].partition("\n")
     assert main(["shard", *command.split()]) == 0

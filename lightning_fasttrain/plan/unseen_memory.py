@@ -1,8 +1,8 @@
 """What kernels allocate where a fake run does not look, as far as it matters.
 
-From measuring single operations of oneDNN, in float32 and bfloat16. Convolutions work on copies in a layout of their
-own, with the channels in blocks of 16; of images with the channels last, only the weights are copied. Left out are
-1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of bfloat16 matrix
+From measuring single operations of oneDNN with AVX-512, in float32 and bfloat16. Convolutions work on copies in a layout
+of their own, with the channels in blocks of 16; of images with the channels last, only the weights are copied. Left out
+are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of bfloat16 matrix
 products, a few per cent of a step.
 """
 
@@ -10,17 +10,17 @@ import math
 import sys
 from typing import Any
 
-from torch import Tensor, bfloat16, channels_last, ops
+from torch import Tensor, bfloat16, channels_last, get_num_threads, ops
 
 from lightning_fasttrain.plan.allocation_trace import Kept, Workspace
 
 BLOCK = 16
+_WIDEST = 14  # of wider kernels, as of patches, the gradient in float32 is a product with each image's columns
 
 
 def _blocked(image: Tensor) -> int:
     """Bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
-    channels = image.shape[1]
-    return image.nbytes * -(-channels // BLOCK) * BLOCK // channels
+    return image.nbytes * _in_blocks(image.shape[1]) // image.shape[1]
 
 
 def _has_channels_last(image: Tensor) -> bool:
@@ -34,17 +34,37 @@ def _convolution(arguments: Any, output: Tensor) -> int:
     inside = _blocked(output)
     if transposed:
         return 2 * inside
-    return max(inside, (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes)
+    return max(inside, weight.nbytes, (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes)
 
 
 def _convolution_backward(arguments: Any, _: Any) -> int:
     gradient, inputs, weight, stride, (for_inputs, *_rest) = *arguments[:3], arguments[4], arguments[-1]
+    groups = arguments[9]
     if _has_channels_last(inputs):
-        # A kernel with one channel to itself, if it is no 3 × 3 one, is summed up in a block of 16 × 16 channels.
-        alone = weight.shape[1] == 1 and max(weight.shape[2:]) > 3
-        return (1 + BLOCK * BLOCK if alone else 3) * weight.nbytes
+        return 3 * weight.nbytes if groups == 1 else _grouped_backward(inputs, gradient, weight, groups)
+    if max(weight.shape[2:]) > _WIDEST and weight.dtype is not bfloat16:
+        columns = weight[0].nbytes * math.prod(gradient.shape[2:])
+        return get_num_threads() * (4 * weight.nbytes + columns)
     both = _blocked(gradient) + (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0)
     return max(both, 2 * inputs.nbytes) if for_inputs and max(stride) > 1 else both
+
+
+def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
+    """Groups are summed up in blocks of 16 × 16 channels, however few they have, and bfloat16 in float32 too."""
+    height, width = weight.shape[2:]
+    alone = weight.shape[:2] == (groups, 1)
+    if alone and height == width == 3 and min(inputs.shape[2:]) >= 3:  # has a kernel of its own
+        return 3 * weight.nbytes
+    inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
+    padded = groups * inside * outside * height * width
+    if weight.dtype is not bfloat16:
+        return weight.nbytes + padded * weight.element_size()
+    images = groups * (inside * math.prod(inputs.shape[2:]) + outside * math.prod(gradient.shape[2:]))
+    return weight.nbytes + padded * (2 + 4) + 2 * images  # one image of each, turned round
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
 
 
 def _batch_norm_backward(arguments: Any, _: Any) -> int:

@@ -170,43 +170,45 @@ def test_a_recurrent_network_and_transposed_convolutions():
             rows = self.up(self.down(x).relu()).transpose(1, 2).flatten(2)
             return self.rows(rows)[0]
 
-    def loss(net, x):
-        return net(x).pow(2).mean()
-
     torch.manual_seed(0)
-    net, batch = Odd(), torch.randn(32, 3, 32, 32)
-    report = predict_memory(net, batch, loss=loss, optimizer=sgd, device="cpu")
-    optimizer = sgd(net.parameters())
-    for _ in range(3):
-        with PeakMemory("cpu", net, optimizer, batch) as peak:
-            value = loss(net, batch)
-            optimizer.zero_grad()
-            value.backward()
-            optimizer.step()
-    assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
+    agrees(Odd(), torch.randn(32, 3, 32, 32))
 
 
-def test_convolutions_with_the_channels_last():
-    """As in ConvNeXt: a wide kernel for each channel, on what a norm over the channels has turned."""
+class Mixing(nn.Module):
+    """As in ConvNeXt: convolutions in groups, on what a norm over the channels has turned."""
 
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.mix, self.norm = nn.Conv2d(128, 128, 7, padding=3, groups=128), nn.LayerNorm(128)
-            self.out = nn.Linear(128, 128)
+    def __init__(self, side, groups):
+        super().__init__()
+        self.mix = nn.Conv2d(128, 128, side, padding=side // 2, groups=groups)
+        self.norm, self.out = nn.LayerNorm(128), nn.Linear(128, 128)
 
-        def forward(self, x):
-            return x + self.out(self.norm(self.mix(x).permute(0, 2, 3, 1))).permute(0, 3, 1, 2)
+    def forward(self, x):
+        return x + self.out(self.norm(self.mix(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)))
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize(("side", "groups", "image"), [(7, 128, 8), (3, 128, 8), (3, 128, 2), (3, 32, 8)])
+def test_convolutions_with_the_channels_last(side, groups, image, precision):
+    agrees(nn.Sequential(Mixing(side, groups), Mixing(side, groups)), torch.randn(4, image, image, 128), precision)
+
+
+@pytest.mark.parametrize("side", [14, 16])
+def test_convolutions_over_patches(side):
+    agrees(nn.Conv2d(3, 128, side, stride=side), torch.randn(4, 3, 4 * side, 4 * side))
+
+
+def agrees(net, batch, precision="32-true"):
+    """With the third step of a plain training."""
 
     def loss(net, x):
-        return net(x.permute(0, 3, 1, 2)).pow(2).mean()
+        return net(x).float().pow(2).mean()
 
-    net, batch = nn.Sequential(Block(), Block()), torch.randn(4, 8, 8, 128)
-    report = predict_memory(net, batch, loss=loss, optimizer=sgd, device="cpu")
+    report = predict_memory(net, batch, loss=loss, optimizer=sgd, precision=precision, device="cpu")
     optimizer = sgd(net.parameters())
     for _ in range(3):
         with PeakMemory("cpu", net, optimizer, batch) as peak:
-            value = loss(net, batch)
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
+                value = loss(net, batch)
             optimizer.zero_grad()
             value.backward()
             optimizer.step()
