@@ -1,9 +1,9 @@
 """What kernels allocate where a fake run does not look, as far as it matters.
 
-From measuring single operations of oneDNN with AVX-512, in float32 and bfloat16. Convolutions work on copies in a layout
-of their own, with the channels in blocks of 16; of images with the channels last, only the weights are copied. Left out
-are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of bfloat16 matrix
-products, a few per cent of a step.
+From measuring single operations of oneDNN with AVX-512, in float32 and bfloat16. Convolutions work on copies in a
+layout of their own, with the channels in blocks of 16; of images with the channels last, only the weights are copied.
+Left out are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
+bfloat16 matrix products, a few per cent of a step.
 """
 
 import math
