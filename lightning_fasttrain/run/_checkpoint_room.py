@@ -3,6 +3,7 @@
 import os
 import secrets
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from lightning_fasttrain._checkpoint_choice import sweep
 from lightning_fasttrain._files import TEMPORARY
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._messages import explain, log, warn
 from lightning_fasttrain._reading import is_remote
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
@@ -22,7 +23,7 @@ from lightning_fasttrain._technique import patch
 GIB = 2**30
 
 
-def check_folders(trainer: L.Trainer) -> str | None:
+def check_folders(trainer: L.Trainer, optimizers: Sequence[Any]) -> str | None:
     """Why the folders of this run's checkpoints will not do, the same on all ranks; None if they will.
 
     What an earlier, killed run left half written there is removed first.
@@ -33,7 +34,8 @@ def check_folders(trainer: L.Trainer) -> str | None:
         for writer in writers:
             if reason is None and not is_remote(writer.dirpath):
                 sweep(Path(str(writer.dirpath)))
-                reason = unfit(Path(str(writer.dirpath)), checkpoint_bytes(trainer, writer.save_weights_only))
+                nbytes = checkpoint_bytes(trainer, [] if writer.save_weights_only else optimizers)
+                reason = unfit(Path(str(writer.dirpath)), nbytes)
     return trainer.strategy.broadcast(reason)
 
 
@@ -65,14 +67,21 @@ def unfit(folder: Path, nbytes: int) -> str | None:
     return None
 
 
-def checkpoint_bytes(trainer: L.Trainer, weights_only: bool) -> int:
-    """About how large one file will be: weights, and what the optimizers will hold. 0 where it is spread over ranks."""
-    if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
-        return 0
-    values = trainer.strategy.lightning_module_state_dict().values()
-    storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}
-    groups = [] if weights_only else [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    return sum(storages.values()) + sum(_moments(group) * _trained_bytes(group) for group in groups)
+def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Any]) -> int:
+    """About how large one checkpoint will be, of all ranks together: weights, and what the optimizers will hold."""
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
+    if isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        values = trainer.strategy.lightning_module_state_dict().values()
+        storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}
+        return sum(storages.values()) + moments
+    module = trainer.lightning_module
+    return sum(_whole_bytes(tensor) for tensor in (*module.parameters(), *module.buffers())) + moments
+
+
+def _whole_bytes(tensor: Any) -> int:
+    """Of a tensor that may be in pieces on several ranks."""
+    return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
 
 
 def _moments(group: dict[str, Any]) -> int:
@@ -81,25 +90,34 @@ def _moments(group: dict[str, Any]) -> int:
 
 
 def _trained_bytes(group: dict[str, Any]) -> int:
-    return sum(p.numel() * p.element_size() for p in group["params"] if p.requires_grad)
+    return sum(_whole_bytes(p) for p in group["params"] if p.requires_grad)
 
 
-def survive_failed_saves(strategy: Any) -> Undo:
-    """Let training go on when a checkpoint cannot be written, which is said; older ones are kept until one can be."""
+def share_failed_saves(strategy: Any, go_on: bool) -> Undo:
+    """Let all ranks hear of a checkpoint that could not be saved, instead of waiting for the one that writes.
+
+    Args:
+        strategy: the trainer's.
+        go_on: with training, without this checkpoint, if it was the disk; older ones are kept until one can be written.
+    """
     save, remove, failed = strategy.save_checkpoint, strategy.remove_checkpoint, False
 
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
         nonlocal failed
-        why = None
+        error: Exception | None = None
         try:
             save(checkpoint, filepath, *args, **kwargs)
-        except OSError as error:
-            why = str(error)
-        failed = why is not None
+        except Exception as caught:
+            error = caught
+            log.error("%s", error)  # now, as the others may never answer
+        bad = error is not None and not (go_on and isinstance(error, OSError))
+        failed = error is not None
         if isinstance(strategy, DDPStrategy):  # one process writes; strategies of shards agree by themselves
-            failed = not strategy.reduce_boolean_decision(not failed, all=True)
+            failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
+        if bad:
+            raise error or OSError(f"checkpoint {filepath} could not be saved: see the error of the rank that writes")
         if failed:
-            warn(f"{why or 'the checkpoint could not be written.'} Training goes on without this checkpoint.")
+            warn(f"{error or 'the checkpoint could not be written.'} Training goes on without this checkpoint.")
 
     def remove_checkpoint(filepath: Any) -> None:
         if not failed:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO, ClassVar
@@ -9,6 +10,7 @@ from typing import Any, BinaryIO, ClassVar
 import lightning as L
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
@@ -21,7 +23,7 @@ from lightning_fasttrain._reading import is_remote, local_path, read_archive
 from lightning_fasttrain._run_mark import KEY, RunMark, step_in
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
-from lightning_fasttrain.run._checkpoint_room import check_folders, survive_failed_saves
+from lightning_fasttrain.run._checkpoint_room import check_folders, share_failed_saves
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -169,8 +171,8 @@ class AtomicCheckpoints(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         strategy, undo = trainer.strategy, ExitStack()
-        if self.on_failed_save == "warn":
-            undo.callback(survive_failed_saves(strategy))
+        if self.on_failed_save == "warn" or isinstance(strategy, DDPStrategy):
+            undo.callback(share_failed_saves(strategy, go_on=self.on_failed_save == "warn"))
         theirs = strategy.checkpoint_io
         if type(theirs) is not TorchCheckpointIO:
             warn(
@@ -190,8 +192,18 @@ class AtomicCheckpoints(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: model and optimizers are there, so that a checkpoint's size is known, and nothing is trained yet."""
-        reason = check_folders(trainer)
-        if reason is not None and self.on_failed_save == "stop":
-            raise OSError(reason)
-        if reason is not None:
-            warn(reason)
+        probe_folders(trainer, trainer.optimizers)
+
+
+def probe_folders(trainer: L.Trainer, optimizers: Sequence[Any]) -> None:
+    """Before a run: can the folders of its ModelCheckpoints be written to, and do they have room?
+
+    Raises:
+        OSError: on all ranks, if one will not do; where AtomicCheckpoints is to go on with training, a warning.
+    """
+    reason = check_folders(trainer, optimizers)
+    policies = [callback.on_failed_save for callback in trainer.callbacks if isinstance(callback, AtomicCheckpoints)]
+    if reason is not None and "warn" in policies:
+        warn(reason)
+    elif reason is not None:
+        raise OSError(reason)

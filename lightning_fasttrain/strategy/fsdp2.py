@@ -25,6 +25,7 @@ from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._reading import local_path
 from lightning_fasttrain._run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.run.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave
@@ -142,6 +143,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         if fitting and self.sharding.offload is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         check_sharded(model, self.optimizers)
+        if fitting:
+            probe_folders(trainer, self.optimizers)
 
     @contextmanager
     def model_sharded_context(self) -> Generator:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain.run.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy import _zero_engine as engines
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy._zero_conflicts import refuse_conflicts
@@ -173,6 +174,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         zero = self._given_config.get("zero_optimization", {})
         refuse_conflicts(trainer.callbacks, self.stage, offloaded="offload_optimizer" in zero)
         engines.fit_buckets(self._given_config, module, self.question.settings)
+        probe_folders(trainer, [] if optimizer is None else [optimizer])  # which is whole, before DeepSpeed cuts it
 
     def _init_optimizers(self) -> Any:
         made, self._made = self._made, None

@@ -3,6 +3,7 @@
 One process imports everything once and forks the pairs, all at the same time: most of the time they wait.
 """
 
+import functools
 import importlib
 import json
 import os
@@ -18,7 +19,10 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
 
+import lightning_fasttrain as ft
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.strategy._zero_engine import import_deepspeed
 from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
@@ -147,6 +151,49 @@ def has_full_disk(folder):
     (folder / f"found{rank()}").write_text(json.dumps(found))
 
 
+class Keeps(L.Callback):
+    """Something that no checkpoint could be read back with."""
+
+    def state_dict(self):
+        return {"data": Path("data")}
+
+
+class SavesOnce(L.Callback):
+    def __init__(self, path, full_on=()):
+        self.path, self.full_on = path, full_on
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        if rank() in self.full_on:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FULL_AT_BYTES, before[1]))
+        try:
+            trainer.save_checkpoint(self.path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def cannot_save(folder):
+    """A folder that will not do, and a state that no checkpoint may hold; under DDP a full disk too."""
+    (folder / "file").write_text("")
+    found, atomic = {}, ft.AtomicCheckpoints
+    ddp = functools.partial(DDPStrategy, process_group_backend="gloo")
+    makers = {"zero 2": lambda: ZeROStrategy(stage=2), "zero 3": lambda: ZeROStrategy(stage=3), "fsdp2": FSDP2Strategy}
+    for name, make in {**makers, "ddp": ddp}.items():
+        extra = [atomic()] if name == "ddp" else []
+
+        def attempt(*callbacks, make=make):
+            callbacks = list(callbacks)
+            return error_of(lambda: fit(make(), TinyLM(), callbacks=callbacks, enable_checkpointing=True))
+
+        found[f"{name}, folder"] = attempt(*extra, ModelCheckpoint(folder / "file" / "checkpoints"))
+        quiet = ModelCheckpoint(folder / name, save_top_k=0)
+        found[f"{name}, state"] = attempt(*extra, quiet, Keeps(), SavesOnce(folder / "state.ckpt"))
+    full = SavesOnce(folder / "full.ckpt", full_on=(0,))
+    found["ddp, full disk"] = attempt(atomic(), quiet, full)
+    found["ddp, warned"] = attempt(atomic(on_failed_save="warn"), quiet, full)
+    (folder / f"found{rank()}").write_text(json.dumps(found))
+
+
 def saves_after_fit(folder):
     """The program ends while the last checkpoint is being written, to a slow disk."""
     t = fit(FSDP2Strategy(async_checkpoints=True), TinyLM())
@@ -170,6 +217,7 @@ SCENARIOS = (
     killed_in_fabric,
     does_not_come,
     has_full_disk,
+    cannot_save,
     saves_after_fit,
 )
 

@@ -67,6 +67,29 @@ def test_a_full_disk_on_any_rank_is_an_error_on_all_and_training_goes_on(seen):
     assert list(case["folder"].glob(".fasttrain*")) == []
 
 
+def test_what_cannot_be_saved_is_an_error_on_all_ranks_and_soon(seen):
+    case = seen["cannot_save"]
+    assert case["codes"] == [0, 0], case["err"]
+    for found in case["found"]:
+        for strategy in ("zero 2", "zero 3", "fsdp2", "ddp"):
+            kind, text, seconds = found[f"{strategy}, folder"]
+            assert kind == "OSError", text
+            assert "file/checkpoints: Not a directory" in text
+            assert seconds < 30
+            kind, text, seconds = found[f"{strategy}, state"]
+            assert kind != "no error"
+            assert seconds < 30
+        kind, text, seconds = found["ddp, full disk"]
+        assert (kind, seconds < 30) == ("OSError", True)
+        assert found["ddp, warned"][0] == "no error"
+    for strategy in ("zero 2", "zero 3", "fsdp2", "ddp"):
+        said = [found[f"{strategy}, state"][1] for found in case["found"]]
+        assert "['callbacks']['Keeps']['data'] of class PosixPath" in said[0]
+    assert "File too large" in case["found"][0]["ddp, full disk"][1]
+    assert "see the error of the rank that writes" in case["found"][1]["ddp, full disk"][1]
+    assert not (case["folder"] / "full.ckpt").exists()
+
+
 def test_a_program_that_ends_waits_for_its_last_checkpoint(seen):
     case = seen["saves_after_fit"]
     assert case["codes"] == [0, 0], case["err"]
