@@ -1,10 +1,11 @@
 """Floor: parameters that came after the optimizer was made, and that nothing would ever step."""
 
+import functools
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from lightning.fabric.wrappers import _FabricModule
 from torch import nn
@@ -12,7 +13,10 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._messages import explain
 
-_WAY_OUT = "Call lightning_fasttrain.apply first, then make the optimizer, and then call fabric.setup"
+_WAY_OUT = "Call it first, then make the optimizer, and then call fabric.setup"
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class LateParameters:
@@ -33,6 +37,12 @@ class LateParameters:
         self.trained_before = [weakref.ref(parameter) for parameter in model.parameters() if parameter.requires_grad]
         self.new: list[Any] = []
         self.hooks = ExitStack()
+
+    def __enter__(self) -> None:
+        _noticed.add(self.model)
+
+    def __exit__(self, *error: object) -> None:
+        _noticed.discard(self.model)
 
     def watch(self, what: str) -> ExitStack:
         """After the change: refuse it, or watch the optimizers that exist.
@@ -79,6 +89,25 @@ class LateParameters:
                     _WAY_OUT,
                 )
             )
+
+
+def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:
+    """Decorate a function that gives a model parameters to train; inside :func:`apply`, that notices by itself."""
+
+    @functools.wraps(function)
+    def noticing(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
+        if model in _noticed:
+            return function(model, *args, **kwargs)
+        late = LateParameters(model)
+        with late:
+            result = function(model, *args, **kwargs)
+        late.watch(function.__name__)
+        return result
+
+    return noticing
+
+
+_noticed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are being changed right now
 
 
 def _alive(references: Iterable[Any]) -> list[nn.Parameter]:

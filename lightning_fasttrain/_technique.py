@@ -172,8 +172,9 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     late = LateParameters(model)
     _acting.update([model, *techniques])
     with ExitStack() as undo:
-        for technique in sorted(techniques, key=lambda t: t.surgery or 0):
-            _push(undo, technique.apply(model))
+        with late:
+            for technique in sorted(techniques, key=lambda t: t.surgery or 0):
+                _push(undo, technique.apply(model))
         undo.enter_context(late.watch(f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"))
         return undo.pop_all()
 

@@ -3,13 +3,14 @@
 import copy
 
 import lightning as L
+import peft
 import pytest
 import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import CONFLICTS, Surgery, Technique
 from lightning_fasttrain._technique import Conflict
-from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
+from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 
 class Recorder(Technique):
@@ -238,6 +239,27 @@ def test_adapters_that_come_after_the_optimizer_are_refused_at_its_first_step():
     assert all(p.abs().sum() > 0 for p in lora_loop(optimizer_first=True, other=True))  # an old one may go on beside
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: ft.add_adapter_(model, peft.LoraConfig(r=2), ["up"]),
+        lambda model: ft.swap_head_(model, VOCAB, "head"),
+    ],
+    ids=["add_adapter_", "swap_head_"],
+)
+def test_functions_that_bring_parameters_notice_the_optimizer_too(change, request):
+    model = TinyLM()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    change(model)
+    model.loss(lm_batches(1)[0]).backward()
+    with pytest.raises(RuntimeError, match=rf"SGD was made before {request.node.callspec.id}: .*never move"):
+        optimizer.step()
+    change(model := TinyLM())
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    model.loss(lm_batches(1)[0]).backward()
+    optimizer.step()
+
+
 def test_an_old_optimizer_may_go_on_and_others_be_left_out_on_purpose():
     model = TinyLM()
     old = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -251,7 +273,7 @@ def test_an_old_optimizer_may_go_on_and_others_be_left_out_on_purpose():
 
 def test_fabric_that_has_set_the_model_up_refuses_new_parameters_at_once():
     fabric = L.Fabric(accelerator="cpu", devices=1)
-    with pytest.raises(RuntimeError, match=r"\[LoRA\]\) after fabric.setup: .* in no optimizer.*apply first"):
+    with pytest.raises(RuntimeError, match=r"\[LoRA\]\) after fabric.setup: .* in no optimizer.*Call it first"):
         lora_loop(optimizer_first=True, fabric=fabric)
     model, _ = fabric.setup(net := TinyLM(), torch.optim.SGD(net.parameters(), lr=0.1))
     with ft.apply(model, [ft.ActivationCheckpointing()]):  # which has none

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._heads import find_heads, is_a
+from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.finetune._adapter_checks import (
@@ -36,6 +37,7 @@ from lightning_fasttrain.finetune.targets import (
 )
 
 
+@notices_late_parameters
 def add_adapter_(
     model: nn.Module, config: Any, targets: Targets | None = None, *, train: Iterable[str] = (), name: str = "default"
 ) -> list[str]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune._adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune._float32_adapters import keep_in_float32_
@@ -28,6 +29,7 @@ from lightning_fasttrain.finetune.prompt_forward import PromptForward, prompts_o
 from lightning_fasttrain.finetune.targets import find_targets, refuse_tied, require_peft
 
 
+@notices_late_parameters
 def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), name: str = "default") -> str:
     """Put virtual tokens before the input of the Hugging Face model in ``model``, in place, and freeze all else.
 

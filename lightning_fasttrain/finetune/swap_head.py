@@ -8,10 +8,12 @@ from torch import nn
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._heads import base_of, find_heads
+from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import told_heads
 
 
+@notices_late_parameters
 def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:
     """Put a new head in the place of the model's, in place. Call it before adapters and before the optimizer is made.
 
