@@ -1,6 +1,7 @@
 """Freeze a module, thaw it again, or freeze all of a model but what is named."""
 
 import difflib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -48,6 +49,18 @@ def freeze_(module: nn.Module) -> Undo:
             stays.remove(stays.was_training)
 
     return undo
+
+
+def show_thawed_(modules: Iterable[nn.Module]) -> None:
+    """Put all parameters where they are. Before torch 2.13 compiled code looks again only into what was written to.
+
+    Source:
+        PyTorch issue 139476 and pull request 177158.
+    """
+    for module in modules:
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = None
+            module._parameters[name] = parameter
 
 
 def freeze_parameter_(parameter: nn.Parameter) -> bool:
@@ -121,6 +134,7 @@ def thaw_(module: nn.Module) -> list[str]:
     trained = {name: parameter for name, parameter in module.named_parameters() if can_train(parameter)}
     for parameter in trained.values():
         parameter.requires_grad_(True)
+    show_thawed_(module.modules())
     holder = {child: parent for parent in module.modules() for child in parent.children()}
     for norm in module.modules():
         stays = norm.__dict__.get("train")

@@ -22,6 +22,7 @@ from lightning_fasttrain.finetune.freezing import (
     freeze_parameter_,
     keep_in_eval_,
     keeps_statistics,
+    show_thawed_,
 )
 
 Groups = Sequence[Named | Sequence[Named]]
@@ -74,6 +75,7 @@ class Unfreezing:
                     "Thaw what may train: thaw_(model)",
                 )
             )
+        self._modules = list(model.modules())
         self._holder = {child: parent for parent in model.modules() for child in parent.children()}
         self._in_eval: dict[nn.Module, StaysInEval] = {}
         self.thawed = len(self._groups)
@@ -97,6 +99,7 @@ class Unfreezing:
             self._freeze(group)
         for group in self._groups[before : self.thawed]:
             self._thaw(group)
+        show_thawed_(self._modules)
         changed = self._groups[min(before, self.thawed) : max(before, self.thawed)]
         return [name for group in changed for name in group.parameters]
 

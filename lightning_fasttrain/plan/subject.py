@@ -46,7 +46,8 @@ def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, A
             made = make(**keywords)
         except TypeError as error:
             what = f"{path} with {' '.join(arguments) or 'no arguments'}"
-            raise TypeError(explain(what, str(error), "Check the --arg values")) from error
+            why = str(error).partition("\n")[0].rstrip(".")
+            raise TypeError(explain(what, why, "Check the --arg values")) from error
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     if not isinstance(made, L.LightningModule) or not is_overridden("train_dataloader", made):

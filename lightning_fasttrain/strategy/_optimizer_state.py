@@ -138,7 +138,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
         parameters = [nn.Parameter(torch.empty(s, dtype=dtype)) for s, n in times.items() for _ in range(min(n, 2))]
         for parameter in parameters:
             parameter.grad = torch.empty_like(parameter)
-        vars(twin).update(attributes, state=defaultdict(dict))
+        vars(twin).update(attributes, state=_early_state(kind, parameters))
         twin.param_groups = [{**group.settings, **switches, "params": parameters}]
         try:
             twin.step()
@@ -153,6 +153,11 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
         for p, tensors in zip(parameters, kept, strict=True)
     }
     return sum(own[torch.Size(shape)] * n for shape, n in times.items()) + sum(common.values())
+
+
+def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
+    """What it keeps before its first step: torch 2.11's Adagrad does; others make all in that step."""
+    return defaultdict(dict, kind(parameters).state if kind is torch.optim.Adagrad else {})
 
 
 def refuse_unshardable(optimizer: Optimizer) -> None:

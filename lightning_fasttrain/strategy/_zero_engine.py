@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain._checks import require
@@ -114,16 +115,20 @@ def without_needless_ops(device_type: str) -> Iterator[None]:
             ops["deepspeed_shm_comm"] = before
 
 
-def enter_cpu() -> Undo:
-    """Let DeepSpeed use the CPU, on a machine that has a GPU too; the returned function undoes that.
+def enter(device_type: str) -> Undo:
+    """Before DeepSpeed is used: what puts back ``torch.nn.functional.linear``, which stage 3 replaces for good.
 
-    It also takes back the variables by which processes find each other, which Lightning sets for DeepSpeed: the next
-    Trainer in this process would take itself for one of several that were started by somebody else.
+    On a CPU it is let use that, on a machine that has a GPU too. Then the variables are taken back as well by which
+    processes find each other, and which Lightning sets for DeepSpeed: the next Trainer in this process would take
+    itself for one of several that were started by somebody else.
     """
     from deepspeed.accelerator import get_accelerator, set_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
     undo = ExitStack()
+    undo.callback(setattr, functional, "linear", functional.linear)
+    if device_type != "cpu":
+        return undo.close
     before: Any = get_accelerator()
     if before.device_name() != "cpu":
         set_accelerator(CPU_Accelerator())

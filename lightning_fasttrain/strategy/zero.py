@@ -87,7 +87,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         self.roll_call = RollCall(None)
         self._made: Any = None
         self._inside_window = False
-        self._leave_cpu: Undo = lambda: None
+        self._leave: Undo = lambda: None
 
     @property
     def _given_config(self) -> dict[str, Any]:
@@ -111,10 +111,10 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def setup_distributed(self) -> None:
         """On a CPU: gloo, and no kernel is compiled."""
+        self._leave = engines.enter(self.root_device.type)
         if self.root_device.type == "cuda":
             super().setup_distributed()
         else:
-            self._leave_cpu = engines.enter_cpu()
             reset_seed()
             self.set_world_ranks()
             with engines.without_needless_ops(self.root_device.type):
@@ -125,7 +125,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         """The run is over; checkpoints can still be saved."""
         super().teardown()
         self._made = None
-        self._leave_cpu()
+        self._leave()
 
     # The engine.
 

@@ -77,7 +77,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         self.engine: Engine | None = None
         self.roll_call = RollCall(None)
         self.inside_window = False
-        self._leave_cpu: Undo = lambda: None
+        self._leave: Undo = lambda: None
 
     @property
     def _given_config(self) -> dict[str, Any]:
@@ -95,6 +95,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
     def setup_environment(self) -> None:
         """Join the process group; on a CPU as on a GPU."""
+        self._leave = engines.enter(self.root_device.type)
         if self.root_device.type == "cuda":
             super().setup_environment()
         else:
@@ -104,7 +105,6 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def _setup_on_cpu(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
-        self._leave_cpu = engines.enter_cpu()
         reset_seed()
         self._set_world_ranks()
         with engines.without_needless_ops(self.root_device.type):
@@ -116,7 +116,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         """The run is over."""
         super().teardown()
-        self._leave_cpu()
+        self._leave()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         """Choose the stage if it is to be chosen, and make the engine.

@@ -1,5 +1,6 @@
 """Run by two processes under torchrun (see test_gradual_unfreezing.py): each run writes what it found."""
 
+import inspect
 import json
 import os
 import sys
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing
@@ -19,6 +21,9 @@ from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, t
 RANKS = lm_batches(2, size=6, seed=3), lm_batches(2, size=4, seed=4)
 GROUPS = [["head"], ["blocks.2"], ["blocks.1"]]
 EPOCHS = 3
+# What it was called before torch 2.13.
+NEW, OLD = "forward_sync_buffers", "broadcast_buffers"
+WITHOUT_SYNC = NEW if NEW in inspect.signature(DistributedDataParallel.__init__).parameters else OLD
 
 
 class Untied(TinyLM):
@@ -89,7 +94,7 @@ def main(path):
     rank, found, expected = int(os.environ["RANK"]), {}, parameters_of(by_hand())
     runs = {
         "epoch": ([GradualUnfreezing(groups=GROUPS)], {}),
-        "steps": ([GradualUnfreezing(2, groups=GROUPS)], {"forward_sync_buffers": False}),
+        "steps": ([GradualUnfreezing(2, groups=GROUPS)], {WITHOUT_SYNC: False}),
         "views": ([GradualUnfreezing(groups=GROUPS)], {"gradient_as_bucket_view": True}),
         "unused": ([GradualUnfreezing(groups=GROUPS)], {"find_unused_parameters": True}),
         "static": ([GradualUnfreezing(groups=GROUPS)], {"static_graph": True}),

@@ -92,8 +92,9 @@ def test_int8_is_the_nearest_127th_of_the_largest_in_a_row():
 @pytest.mark.parametrize("double_quant", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_relative_error_of_normal_weights(kind, expected, double_quant, dtype):
-    net = linear(512, 256, dtype=dtype)
+    net = linear(512, 256)
     nn.init.normal_(net[0].weight, std=0.02)
+    net.to(dtype)  # drawn in bfloat16, the tails are shorter in some versions of torch
     before = net[0].weight.detach().float()
     quantize_base_(net, kind, double_quant=double_quant)
     error = (dequantized_weight(net[0]).float() - before).norm() / before.norm()

@@ -55,6 +55,10 @@ def test_losses_and_weights_are_those_of_one_plain_process(two, kind):
             assert found["agree"] == 0
 
 
+def test_torchs_own_linear_is_put_back_after_stage_3(two):
+    assert all(rank["linear put back"] for rank in two)
+
+
 def test_steps_are_counted_as_the_engine_counts_them(two):
     for stage in STAGES:
         assert two[0][f"sgd {stage}"]["steps"] == [21, 21]
