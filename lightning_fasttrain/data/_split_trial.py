@@ -209,7 +209,7 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
             splits.append(Split([piece for piece, _ in cutting], whole, runs))
     finally:
         put_back()
-    rounding = mode.autocast or _is_rounded(parameters)
+    rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
     return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
 
 
@@ -322,10 +322,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
     return list(found.values())
 
 
-def _is_rounded(parameters: list[Tensor]) -> bool:
-    """Whether products are rounded to less than float32: low-precision weights, or TF32 on a GPU."""
-    if any(p.dtype in (torch.bfloat16, torch.float16) for p in parameters):
-        return True
+def _uses_tf32(parameters: list[Tensor]) -> bool:
     if not any(p.is_cuda for p in parameters):
         return False
     products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision

@@ -77,6 +77,7 @@ class TrialMode(TorchFunctionMode):
         self.in_float32 = in_float32
         self.losses: list[SeenLoss] = []
         self.autocast = False  # the step switches it on by itself
+        self.rounds = False  # something is computed in less than float32
         self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
         self._draws: list[Tensor] = []
         self._drawn = 0
@@ -114,7 +115,9 @@ class TrialMode(TorchFunctionMode):
             return self._draw(func, args, kwargs)
         if func is F.cross_entropy or func is F.nll_loss:
             return self._note_loss(func, args, kwargs)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        self.rounds |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
+        return result
 
     def _note_loss(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = inspect.signature(func).bind(*args, **kwargs)

@@ -252,6 +252,19 @@ def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
     assert ft.find_count(step, PADDED) == CountRule("sum")
 
 
+@pytest.mark.parametrize("base", ["bfloat16", "nf4"])
+def test_what_trains_in_float32_beside_a_base_that_rounds_finds_the_rule(base):
+    model = TinyLM().bfloat16()
+    ft.apply(model, [ft.LoRA(rank=2)] if base == "bfloat16" else [ft.QLoRA(rank=2)])
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    assert ft.find_count(model.loss, PADDED) == CountRule("targets")
+    with pytest.raises(ValueError, match="not split by any of: count="):
+        ft.find_count(model.loss, PADDED, count=lambda batch: len(batch["labels"]))
+
+
 def test_batch_norm_does_not_hide_what_the_loss_averages_over():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
