@@ -1,15 +1,18 @@
 """What losses share that make the logits of a few tokens at a time."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
+_STEP, _MOST = 128, 4096
 
-def chunk_size(hidden: Tensor, weight: Tensor) -> int:
-    """So many tokens that their logits take about the room of all hidden states; at least 128, to keep kernels busy."""
-    tokens, classes = max(1, hidden.shape[0]), weight.shape[0]
-    return min(tokens, max(128, tokens * hidden.shape[1] // classes))
+
+def chunk_size(tokens: int, share: int = 8) -> int:
+    """A ``share``-th of all tokens, in multiples of 128, and at most 4,096: enough to keep kernels busy."""
+    return max(1, min(tokens, _MOST, -(-tokens // (share * _STEP)) * _STEP))
 
 
 def at_least_float32(tensor: Tensor) -> torch.dtype:
@@ -17,26 +20,58 @@ def at_least_float32(tensor: Tensor) -> torch.dtype:
 
 
 class GradientSums:
-    """Gradients, added up chunk by chunk; in float32, which is what one large matrix product does inside."""
+    """Gradients, added up chunk by chunk; in float32, which is what one large matrix product does inside.
 
-    def __init__(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Any) -> None:
+    Args:
+        hidden, weight, bias: what they are the gradients of.
+        needs: which of them are wanted.
+        rounded: whether the sums will be rounded to low precision in the end. A CPU's products in low precision are
+            rounded as well, which is no more than one large product is; but once is enough.
+    """
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Any, rounded: bool = True
+    ) -> None:
+        self.rounded = rounded
         dtype = at_least_float32(hidden)
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] and weight is not None else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
 
-    def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, share: Tensor | None = None) -> None:
+        """Add what a chunk brings; ``share`` is a factor for each of its tokens."""
+        column = None if share is None else share.to(hidden.dtype)[:, None]
         if self.bias is not None:
-            self.bias += d_logits.sum(dim=0)
+            self.bias += (d_logits if column is None else d_logits * column).sum(dim=0, dtype=self.bias.dtype)
         d_logits = d_logits.to(hidden.dtype)
         if self.hidden is not None:
-            self.hidden[part] = d_logits @ weight
+            torch.mm(d_logits, weight, out=self.hidden[part])
+            if column is not None:
+                self.hidden[part] *= column
         if self.weight is None:
             return
-        if d_logits.is_cuda and d_logits.dtype != self.weight.dtype:  # low precision in, float32 out
+        hidden = hidden if column is None else hidden * column
+        if d_logits.dtype == self.weight.dtype:
+            self.weight.addmm_(d_logits.T, hidden)
+        elif d_logits.is_cuda:  # low precision in, float32 out
             self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
+        elif self.rounded:
+            with _products_in_bfloat16():
+                self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
         else:
-            self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
+            self.weight += d_logits.T @ hidden
+
+
+@contextmanager
+def _products_in_bfloat16() -> Iterator[None]:
+    """On CPUs that can, of float32 tensors: exact for numbers that were rounded before, and several times as fast."""
+    settings = torch.backends.mkldnn.matmul
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 def times(gradient: Tensor | None, share: Tensor, dtype: torch.dtype | None) -> Tensor | None:

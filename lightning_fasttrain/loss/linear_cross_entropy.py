@@ -13,6 +13,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
 
 BACKENDS = ("auto", "chunked", "liger", "torch")
+_IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
 
 
 def linear_cross_entropy(
@@ -49,13 +50,13 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for one loss a token, (...).
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
-        chunk: tokens whose logits live at once. By default so many that they take about the room of ``hidden``.
+        chunk: tokens whose logits live at once. By default an eighth of them, in multiples of 128, and at most 4,096.
         backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
             ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
             each call and whose graph can be walked backward once; ``"torch"`` is
             ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which rounds the loss of bfloat16 inputs more
             coarsely than the plain path, and whose gradients are NaN where no target counts.
-            ``examples/gpu/chunked_loss.py`` measures them.
+            ``examples/chunked_loss.py`` measures them.
 
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
@@ -82,22 +83,35 @@ def linear_cross_entropy(
     one_of("backend", backend, BACKENDS)
     shape, device = targets.shape, hidden.device.type
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    if torch.is_autocast_enabled(device):  # as F.linear would; a custom function has no autocast in its backward
-        dtype = torch.get_autocast_dtype(device)
-        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
-    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(hidden, weight)
-    arguments = (hidden, weight, bias, targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
+    kept = _counted_positions(targets, ignore_index)
+    if kept is not None:
+        hidden, targets = hidden[kept], targets[kept]
+    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(len(hidden))
+    arguments = (targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
     if backend in ("auto", "chunked"):
-        loss = _Chunked.apply(*arguments, size)
+        loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low)
     elif chunk is not None:
         raise ValueError(
             explain(f"{chunk=} with {backend=}", "this backend has a rule of its own", "Use backend='chunked'")
         )
     else:
-        loss = (_ligers if backend == "liger" else _torchs)(*arguments)
-    return loss.reshape(shape) if reduction == "none" else loss
+        if low is not None:
+            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+        loss = (_ligers if backend == "liger" else _torchs)(hidden, weight, bias, *arguments)
+    if reduction != "none":
+        return loss
+    return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
+
+
+def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
+    """Where targets count, so that the others need no logits; None where all do, or where to look would cost a wait."""
+    if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
+        return None
+    kept = (targets != ignore_index).nonzero()[:, 0]
+    return kept if len(kept) < len(targets) else None
 
 
 def _check(
@@ -139,21 +153,28 @@ class _Chunked(torch.autograd.Function):
         z_loss: float,
         softcap: float | None,
         size: int,
+        low: torch.dtype | None,
     ) -> Tensor:
+        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        if low is not None:  # as F.linear would; in here, so that gradients of float32 weights are not rounded
+            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
         counted = targets != ignore_index
+        targets = torch.where(counted, targets, 0)
         options = (smoothing, z_loss, softcap)
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.size, ctx.reduction = options, size, reduction
-        sums = GradientSums(hidden, weight, bias, needs) if reduction != "none" and any(needs) else None
+        sums = None
+        if reduction != "none" and any(needs):
+            sums = GradientSums(hidden, weight, bias, needs, rounded=ctx.dtypes[1] == hidden.dtype)
         loss = torch.empty(len(targets), dtype=at_least_float32(hidden), device=hidden.device)
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             chunk = hidden[part]
-            loss[part], d_logits = _loss_of(
-                chunk, weight, bias, targets[part], counted[part], options, sums is not None
-            )
+            loss[part], d_logits = _loss_of(chunk, weight, bias, targets[part], options, sums is not None)
             if sums is not None:
-                sums.add(part, d_logits, chunk, weight)
+                sums.add(part, d_logits, chunk, weight, counted[part])
+            del d_logits  # before the next chunk's logits are made
+        loss = torch.where(counted, loss, 0.0)
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, counted)
             return loss
@@ -163,7 +184,6 @@ class _Chunked(torch.autograd.Function):
         number = counted.sum().to(loss.dtype) if reduction == "mean" else loss.new_ones(())
         factor = number.clamp(min=1).reciprocal()
         if sums is not None:
-            ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss.sum() * number.reciprocal()
 
@@ -173,16 +193,18 @@ class _Chunked(torch.autograd.Function):
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors
             share = grad * factor
-            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 7
+            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 8
         hidden, weight, bias, targets, counted = ctx.saved_tensors
-        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3])
+        sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3], rounded=ctx.dtypes[1] == hidden.dtype)
+        share = torch.where(counted, grad, 0.0)
         for start in range(0, len(targets), ctx.size):
             part = slice(start, start + ctx.size)
             chunk = hidden[part]
-            _, d_logits = _loss_of(chunk, weight, bias, targets[part], counted[part], ctx.options, True)
-            sums.add(part, d_logits.mul_(grad[part, None]), chunk, weight)
-        found = zip((sums.hidden, sums.weight, sums.bias), (hidden, weight, bias), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 7
+            _, d_logits = _loss_of(chunk, weight, bias, targets[part], ctx.options, True, share[part])
+            sums.add(part, d_logits, chunk, weight)
+            del d_logits
+        found = zip((sums.hidden, sums.weight, sums.bias), ctx.dtypes, strict=True)
+        return *(None if g is None else g.to(dtype) for g, dtype in found), *[None] * 8
 
 
 def _loss_of(
@@ -190,32 +212,49 @@ def _loss_of(
     weight: Tensor,
     bias: Tensor | None,
     targets: Tensor,
-    counted: Tensor,
     options: tuple[float, float, float | None],
     with_gradient: bool,
+    share: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each token of a chunk, and its gradient with respect to the product ``hidden @ weight.T + bias``."""
-    smoothing, z_loss, softcap = options
+    """Loss of each token of a chunk, and its gradient with respect to the product ``hidden @ weight.T + bias``.
+
+    ``share`` is a factor of the gradient for each token.
+
+    The gradient takes the place of the logits, rounded once, to the dtype of the product. On a CPU this is done for a
+    few rows at a time, which stay in its cache from the first operation to the last.
+    """
     logits = F.linear(hidden, weight, bias)
-    logits = logits.to(at_least_float32(logits))
+    losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
+    in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
+    rows = max(1, _IN_CACHE // logits.shape[1]) if in_cache else max(1, len(logits))
+    for start in range(0, len(logits), rows):
+        some = slice(start, start + rows)
+        losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options)
+        if with_gradient:
+            logits[some] = gradient if share is None else gradient.mul_(share[some, None])
+    return losses, logits
+
+
+def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, float | None]) -> tuple[Tensor, Tensor]:
+    """Losses of a few tokens (T,), and their gradient (T, V), in at least float32."""
+    smoothing, z_loss, softcap = options
+    dtype = at_least_float32(logits)
+    slope = None
     if softcap is not None:
-        logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
-    classes = logits.shape[1]
-    index = torch.where(counted, targets, 0)[:, None]
-    lse = torch.logsumexp(logits, dim=1)
-    losses = lse - (1 - smoothing) * logits.gather(1, index)[:, 0] + z_loss * lse.square()
+        logits = torch.tanh(logits.to(dtype) / softcap)
+        slope, logits = 1 - logits.square(), logits * softcap
+    shares = torch.softmax(logits, dim=1, dtype=dtype)
+    lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
+    losses = lse - (1 - smoothing) * logits.gather(1, targets)
     if smoothing:
-        losses = losses - smoothing * logits.mean(dim=1)
-    losses = torch.where(counted, losses, 0.0)
-    if not with_gradient:
-        return losses, losses
-    slope = 1 - (logits / softcap).square() if softcap is not None else None
-    gradient = logits.sub_(lse[:, None]).exp_().mul_((1 + 2 * z_loss * lse)[:, None])
+        losses -= smoothing * logits.mean(dim=1, keepdim=True, dtype=dtype)
+    if z_loss:
+        losses += z_loss * lse.square()
+        shares *= 1 + 2 * z_loss * lse
     if smoothing:
-        gradient.sub_(smoothing / classes)
-    gradient.scatter_add_(1, index, torch.full_like(index, smoothing - 1, dtype=gradient.dtype))
-    gradient.mul_(counted[:, None])
-    return losses, gradient if slope is None else gradient.mul_(slope)
+        shares -= smoothing / logits.shape[1]
+    shares.scatter_add_(1, targets, torch.full_like(lse, smoothing - 1))
+    return losses[:, 0], shares if slope is None else shares.mul_(slope)
 
 
 def _ligers(

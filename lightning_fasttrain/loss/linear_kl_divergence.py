@@ -84,7 +84,7 @@ def linear_kl_divergence(
         temperature: T; the higher, the more the teacher's small probabilities count.
         mask: (...), which tokens count in the loss and in its mean, such as ``labels != -100``. By default all.
         reduction: ``"mean"`` over the tokens that count, ``"sum"``, or ``"none"`` for one value a token, (...).
-        chunk: tokens whose logits live at once. By default so many that they take about the room of ``hidden``.
+        chunk: tokens whose logits live at once. By default a 32nd of them, in multiples of 128, and at most 4,096.
 
     Returns:
         The loss: float32, or float64 for float64 inputs; a scalar, or (...) for ``reduction="none"``.
@@ -125,7 +125,7 @@ def kl_divergence(
         temperature: as for :func:`linear_kl_divergence`.
         mask: as for :func:`linear_kl_divergence`.
         reduction: as for :func:`linear_kl_divergence`.
-        chunk: tokens at once. By default a sixteenth of them, or 128.
+        chunk: tokens at once. By default a 32nd of them, in multiples of 128, and at most 4,096.
 
     Returns:
         As for :func:`linear_kl_divergence`.
@@ -157,12 +157,8 @@ def divergence(
     student, teacher = student.cast().flat(), teacher.detached().cast().flat()
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         student = student.detached()
-    if chunk is not None:
-        size = positive_int("chunk", chunk)
-    elif student.weight is None:
-        size = max(128, len(student.hidden) // 16)
-    else:
-        size = chunk_size(student.hidden, student.weight)
+    # Logits of two models, and what is made of them: several times the room that a loss of one model needs.
+    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(len(student.hidden), share=32)
     counted = None if mask is None else mask.reshape(-1) != 0
     tensors = (*student[:3], *teacher[:3], counted)
     loss: Any = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)

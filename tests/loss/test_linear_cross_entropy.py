@@ -177,8 +177,8 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
 
     logits = 4096 * 4096 * 4
     assert added(plain, 4096, 4096) > 2 * logits
-    # What is left is a few chunks of 128 tokens, and sums that are as large as the weight and the hidden states.
-    assert added(linear_cross_entropy, 4096, 4096) < 0.15 * logits
+    # What is left is an eighth of the logits, and of a few rows what is computed with them.
+    assert added(linear_cross_entropy, 4096, 4096) < 0.17 * logits
 
 
 @pytest.mark.parametrize(
