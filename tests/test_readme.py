@@ -46,6 +46,15 @@ def test_the_table_of_predictions_is_what_was_measured():
     assert {key: cell for key, cell in cells.items() if cell} == found
 
 
+def test_the_table_of_the_chunked_loss_is_what_was_measured():
+    written = README.split("<!-- chunked loss -->\n")[1].split("\n<!-- /chunked loss -->")[0].splitlines()[2:]
+    rows = json.loads((ROOT / "examples" / "results" / "chunked_loss_cpu.json").read_text())["rows"]
+    for line in written:
+        vocabulary, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        found = [row for row in rows if f"{row['vocabulary']:,}" == vocabulary]
+        assert cells == [f"{row['step_ms']:.0f} ms, {row['added_mib']:.0f} MiB" for row in found]
+
+
 def test_the_comparison_of_strategies_is_what_the_command_prints(capsys):
     command, _, written = README.split("$ fasttrain shard")[1].split("```")[0].partition("\n")
     assert main(["shard", *command.split()]) == 0

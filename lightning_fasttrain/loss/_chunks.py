@@ -10,9 +10,13 @@ from torch import Tensor
 _STEP, _MOST = 128, 4096
 
 
-def chunk_size(tokens: int, share: int = 8) -> int:
-    """A ``share``-th of all tokens, in multiples of 128, and at most 4,096: enough to keep kernels busy."""
-    return max(1, min(tokens, _MOST, -(-tokens // (share * _STEP)) * _STEP))
+def chunk_size(tokens: int, share: int = 8, enough: int = 1024) -> int:
+    """A ``share``-th of all tokens, or a quarter if that is not ``enough`` to outweigh adding up a weight's gradient.
+
+    In multiples of 128, and at most 4,096, which keep kernels busy.
+    """
+    wanted = min(max(tokens // share, enough), max(tokens // 4, tokens // share))
+    return max(1, min(tokens, _MOST, -(-wanted // _STEP) * _STEP))
 
 
 def at_least_float32(tensor: Tensor) -> torch.dtype:

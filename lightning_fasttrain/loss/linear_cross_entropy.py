@@ -50,7 +50,8 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for one loss a token, (...).
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
-        chunk: tokens whose logits live at once. By default an eighth of them, in multiples of 128, and at most 4,096.
+        chunk: tokens whose logits live at once. By default an eighth of them, or if that is below 1,024 a quarter, and
+            at most 4,096.
         backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
             ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
             each call and whose graph can be walked backward once; ``"torch"`` is
