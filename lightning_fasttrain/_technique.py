@@ -52,6 +52,7 @@ class Technique(L.Callback):
         surgery: its place in the order of surgery; None if it does not operate on the model.
         effect: one line for the table of techniques.
         in_a_loop: what to call in a Fabric or bare loop.
+        acting: whether a Trainer or :func:`apply` ever put it to use.
     """
 
     exactness: ClassVar[Exactness] = Exactness.EXACT
@@ -59,6 +60,7 @@ class Technique(L.Callback):
     effect: ClassVar[str] = ""
     in_a_loop: ClassVar[str] = "apply(model, [...])"
 
+    acting: bool = False
     _undo: ExitStack | None = None
 
     def apply(self, model: nn.Module) -> Undo | None:
@@ -95,7 +97,7 @@ class Technique(L.Callback):
             watch = BatchWatch(self, own, functools.partial(_idle, techniques), divides)
             undo.callback(patch(self, "on_train_batch_end", watch))
         for technique in techniques:
-            _acting.add(technique)
+            technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
             _leave_out_empty_hooks(technique, undo)
         surgeons = [technique for technique in techniques if technique.surgery is not None]
@@ -170,21 +172,22 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     refuse_mixed_lightning(*techniques)
     check_together(techniques)
     late = LateParameters(model)
-    _acting.update([model, *techniques])
+    _operated.add(model)
     with ExitStack() as undo:
         with late:
             for technique in sorted(techniques, key=lambda t: t.surgery or 0):
+                technique.acting = True
                 _push(undo, technique.apply(model))
         undo.enter_context(late.watch(f"apply(model, [{', '.join(type(t).__name__ for t in techniques)}])"))
         return undo.pop_all()
 
 
-_acting: WeakSet[Any] = WeakSet()  # techniques that somebody put to use, and models that were operated on
+_operated: WeakSet[nn.Module] = WeakSet()
 
 
-def is_acting(thing: object) -> bool:
-    """Whether a Trainer or :func:`apply` put a technique to use, or operated on a model."""
-    return thing in _acting
+def is_operated_on(model: Any) -> bool:
+    """Whether a Trainer or :func:`apply` ever operated on a model."""
+    return model in _operated
 
 
 def _idle(techniques: Iterable[Technique], model: nn.Module) -> Iterator[tuple[str, str, str]]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._technique import Technique, is_acting, patch
+from lightning_fasttrain._technique import Technique, is_operated_on, patch
 
 
 class FastTrainMixin:
@@ -69,8 +69,8 @@ class FastTrainMixin:
 
 
 def _warn_if_unused(module: FastTrainMixin) -> None:
-    idle = [technique for technique in module.configure_techniques() if not is_acting(technique)]
-    if not idle or is_acting(module):
+    idle = [technique for technique in module.configure_techniques() if not technique.acting]
+    if not idle or is_operated_on(module):
         return
     name = type(module).__name__
     ways = ", ".join(f"{type(technique).__name__}: {technique.in_a_loop}" for technique in idle)
