@@ -69,8 +69,10 @@ class FastTrainMixin:
 
 
 def _warn_if_unused(module: FastTrainMixin) -> None:
+    if is_operated_on(module):
+        return
     idle = [technique for technique in module.configure_techniques() if not technique.acting]
-    if not idle or is_operated_on(module):
+    if not idle:
         return
     name = type(module).__name__
     ways = ", ".join(f"{type(technique).__name__}: {technique.in_a_loop}" for technique in idle)

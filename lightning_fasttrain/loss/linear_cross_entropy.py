@@ -246,7 +246,7 @@ def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, 
         slope, logits = 1 - logits.square(), logits * softcap
     shares = torch.softmax(logits, dim=1, dtype=dtype)
     lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
-    losses = lse - (1 - smoothing) * logits.gather(1, targets)
+    losses = lse - (1 - smoothing) * logits.gather(1, targets).to(dtype)
     if smoothing:
         losses -= smoothing * logits.mean(dim=1, keepdim=True, dtype=dtype)
     if z_loss:

@@ -109,10 +109,11 @@ def share_failed_saves(strategy: Any, go_on: bool) -> Undo:
             save(checkpoint, filepath, *args, **kwargs)
         except Exception as caught:
             error = caught
-            log.error("%s", error)  # now, as the others may never answer
         bad = error is not None and not (go_on and isinstance(error, OSError))
         failed = error is not None
         if isinstance(strategy, DDPStrategy):  # one process writes; strategies of shards agree by themselves
+            if error is not None:
+                log.error("%s", error)  # now, as the others may never answer
             failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
         if bad:
             raise error or OSError(f"checkpoint {filepath} could not be saved: see the error of the rank that writes")

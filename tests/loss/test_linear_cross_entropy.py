@@ -75,15 +75,21 @@ def test_every_backend_agrees_in_float32(reduction, backend):
         torch.testing.assert_close(b, a, rtol=1e-5, atol=1e-5)
 
 
+# Of tensors as small as these the ratio is uncertain by a tenth.
+@pytest.mark.parametrize(
+    ("dtype", "smoothing", "most"),
+    [(torch.bfloat16, 0.0, 1.1), (torch.bfloat16, 0.1, 1.2), (torch.float16, 0.0, 1.2), (torch.float16, 0.1, 1.2)],
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_bfloat16_is_no_further_from_the_truth_than_the_plain_path(reduction):
-    low, high = inputs(torch.bfloat16), inputs(torch.bfloat16)
+def test_low_precision_is_no_further_from_the_truth_than_the_plain_path(reduction, dtype, smoothing, most):
+    low, high = inputs(dtype), inputs(dtype)
     high = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in high)
-    truth = value_and_gradients(plain, *high, reduction=reduction)
-    theirs = value_and_gradients(plain, *low, reduction=reduction)
-    ours = value_and_gradients(linear_cross_entropy, *low, reduction=reduction, chunk=8, backend="chunked")
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    truth = value_and_gradients(plain, *high, **options)
+    theirs = value_and_gradients(plain, *low, **options)
+    ours = value_and_gradients(linear_cross_entropy, *low, **options, chunk=8, backend="chunked")
     for t, a, b in zip(truth, theirs, ours, strict=True):
-        assert (b.double() - t).norm() <= 1.1 * (a.double() - t).norm() + 1e-6
+        assert (b.double() - t).norm() <= most * (a.double() - t).norm() + 1e-6
 
 
 def test_under_autocast_as_the_linear_layer_would_be():
@@ -136,13 +142,17 @@ def test_nothing_counted_is_as_the_plain_path_has_it():
     assert torch.autograd.grad(total, weight)[0].abs().sum() == 0
 
 
-def test_float16_gradients_neither_overflow_nor_vanish_however_many_tokens():
+@pytest.mark.parametrize("mixed", [False, True])
+def test_float16_gradients_neither_overflow_nor_vanish_however_many_tokens(mixed):
     tokens, g = 4096, torch.Generator().manual_seed(0)
     hidden = 40 + torch.randn(tokens, 8, generator=g)  # the gradient of the sum is beyond 65504
     weight, targets = torch.randn(4, 8, generator=g) / 40, torch.randint(4, (tokens,), generator=g) // 3
     low = [x.half().requires_grad_() for x in (hidden, weight)]
     high = [x.detach().double().requires_grad_() for x in low]
-    (seen,) = torch.autograd.grad(linear_cross_entropy(*low, targets), low[1])
+    given = [x.detach().float().requires_grad_() for x in low] if mixed else low
+    with torch.autocast("cpu", torch.float16, enabled=mixed):
+        loss = linear_cross_entropy(*given, targets, chunk=tokens)  # in one product
+    (seen,) = torch.autograd.grad(loss, given[1])
     (expected,) = torch.autograd.grad(plain(*high, targets), high[1])
     assert expected.abs().max() * tokens > torch.finfo(torch.float16).max
     torch.testing.assert_close(seen.double(), expected, rtol=5e-3, atol=5e-3)
