@@ -9,6 +9,7 @@ from lightning_fasttrain._messages import wide_enough
 
 # Also 2 for arguments that argparse itself refuses.
 BAD_INPUT = 2
+INTERRUPTED = 130
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except KeyboardInterrupt:
         print("fasttrain: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
 
 
 def _add_ladder(commands: Any) -> None:
@@ -50,13 +51,18 @@ def _add_ladder(commands: Any) -> None:
         description="Train a reference GPT on real text, with one optimisation after the other; "
         "print a table, write ladder.json and ladder.png.",
     )
-    parser.add_argument("--size", default="nano", help="nano (default), tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--size", default="tiny", help="nano, tiny (default), gpt2-small, gpt2-medium or gpt2-xl")
     parser.add_argument("--text", metavar="PATH", help="file or folder; default: source of Python's standard library")
     parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
     parser.add_argument(
-        "--repeats", type=int, metavar="N", default=1, help="runs per rung, the fastest counts; default: 1"
+        "--repeats",
+        type=int,
+        metavar="N",
+        default=2,
+        help="how often rungs whose times are too near to tell are run again, in turn; default: 2",
     )
+    parser.add_argument("--minutes", type=float, metavar="M", help="run nothing again after; default: the size's own")
     parser.add_argument("--each", action="store_true", help="also run each rung alone")
     parser.add_argument("--attention", default="sdpa", help="sdpa (default) or naive, in every rung")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences per step; default: the size's own")
@@ -79,6 +85,7 @@ def _ladder(options: argparse.Namespace) -> int:
             out=options.out,
             steps=options.steps,
             repeats=options.repeats,
+            minutes=options.minutes,
             each=options.each,
             attention=options.attention,
             batch=options.batch,
@@ -88,18 +95,25 @@ def _ladder(options: argparse.Namespace) -> int:
     except (ValueError, ModuleNotFoundError) as error:
         print(f"fasttrain ladder: {error}", file=sys.stderr)
         return BAD_INPUT
-    with Live(console, ladder.number_of_runs(prepared)) as live:
+    for one in prepared.skipped:
+        console.print(f"{one.rung.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+    with Live(console, ladder.number_of_rows(prepared)) as live:
         result = ladder.climb(prepared, live.row, live.progress)
+    if not result["rungs"]:
+        return INTERRUPTED
     console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)
     if each is not None:
         console.print(each)
-    console.print(report.summary(result))
+    console.print(report.summary(result), markup=False, highlight=False, soft_wrap=True)
     picture = report.save_picture(result, prepared.out / "ladder.png")
     written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
     console.print(f"Written: {', '.join(written)}", soft_wrap=True)
     if picture is None:
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
+    if result["interrupted"]:
+        print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
+        return INTERRUPTED
     naive, *others = result["rungs"]
     return 0 if naive["error"] is None and any(row["error"] is None for row in others) else 1
 

@@ -12,7 +12,8 @@ from rich.table import Table
 
 from lightning_fasttrain.bench.machine import (
     GIB,
-    cpu_has_bf16,
+    bf16_slowdown,
+    bf16_units,
     package_version,
     processor_name,
     usable_cores,
@@ -111,9 +112,11 @@ def _bf16() -> Finding:
         if torch.cuda.is_bf16_supported(including_emulation=False):
             return Finding("bf16", "ok", "on the GPU")
         return Finding("bf16", "not here", "this GPU has none: use precision='16-mixed'")
-    if cpu_has_bf16():
-        return Finding("bf16", "ok", "the processor has bf16 instructions")
-    return Finding("bf16", "not here", "the processor has no bf16 instructions: bf16 runs, but slower than fp32")
+    units = bf16_units()
+    if units:
+        return Finding("bf16", "ok", f"the processor multiplies it itself: {', '.join(units)}")
+    slower = f"a matrix product takes {bf16_slowdown():.2g} times as long as in fp32"
+    return Finding("bf16", "not here", f"the processor has no units for it: {slower}")
 
 
 def _fp8() -> Finding:

@@ -1,79 +1,114 @@
 """What a rung's measurements say beside another's: ratios, loss parity, and whether it is worth keeping."""
 
 import math
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
 Row = dict[str, Any]
 
-# Runs of one and the same program differ by this share, also the fastest of a few. On a CPU clock rates, page placement
-# and neighbours come and go: on a shared machine with two cores the same step took 600 ms in one process and 720 ms in
-# the next four.
-LEAST_TIME_NOISE = {"cuda": 0.03, "cpu": 0.25}
-# More than this is another program that came between, and says nothing about the next two runs.
-MOST_TIME_NOISE = 0.30
+# Times that differ by less are called equal on any machine: nobody would add a line of code for it.
+TIME_WORTH = 0.03
 # Memory is counted, not sampled: two runs agree to the byte, so this only asks that a saving is worth a mention.
-MEMORY_NOISE = 0.005
+MEMORY_WORTH = 0.005
+# No rung may cost more than this many times naive's time, however much memory it saves.
+MOST_TIME = 1.5
 
 
-def judge(row: Row, below: Row, time_noise: float = 0.03) -> tuple[bool, str]:
+def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, str]:
     """Whether a rung is carried into the next, and what to say of it.
 
-    It is carried if ms/step × peak MiB falls: time lost must be won back in memory, and the other way round. Of each
-    ratio only what goes beyond the noise counts.
+    It is carried if ms/step × peak MiB falls, time lost being won back in memory and the other way round, and if it
+    stays within :data:`MOST_TIME` of naive's time. That must hold wherever in the noise the times really lie.
 
     Args:
         row: the rung, with ``step_ms``, ``peak_mib`` and ``error``.
         below: the state that it was put on.
-        time_noise: share by which times differ without a cause.
+        naive: the state that the limit is of.
+        noise: share by which the ratio of the two times may be wrong.
 
     Returns:
-        Carried or not, and a few words for the table.
+        Carried or not, or None if the noise is too large to tell; and a few words for the table.
 
     Example:
-        >>> below = {"step_ms": 100.0, "peak_mib": 800.0, "error": None}
-        >>> judge({"step_ms": 130.0, "peak_mib": 400.0, "error": None}, below)
+        >>> naive = {"step_ms": 100.0, "peak_mib": 800.0, "error": None}
+        >>> judge({"step_ms": 130.0, "peak_mib": 400.0, "error": None}, naive, naive, 0.05)
         (True, 'memory ÷2.0, slower here (time +30%)')
-        >>> judge({"step_ms": 300.0, "peak_mib": 720.0, "error": None}, below)
-        (False, 'memory −10%, slower here (time ×3.0): not carried')
+        >>> judge({"step_ms": 140.0, "peak_mib": 720.0, "error": None}, naive, naive, 0.05)
+        (False, 'memory −10%, slower here (time +40%): not carried')
+        >>> judge({"step_ms": 90.0, "peak_mib": 800.0, "error": None}, naive, naive, 0.15)[0]
     """
     if row["error"] is not None:
         return False, "failed"
     if below["error"] is not None:
         return False, "nothing to compare with"
-    time = _beyond(time_noise, row["step_ms"] / below["step_ms"])
-    memory = _beyond(MEMORY_NOISE, row["peak_mib"] / below["peak_mib"])
+    time, memory = row["step_ms"] / below["step_ms"], _worth(MEMORY_WORTH, row["peak_mib"] / below["peak_mib"])
+    words = _words(_worth(max(TIME_WORTH, noise), time), memory)
+    least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
+    if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
+        return False, f"{words or 'no clear gain here'}: not carried"
+    if time * (1 + noise) * memory >= least_gain:
+        return None, words
+    if naive["error"] is None and row["step_ms"] > MOST_TIME * naive["step_ms"]:
+        return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"
+    return True, words
+
+
+def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
+    """The verdict where times vary too much to have a say.
+
+    Example:
+        >>> below = {"step_ms": 100.0, "peak_mib": 800.0}
+        >>> judge_by_memory({"step_ms": 103.0, "peak_mib": 720.0}, below, 0.2)
+        (True, 'memory −10%; by memory alone, times vary by 20%')
+    """
+    memory = _worth(MEMORY_WORTH, row["peak_mib"] / below["peak_mib"])
+    words = f"{_words(1.0, memory) or 'no less memory'}; by memory alone, times vary by {noise:.0%}"
+    return memory < 1, words if memory < 1 else f"{words}: not carried"
+
+
+def time_noise(*rows: Row, usual: float = 0.0) -> float:
+    """By which share the fastest runs of these rows may be wrong: how far the second fastest is from the fastest.
+
+    Args:
+        rows: with ``step_ms_of_runs``.
+        usual: what to take for a row that was run once.
+
+    Example:
+        >>> round(time_noise({"step_ms_of_runs": [100.0, 140.0, 92.0]}), 3)
+        0.087
+    """
+    return max(_gap(row, usual) for row in rows)
+
+
+def usual_noise(rows: Iterable[Row]) -> float:
+    """The median of what the rows that were run more than once say; 0 where there is none.
+
+    Example:
+        >>> usual_noise([{"step_ms_of_runs": [100.0, 110.0]}, {"step_ms_of_runs": [50.0]}]).__round__(2)
+        0.1
+    """
+    gaps = [_gap(row, 0.0) for row in rows if len(row["step_ms_of_runs"]) > 1]
+    return statistics.median(gaps) if gaps else 0.0
+
+
+def _gap(row: Row, usual: float) -> float:
+    if len(row["step_ms_of_runs"]) < 2:
+        return usual
+    fastest, second, *_ = sorted(row["step_ms_of_runs"])
+    return second / fastest - 1
+
+
+def _worth(share: float, ratio: float) -> float:
+    return 1.0 if abs(ratio - 1) <= share else ratio
+
+
+def _words(time: float, memory: float) -> str:
     words = [f"memory {_change(memory)}"] if memory < 1 else []
     words += [f"time {_change(time)}"] if time < 1 else []
     words += [f"more memory here ({_change(memory)})"] if memory > 1 else []
     words += [f"slower here (time {_change(time)})"] if time > 1 else []
-    if _certain(time_noise, time) * _certain(MEMORY_NOISE, memory) < 1:
-        return True, ", ".join(words)
-    return False, f"{', '.join(words) or 'no clear gain here'}: not carried"
-
-
-def time_noise(row: Row, device: str) -> float:
-    """By which share times differ without a cause on this machine: the runs of one row tell.
-
-    Args:
-        row: with ``step_ms_of_runs``.
-        device: ``"cuda"`` or ``"cpu"``.
-
-    Example:
-        >>> round(time_noise({"step_ms_of_runs": [100.0, 92.0]}, "cuda"), 2)
-        0.09
-    """
-    runs = row["step_ms_of_runs"]
-    spread = max(runs) / min(runs) - 1 if runs else 0.0
-    return min(max(LEAST_TIME_NOISE[device], spread), MOST_TIME_NOISE)
-
-
-def _beyond(noise: float, ratio: float) -> float:
-    return 1.0 if abs(ratio - 1) <= noise else ratio
-
-
-def _certain(noise: float, ratio: float) -> float:
-    """The ratio as it is at least, if noise has made it look larger than it is."""
-    return max(1.0, ratio / (1 + noise)) if ratio > 1 else min(1.0, ratio * (1 + noise))
+    return ", ".join(words)
 
 
 def _change(ratio: float) -> str:
@@ -88,20 +123,59 @@ def _change(ratio: float) -> str:
     )
 
 
-def trainer_verdict(overhead: float, time_noise: float) -> str:
+def trainer_verdict(overhead: float, noise: float) -> str:
     """What to say of a Trainer's step that takes ``overhead`` times as long as the bare loop's.
 
     Example:
         >>> trainer_verdict(1.02, 0.03), trainer_verdict(1.2, 0.03)
         ("the Trainer's step takes as long", "the Trainer's step takes ×1.20 of this")
     """
-    if abs(overhead - 1) <= time_noise:
+    if abs(overhead - 1) <= max(TIME_WORTH, noise):
         return "the Trainer's step takes as long"
     return f"the Trainer's step takes ×{overhead:.2f} of this"
 
 
+def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
+    """The fastest row that takes at most half of naive's memory; of times within the noise, the leanest.
+
+    Args:
+        rows: the ladder's, naive first.
+        noise: share by which times differ without a cause.
+
+    Example:
+        >>> def row(step_ms, peak_mib): return {"step_ms": step_ms, "peak_mib": peak_mib, "error": None}
+        >>> rows = [row(100, 80), row(50, 60), row(70, 20), row(71, 10), row(90, 8)]
+        >>> fastest_with_half_the_memory(rows, 0.03)["peak_mib"], leanest_in_time(rows)["peak_mib"]
+        (10, 8)
+    """
+    lean = [row for row in _finished(rows) if row["peak_mib"] <= rows[0]["peak_mib"] / 2]
+    if not lean:
+        return None
+    limit_ms = min(row["step_ms"] for row in lean) * (1 + max(TIME_WORTH, noise))
+    return min((row for row in lean if row["step_ms"] <= limit_ms), key=lambda row: row["peak_mib"])
+
+
+def leanest_in_time(rows: list[Row]) -> Row | None:
+    """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if there is no other.
+
+    Args:
+        rows: the ladder's, naive first.
+    """
+    in_time = [row for row in _finished(rows) if row["step_ms"] <= MOST_TIME * rows[0]["step_ms"]]
+    if not in_time:
+        return None
+    limit_mib = min(row["peak_mib"] for row in in_time) * (1 + MEMORY_WORTH)
+    return min((row for row in in_time if row["peak_mib"] <= limit_mib), key=lambda row: row["step_ms"])
+
+
+def _finished(rows: list[Row]) -> list[Row]:
+    """The rows above naive that ran, where naive did."""
+    naive, *above = rows
+    return [] if naive["error"] is not None else [row for row in above if row["error"] is None]
+
+
 def loss_parity(measured: Row, naive: Row | None) -> float | None:
-    """The largest difference of any step's loss from naive's: over the whole run, not at its end. None: no naive.
+    """The largest difference of any step's loss from naive's, over the steps that both ran. None: no naive.
 
     Args:
         measured: with ``losses``, unless it has failed.
@@ -117,7 +191,7 @@ def loss_parity(measured: Row, naive: Row | None) -> float | None:
         return 0.0
     if naive["error"] is not None:
         return None
-    return max(abs(a - b) for a, b in zip(measured["losses"], naive["losses"], strict=True))
+    return max(abs(a - b) for a, b in zip(measured["losses"], naive["losses"], strict=False))
 
 
 def ratios(row: Row, base: Row) -> Row:

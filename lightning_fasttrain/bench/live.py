@@ -5,21 +5,23 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from lightning_fasttrain.bench.report import as_line
+
 
 class Live:
-    """Shows what is running. Where the output is no terminal there are only the lines of finished rungs.
+    """Shows what is running. Where the output is no terminal there are only the lines of finished rungs, as they come.
 
     Args:
         console: where to.
-        runs: number of processes the ladder will start, as far as is known.
+        rows: number of rungs and baselines.
     """
 
-    def __init__(self, console: Console, runs: int) -> None:
-        columns = (BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    def __init__(self, console: Console, rows: int) -> None:
+        columns = (BarColumn(16), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._console = console
-        self._task = self._bar.add_task("", total=runs)
-        self._started = 0
+        self._task = self._bar.add_task("", total=rows)
+        self._naive: dict[str, Any] | None = None
 
     def __enter__(self) -> "Live":
         self._bar.start()
@@ -28,25 +30,27 @@ class Live:
     def __exit__(self, *exception: object) -> None:
         self._bar.stop()
 
-    def progress(self, title: str, line: dict[str, Any]) -> None:
-        """One line of a worker's progress, or ``{"phase": "start"}`` before the first."""
-        if line.get("phase") == "start":
-            self._bar.update(self._task, completed=self._started, description=f"{title}: starting")
-            self._started += 1
+    def progress(self, title: str, message: dict[str, Any]) -> None:
+        """One message of a worker, or ``{"phase": "start", "run": number}`` before the first."""
+        if message["phase"] == "start":
+            again = f", run {message['run']}" if message["run"] > 1 else ""
+            self._bar.update(self._task, description=f"{title}{again}: starting")
             return
-        loss = f", loss {line['loss']:.4f}" if "loss" in line else ""
-        step = f"{line.get('phase')} {line.get('step')}/{line.get('steps')}"
-        self._bar.update(self._task, description=f"{title}: {step}{loss}")
+        step = f"{message['phase']} {message['step']}/{message['steps']}"
+        self._bar.update(self._task, description=f"{title}: {step}")
 
     def row(self, row: dict[str, Any]) -> None:
         """One finished rung."""
-        if row["error"] is not None:
-            text = f"failed: {row['error']}"
-        else:
-            text = f"{row['step_ms']:9,.1f} ms/step {row['peak_mib']:9,.1f} MiB   {row['verdict']}"
-        self._console.print(f"{row['title']:<38} {text}", markup=False, highlight=False, soft_wrap=True)
+        self._bar.advance(self._task)
+        self._naive = self._naive or row
+        self._say(as_line(row, self._naive))
         notes: list[str] = [*row.get("notes", ())]
-        if row.get("disturbed_cores"):
+        if row["disturbed_cores"]:
             notes.append(f"other processes kept {row['disturbed_cores']:.1f} cores busy: do not trust this time")
         for note in notes:
-            self._console.print(f"    {note}", markup=False, highlight=False, soft_wrap=True)
+            self._say(f"    {note}")
+
+    def _say(self, line: str) -> None:
+        # No wrapping: a pipe gets whole lines, a terminal folds them itself.
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._console.file.flush()

@@ -14,15 +14,16 @@ PACKAGES = ("torch", "lightning", "lightning-fasttrain")
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores this process may use, memory in GiB, and the GPU or None.
+    """Processor, its units for bfloat16, cores this process may use, memory in GiB, and the GPU or None.
 
     Example:
         >>> sorted(hardware())
-        ['cores', 'cpu', 'gpu', 'gpu_memory_gib', 'ram_gib']
+        ['bf16_units', 'cores', 'cpu', 'gpu', 'gpu_memory_gib', 'ram_gib']
     """
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
     return {
         "cpu": processor_name(),
+        "bf16_units": bf16_units(),
         "cores": usable_cores(),
         "ram_gib": _ram_gib(),
         "gpu": gpu.name if gpu else None,
@@ -67,17 +68,38 @@ def processor_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def cpu_has_bf16() -> bool:
-    """Whether the processor multiplies bfloat16 itself; without it, bf16 is emulated and slow."""
-    get = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has it under another name, or not at all
-    if get is not None:
-        found = get()
-        return any(found.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+def bf16_units() -> list[str]:
+    """The processor's instructions that multiply bfloat16; without any, torch emulates it, up to 100 times slower.
+
+    Example:
+        >>> set(bf16_units()) <= {"amx_bf16", "avx512_bf16", "bf16", "sve_bf16"}
+        True
+    """
+    names = ("amx_bf16", "avx512_bf16", "bf16", "sve_bf16")  # the last two are Arm's
+    ask = getattr(torch.cpu, "get_capabilities", None)  # torch 2.11 has it under another name, or not at all
+    if ask is not None:
+        found = ask()
+        return [name for name in names if found.get(name)]
     try:
-        flags = Path("/proc/cpuinfo").read_text()
+        flags = set(Path("/proc/cpuinfo").read_text().split())
     except OSError:
-        return False
-    return any(name in flags for name in ("avx512_bf16", "amx_bf16", " bf16"))
+        return []
+    return [name for name in names if name in flags]
+
+
+def bf16_slowdown() -> float:
+    """How many times as long a matrix product takes in bfloat16 as in float32 on this processor, measured."""
+    return _product_s(torch.bfloat16) / _product_s(torch.float32)
+
+
+def _product_s(dtype: torch.dtype) -> float:
+    """Seconds, the fewest of three, for matrices that are large enough to tell and small enough for a slow type."""
+    matrix, times = torch.ones(256, 256, dtype=dtype), []
+    for _ in range(3):
+        started = time.perf_counter()
+        _ = matrix @ matrix
+        times.append(time.perf_counter() - started)
+    return min(times)
 
 
 class Neighbours:
@@ -91,14 +113,18 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
-        self._busy_s, self._ours_s, self._since = _busy_seconds(), _seconds_of_children(), time.perf_counter()
+        self._busy_s, self._ours_s, self._since = _busy_seconds(), time.process_time(), time.perf_counter()
 
-    def cores(self) -> float | None:
-        """The mean since this object was made, once the child has ended; None where the system does not tell."""
+    def cores(self, child_s: float = 0.0) -> float | None:
+        """The mean since this object was made; None where the system does not tell.
+
+        Args:
+            child_s: processor seconds of the child, which has ended.
+        """
         busy_s, elapsed_s = _busy_seconds(), time.perf_counter() - self._since
         if busy_s is None or self._busy_s is None or elapsed_s <= 0:
             return None
-        ours_s = _seconds_of_children() - self._ours_s
+        ours_s = time.process_time() - self._ours_s + child_s
         return max(0.0, busy_s - self._busy_s - ours_s) / elapsed_s
 
 
@@ -111,7 +137,8 @@ def _busy_seconds() -> float | None:
         return None
 
 
-def _seconds_of_children() -> float:
+def seconds_of_processor() -> float:
+    """Processor time of this process and of those it has started that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 

@@ -11,11 +11,20 @@ import torch
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.gpt import ATTENTIONS
+from lightning_fasttrain.bench.machine import bf16_slowdown, bf16_units
 from lightning_fasttrain.bench.rungs import Rung, chosen, rungs
 from lightning_fasttrain.bench.sizes import Size, size_named
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 
 STRONG, BARE = "strong", "bare-loop"
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A rung that means nothing on this machine, and why."""
+
+    rung: Rung
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -26,17 +35,20 @@ class Ladder:
     size: Size
     tokens: np.ndarray
     rungs: tuple[Rung, ...]
+    skipped: tuple[Skipped, ...]
     baselines: tuple[str, ...]
     out: Path
     each: bool
     device: str
+    fast_bf16: bool
     warmup: int
     repeats: int
+    minutes: float
     command: str
 
 
 def prepare(
-    size: str | Size = "nano",
+    size: str | Size = "tiny",
     *,
     text: str | Path | None = None,
     out: str | Path = "ladder",
@@ -47,8 +59,8 @@ def prepare(
     micro_batches: int | None = None,
     names: list[str] | None = None,
     ladder: Callable[[int], tuple[Rung, ...]] = rungs,
-    warmup: int = 5,
-    repeats: int = 1,
+    repeats: int = 2,
+    minutes: float | None = None,
 ) -> Ladder:
     """Check every argument and read the text, so that what can go wrong goes wrong before the first rung.
 
@@ -63,8 +75,9 @@ def prepare(
         micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
         names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
         ladder: number of micro-batches → the rungs to choose from.
-        warmup: steps before the clock counts; compilation falls into them, and what a memory budget measures.
-        repeats: fresh processes per rung, of which the fastest counts.
+        repeats: how often a rung and the state below it are run again, in turn, where their times are too near to
+            tell; twice as often on a machine that is at work for others too.
+        minutes: after which nothing is run again; the size's own number by default.
 
     Returns:
         What :func:`climb` takes.
@@ -81,6 +94,7 @@ def prepare(
         chosen_size.tokens,
         positive_int("steps", chosen_size.steps if steps is None else steps),
         positive_int("micro_batches", chosen_size.micro_batches if micro_batches is None else micro_batches),
+        chosen_size.minutes if minutes is None else minutes,
     )
     micro_batches = chosen_size.micro_batches
     if chosen_size.batch < micro_batches:
@@ -92,8 +106,13 @@ def prepare(
             )
         )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    positive_int("repeats", repeats)
+    for what, value, least in (("repeats", repeats, "0 to run each rung once"), ("minutes", chosen_size.minutes, "5")):
+        if not value >= 0:
+            raise ValueError(explain(f"{what}={value}", "it says how much may be added", f"Use {least}, or more"))
+    units = fast_bf16(device)
     picked = chosen(ladder(micro_batches), names, extra=(STRONG, BARE))
+    skipped = tuple(Skipped(rung, reason) for rung in picked if (reason := _cannot_run(rung, device, units)))
+    picked = tuple(rung for rung in picked if rung not in [one.rung for one in skipped])
     baselines = tuple(b for b in (STRONG, BARE) if names is None or b in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), chosen_size.tokens, model.vocabulary)
@@ -104,7 +123,37 @@ def prepare(
     )
     command += f" --rungs {','.join(names)}" if names else ""
     command += f" --text {Path(text).name}" if text is not None else ""
-    return Ladder(name, chosen_size, tokens, picked, baselines, folder, each, device, warmup, repeats, command)
+    return Ladder(
+        name,
+        chosen_size,
+        tokens,
+        picked,
+        skipped,
+        baselines,
+        folder,
+        each,
+        device,
+        units,
+        # On a GPU steps are short, and the first ones set up libraries and the allocator.
+        warmup=5 if device == "cuda" else 2,
+        repeats=repeats,
+        minutes=chosen_size.minutes,
+        command=command,
+    )
+
+
+def fast_bf16(device: str) -> bool:
+    """Whether products in bfloat16 are fast there: on a GPU, and on a processor with units for them."""
+    return device == "cuda" or bool(bf16_units())
+
+
+def _cannot_run(rung: Rung, device: str, fast_bf16: bool) -> str | None:
+    """Why a rung means nothing here; None if it can be run."""
+    if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
+        return None
+    if rung.needs == "bf16":
+        return f"needs a processor with bf16 units: a product in bf16 takes {bf16_slowdown():.2g} times as long here"
+    return f"needs {rung.needs}"
 
 
 def writable_folder(path: str | Path) -> Path:

@@ -1,90 +1,92 @@
-"""Run one spec in a fresh Python process, hear of its progress, and get its result or the reason there is none."""
+"""Run one spec in a process of its own, hear of its progress, and get its result or the reason there is none."""
 
 import json
+import multiprocessing
 import re
-import subprocess
-import sys
 import tempfile
-import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from lightning_fasttrain.bench import worker
 from lightning_fasttrain.bench.machine import Neighbours
 
-_WORKER = ["-m", "lightning_fasttrain.bench.worker"]
 _QUIET_CORES = 0.3
 Progress = Callable[[dict[str, Any]], None]
 
 
-def run_in_fresh_process(spec: dict[str, Any], on_progress: Progress, limit_s: float = 3600.0) -> dict[str, Any]:
-    """Run ``lightning_fasttrain.bench.worker`` on ``spec``.
-
-    A process of its own, so that no rung inherits another's compiled code, allocator state or global switches, and
-    so that a crash takes down nothing else.
+def run_in_own_process(
+    spec: dict[str, Any], on_progress: Progress, limit_s: float = 3600.0, work: Callable[..., None] = worker.work
+) -> dict[str, Any]:
+    """Run one rung so that it inherits no other's compiled code, allocator state or switches, and a crash is its own.
 
     Args:
         spec: what :func:`.worker.run_rung` takes.
-        on_progress: called with each line of progress.
+        on_progress: called with each message of the worker.
         limit_s: the process is stopped after this many seconds.
+        work: what the process does, a function that can be imported.
 
     Returns:
         The worker's result; ``{"error": reason}`` if it failed, died or took too long.
     """
+    context = _way_to_start(spec["device"])
     with tempfile.TemporaryDirectory(prefix="fasttrain-") as folder:
-        spec_file, result_file, stderr_file = (Path(folder) / name for name in ("spec.json", "result.json", "stderr"))
-        spec_file.write_text(json.dumps({**spec, "folder": folder}))
-        command = [sys.executable, *_WORKER, str(spec_file), str(result_file)]
-        with stderr_file.open("wb") as stderr:
-            process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        too_long, neighbours = threading.Event(), Neighbours()
-
-        def stop() -> None:
-            too_long.set()
-            process.kill()
-
-        timer = threading.Timer(limit_s, stop)
-        timer.start()
-        assert process.stdout is not None
+        result_file, stderr_file = (Path(folder) / name for name in ("result.json", "stderr"))
+        messages, teller = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
+        neighbours = Neighbours()
+        process.start()
+        teller.close()
         try:
-            for line in process.stdout:
-                _pass_on(line, on_progress)
-            process.wait()
+            in_time = _listen(messages, on_progress, limit_s)
+            if in_time:
+                process.join()
         finally:  # also on Ctrl-C: no worker may be left behind
-            timer.cancel()
             process.kill()
-            process.wait()
-            process.stdout.close()
-        others = neighbours.cores()
-        if result_file.exists():
-            result: dict[str, Any] = json.loads(result_file.read_text())
-        elif too_long.is_set():
-            result = {"error": f"stopped after {limit_s:g} s"}
-        else:
-            result = {"error": _cause_of_death(process.returncode, stderr_file)}
+            process.join()
+            messages.close()
+        if not in_time:
+            return {"error": f"stopped after {limit_s:g} s"}
+        if not result_file.exists():
+            return {"error": without_paths(_cause_of_death(process.exitcode, stderr_file))}
+        result: dict[str, Any] = json.loads(result_file.read_text())
     if "error" in result:
-        result["error"] = without_paths(result["error"])
-    elif others is not None and others > _QUIET_CORES:
+        return {"error": without_paths(result["error"])}
+    others = neighbours.cores(result.pop("cpu_s"))
+    if others is not None and others > _QUIET_CORES:
         result["disturbed_cores"] = round(others, 2)
     return result
 
 
-def _pass_on(line: str, on_progress: Progress) -> None:
-    try:
-        progress = json.loads(line)
-    except json.JSONDecodeError:
-        return  # something that a library printed
-    if isinstance(progress, dict):
-        on_progress(progress)
+def _way_to_start(device: str) -> Any:
+    """Importing torch and Lightning takes longer than many a run, so on a CPU one process does it and the workers are
+    forks of it. CUDA does not survive a fork, and Windows has none."""
+    if device != "cpu" or "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([worker.__name__])
+    return context
 
 
-def _cause_of_death(returncode: int, stderr_file: Path) -> str:
-    if returncode == -9:
+def _listen(messages: Any, on_progress: Progress, limit_s: float) -> bool:
+    """Pass on what the worker says until it ends; False if it is still at work after ``limit_s``."""
+    end = time.monotonic() + limit_s
+    while messages.poll(max(0.0, end - time.monotonic())):
+        try:
+            on_progress(messages.recv())
+        except EOFError:
+            return True
+    return False
+
+
+def _cause_of_death(exitcode: int, stderr_file: Path) -> str:
+    if exitcode == -9:
         return "the process was killed (signal 9): most likely out of memory"
-    if returncode < 0:
-        return f"the process died of signal {-returncode}"
-    lines = stderr_file.read_text(errors="replace").strip().splitlines()
-    return lines[-1] if lines else f"the process ended with exit code {returncode} and no result"
+    if exitcode < 0:
+        return f"the process died of signal {-exitcode}"
+    lines = stderr_file.read_text(errors="replace").strip().splitlines() if stderr_file.exists() else []
+    return lines[-1] if lines else f"the process ended with exit code {exitcode} and no result"
 
 
 def without_paths(text: str) -> str:

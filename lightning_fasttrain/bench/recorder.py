@@ -1,9 +1,8 @@
 """What one rung's run leaves behind: ms per step, peak memory, every loss; without waiting for the device."""
 
-import json
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -25,22 +24,30 @@ class Recorder:
         warmup: steps before the clock counts.
         timed: steps on the clock.
         memory: steps whose peak memory is taken; at least one.
-        print_loss: fetch and print the loss of every step, as a naive loop does; the host then waits for the device.
+        tell: called after each step with its number, its phase and perhaps its loss.
+        tell_loss: fetch and tell the loss of every step, as a naive loop prints it; the host then waits for the device.
 
     Example:
-        >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, memory=1)
+        >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, memory=1, tell=print)
         >>> recorder.phase(0), recorder.phase(2), recorder.phase(3), recorder.steps
         ('warm-up', 'timed', 'memory', 4)
     """
 
     def __init__(
-        self, device: torch.device, warmup: int, timed: int, memory: int = 1, print_loss: bool = False
+        self,
+        device: torch.device,
+        warmup: int,
+        timed: int,
+        memory: int,
+        tell: Callable[[dict[str, Any]], None],
+        tell_loss: bool = False,
     ) -> None:
         self.device = device
         self.warmup = warmup
         self.timed = timed
         self.steps = warmup + timed + memory
-        self.print_loss = print_loss
+        self.tell = tell
+        self.tell_loss = tell_loss
         self.losses: list[Tensor] = []
         self.peak_bytes = 0
         self._stamps: list[Any] = []
@@ -70,10 +77,10 @@ class Recorder:
             self._watching = None
             self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
         self.losses.append(loss.detach())
-        line: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
-        if self.print_loss:
-            line["loss"] = loss.item()
-        print(json.dumps(line), file=sys.stdout, flush=True)
+        message: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
+        if self.tell_loss:
+            message["loss"] = loss.item()
+        self.tell(message)
 
     def result(self, tokens_per_step: int) -> dict[str, Any]:
         """The measurements, as plain JSON; waits for the device."""

@@ -2,21 +2,30 @@
 
 import io
 import platform
+import textwrap
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain.bench.judge import TIME_WORTH
 
 Row = dict[str, Any]
 
+# In the order in which a narrow terminal goes without them, the last one first.
+_BY_WEIGHT = (
+    *("rung", "ms/step", "peak MiB", "× naive", "÷ naive", "on this device", "max |Δloss|", "exactness"),
+    *("÷ strong", "× strong", "tokens/s", "loss"),
+)
 _COLUMNS = (
-    *("ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
+    *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
 )
-_ONLY_IF_WIDE = ("tokens/s", "× strong", "÷ strong", "loss")
+_BETWEEN_COLUMNS = 3
+_TEXT = ("rung", "exactness", "on this device")
 
 
 def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
@@ -24,63 +33,86 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
 
     Args:
         ladder: what ``ladder.json`` holds.
-        width: columns of the terminal; where they are too few, what can be worked out from the rest is left out.
+        width: columns of the terminal; what does not fit is left out, from the least important column on.
     """
+    naive, strong = ladder["rungs"][0], ladder["strong"]
+    rungs = [_cells(row, naive, strong) for row in ladder["rungs"]]
+    rungs += [{"rung": one["title"], "on this device": "skipped"} for one in ladder["skipped"]]
+    baselines = [_cells(row, naive, strong) for row in (strong, ladder["bare_loop"]) if row is not None]
+    kept = _fitting([*rungs, *baselines], width)
     model, machine = ladder["model"], ladder["hardware"]
     where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    whole = width >= FULL_WIDTH
-    table = Table(
-        title=f"fasttrain ladder · {model['size']} · {model['tokens_per_step']:,} tokens/step · "
-        f"{model['attention']} attention · {where}",
-        caption="(rung): not carried into the next one. ×: times as fast, ÷: times less memory, than that baseline. "
-        f"{_runs(ladder['repeats'])} times within {ladder['noise']['time'] or 0:.0%} are called equal."
-        + ("" if whole else " A wider terminal shows more columns."),
-    )
-    kept = [name for name in _COLUMNS if whole or name not in _ONLY_IF_WIDE]
-    table.add_column("rung", no_wrap=whole, overflow="fold")
+    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {where}"
+    caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
+    caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in kept:
-        left = name in ("exactness", "on this device")
-        table.add_column(name, justify="left" if left else "right", no_wrap=not left)
-    naive, strong = ladder["rungs"][0], ladder["strong"]
-
-    def add(row: Row, title: str, style: str | None = None) -> None:
-        cells = _cells(row, naive, strong)
-        table.add_row(title, *(cells.get(name, "–") for name in kept), style=style)
-
-    for row in ladder["rungs"]:
-        add(row, row["title"] if row["carried"] else f"({row['title']})", None if row["carried"] else "dim")
-    for skipped in ladder["skipped"]:
-        table.add_row(skipped["title"], *[""] * (len(kept) - 1), f"skipped: {skipped['reason']}", style="dim")
+        table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
+    for cells in rungs:
+        table.add_row(*(_plain(cells.get(name, "")) for name in kept), style="dim" if _is_dim(cells) else None)
     table.add_section()
-    for row in (strong, ladder["bare_loop"]):
-        if row is not None:
-            add(row, row["title"])
+    for cells in baselines:
+        table.add_row(*(_plain(cells.get(name, "")) for name in kept))
     return table
 
 
-def _runs(repeats: int) -> str:
-    return f"Fastest of {repeats} runs each;" if repeats > 1 else "One run each;"
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """The columns whose words are all shown whole in so many characters."""
+    kept, taken = [], 0
+    for name in _BY_WEIGHT:
+        taken += max(len(name), *(len(cells.get(name, "")) for cells in rows)) + _BETWEEN_COLUMNS
+        if taken > width and kept:
+            break
+        kept.append(name)
+    return [name for name in _COLUMNS if name in kept]
+
+
+def _is_dim(cells: dict[str, str]) -> bool:
+    return cells["rung"].startswith("(") or "ms/step" not in cells
+
+
+def as_line(row: Row, naive: Row) -> str:
+    """A finished rung in one line.
+
+    Example:
+        >>> naive = {"title": "naive loop", "step_ms": 100.0, "peak_mib": 800.0, "error": None, "verdict": ""}
+        >>> as_line({**naive, "title": "bf16 mixed", "step_ms": 50.0, "verdict": "time ÷2.0"}, naive)
+        'bf16 mixed                        50.0 ms ×2.00       800.0 MiB ÷1.00   time ÷2.0'
+    """
+    if row["error"] is not None:
+        return f"{row['title']:<28} failed: {row['error']}"
+    time = f"{_four_digits(row['step_ms']):>9} ms ×{ratio(naive, row, 'step_ms')}"
+    memory = f"{_four_digits(row['peak_mib']):>11} MiB ÷{ratio(naive, row, 'peak_mib')}"
+    return f"{row['title']:<28} {time} {memory:<20}  {row['verdict']}".rstrip()
 
 
 def _cells(row: Row, naive: Row, strong: Row | None) -> dict[str, str]:
     """The text of each column; those that a failed rung has nothing for are missing."""
-    exactness = row["exactness"].replace("_", " ")
+    in_chain = row["carried"] or row["host"] == "bare" or row["name"] == "strong"
+    cells = {
+        "rung": row["title"] if in_chain else f"({row['title']})",
+        "exactness": row["exactness"].replace("_", " "),
+        "on this device": row["verdict"],
+    }
     if row["error"] is not None:
-        return {"exactness": exactness, "on this device": f"[red]failed[/]: {_plain(row['error'])}"}
+        return {**cells, "ms/step": "failed"}
     delta = row["max_loss_delta"]
     return {
-        "ms/step": f"{row['step_ms']:,.1f}",
+        **cells,
+        "ms/step": _four_digits(row["step_ms"]),
         "tokens/s": f"{row['tokens_per_s']:,.0f}",
         "× naive": ratio(naive, row, "step_ms"),
         "× strong": ratio(strong, row, "step_ms"),
-        "peak MiB": f"{row['peak_mib']:,.1f}",
+        "peak MiB": _four_digits(row["peak_mib"]),
         "÷ naive": ratio(naive, row, "peak_mib"),
         "÷ strong": ratio(strong, row, "peak_mib"),
         "loss": f"{row['loss']:.4f}",
         "max |Δloss|": "–" if delta is None else f"{delta:.1e}",
-        "exactness": exactness,
-        "on this device": row["verdict"],
     }
+
+
+def _four_digits(number: float) -> str:
+    return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
 
 
 def _plain(text: str) -> str:
@@ -122,29 +154,40 @@ def as_table_of_each(ladder: Row) -> Table | None:
 
 
 def summary(ladder: Row) -> str:
-    """The result in one sentence."""
-    top = ladder["top"]
-    if not top or top["speedup"] is None:
-        return "No rung could be compared with naive."
-    noise = ladder["noise"]["time"]
-    text = f"The top against naive: {_speed(top['speedup'], noise)}, in {top['memory_ratio']:.1f} times less memory"
-    strong = ladder["strong"]
+    """The two tops in a sentence each, each with its code; and what is to be said of this run."""
+    tops, noise = ladder["tops"], ladder["noise"]["time"] or 0.0
+    parts = [
+        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder["strong"], noise),
+        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder["strong"], noise),
+    ]
+    parts = [part for part in parts if part] or ["No rung takes half of naive's memory."]
+    if ladder["noise"]["time"]:
+        parts.append(f"Times of one and the same program differed by {noise:.0%} here.")
+    rows = (*ladder["rungs"], ladder["strong"], ladder["bare_loop"])
+    disturbed = [row["title"] for row in rows if row and row["disturbed_cores"]]
+    if disturbed:
+        parts.append(
+            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): "
+            "memory and losses hold, their times do not."
+        )
+    parts += [f"Failed: {row['title']}: {row['error']}." for row in rows if row and row["error"] is not None]
+    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder["skipped"]]
+    return "\n".join(parts)
+
+
+def _top_in_words(what: str, top: Row | None, strong: Row | None, noise: float) -> str:
+    if top is None:
+        return ""
+    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], noise)}"
+    text += f", in {top['memory_ratio']:.1f} times less memory"
     if strong and strong["error"] is None:
         speedup, memory_ratio = strong["step_ms"] / top["step_ms"], strong["peak_mib"] / top["peak_mib"]
-        text += f"; against the strong baseline: {_speed(speedup, noise)}, in {memory_ratio:.1f} times less"
-    disturbed = [
-        row["title"] for row in (*ladder["rungs"], strong, ladder["bare_loop"]) if row and row["disturbed_cores"]
-    ]
-    if disturbed:
-        text += (
-            f". Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): "
-            "memory and losses hold, their times do not"
-        )
-    return f"{text}."
+        text += f"; against the strong baseline {_speed(speedup, noise)}, in {memory_ratio:.1f} times less"
+    return text + "\n" + textwrap.indent(top["code"], "    ")
 
 
 def _speed(speedup: float, noise: float) -> str:
-    if abs(1 / speedup - 1) <= noise:
+    if abs(1 / speedup - 1) <= max(TIME_WORTH, noise):
         return f"about as fast (×{speedup:.2f})"
     return f"{speedup:.2f} times as fast" if speedup > 1 else f"slower (×{speedup:.2f})"
 

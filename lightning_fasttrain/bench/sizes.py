@@ -19,6 +19,7 @@ class Size:
         tokens: ``"bytes"`` or ``"bpe"``, how text becomes token numbers.
         steps: timed steps per rung.
         micro_batches: parts that its batch is split into.
+        minutes: that a ladder may take before it stops to run rungs again for the sake of their times.
     """
 
     model: GPTConfig
@@ -26,11 +27,12 @@ class Size:
     tokens: str = "bytes"
     steps: int = 8
     micro_batches: int = 4
+    minutes: float = 5.0
 
 
 def _gpt2(layers: int, width: int, heads: int) -> Size:
     model = GPTConfig(vocabulary=GPT2_VOCABULARY, context=1024, layers=layers, heads=heads, width=width)
-    return Size(model, batch=32, tokens="bpe", steps=10)
+    return Size(model, batch=32, tokens="bpe", steps=10, minutes=15.0)
 
 
 SIZES = {

@@ -1,15 +1,14 @@
-"""One rung in its own process: ``python -m lightning_fasttrain.bench.worker SPEC.json RESULT.json``.
-
-Progress goes to stdout, one JSON object a line; the result is written whole or not at all. A failure becomes
-``{"error": ...}`` in the result and exit code 1.
-"""
+"""One rung, in a process of its own: it trains, tells how far it is, and leaves its result in a file."""
 
 import json
 import logging
+import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -20,27 +19,51 @@ from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import FastTrainWarning
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.hosts import run_in_a_bare_loop, run_in_trainer
+from lightning_fasttrain.bench.machine import seconds_of_processor
 from lightning_fasttrain.bench.recorder import Recorder
 from lightning_fasttrain.bench.text import batches
 from lightning_fasttrain.model import CompileBlocks
 
 
-def run_rung(spec: dict[str, Any]) -> dict[str, Any]:
+def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
+    """What the process does: :func:`run_rung`, with a failure as ``{"error": ...}`` in the result.
+
+    Args:
+        spec: what :func:`run_rung` takes.
+        result_file: JSON, written whole or not at all.
+        stderr_file: gets what libraries print, for the reader of a crash.
+        teller: where progress is sent.
+    """
+    with stderr_file.open("wb") as stream:
+        for printed in (sys.stdout, sys.stderr):
+            os.dup2(stream.fileno(), printed.fileno())
+    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        result = run_rung(spec, teller.send)
+    except Exception as error:
+        first_line = next(iter(str(error).strip().splitlines()), "")
+        result = {"error": f"{type(error).__name__}: {first_line}".removesuffix(": ")}
+    write_atomic(result_file, json.dumps(result))
+
+
+def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Train the reference model as ``spec`` says, and measure.
 
     Args:
         spec: plain JSON. ``model``: arguments of GPTConfig; ``state``: see :mod:`.rungs`; ``tokens``: path of an
             ``.npy`` file; ``batch``, ``seed``, ``lr``, ``warmup``, ``timed``, ``memory``: numbers; ``device``:
             ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for files nobody keeps.
+        tell: called with each message of the recorder.
 
     Returns:
-        Plain JSON: what :meth:`.Recorder.result` gives, ``wall_s``, ``compile`` and ``notes``.
+        Plain JSON: what :meth:`.Recorder.result` gives, ``wall_s``, ``cpu_s``, ``compile`` and ``notes``.
     """
-    started = time.perf_counter()
+    started, processor_s = time.perf_counter(), seconds_of_processor()
     state, device = spec["state"], torch.device(spec["device"])
     config = GPTConfig(**spec["model"])
     recorder = Recorder(
-        device, spec["warmup"], spec["timed"], spec["memory"], print_loss=state["loop"].get("print_loss", False)
+        device, spec["warmup"], spec["timed"], spec["memory"], tell, state["loop"].get("print_loss", False)
     )
     torch.manual_seed(spec["seed"])  # the same initial weights on every rung
     module = GPTModule(config, lr=spec["lr"], **state["optimizer"])
@@ -62,23 +85,7 @@ def run_rung(spec: dict[str, Any]) -> dict[str, Any]:
     return {
         **recorder.result(tokens_per_step=spec["batch"] * config.context),
         "wall_s": time.perf_counter() - started,
+        "cpu_s": seconds_of_processor() - processor_s,
         "compile": reports[0] if reports and spec["host"] == "trainer" else None,
         "notes": sorted({str(w.message) for w in caught if issubclass(w.category, FastTrainWarning)}),
     }
-
-
-def main(arguments: list[str]) -> int:
-    spec_file, result_file = map(Path, arguments)
-    for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        result = run_rung(json.loads(spec_file.read_text()))
-    except Exception as error:
-        first_line = next(iter(str(error).strip().splitlines()), "")
-        result = {"error": f"{type(error).__name__}: {first_line}".removesuffix(": ")}
-    write_atomic(result_file, json.dumps(result))
-    return 1 if "error" in result else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

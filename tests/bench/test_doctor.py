@@ -1,7 +1,7 @@
 import io
+import re
 import shutil
 
-import pytest
 from rich.console import Console
 
 from lightning_fasttrain.bench import doctor
@@ -41,11 +41,21 @@ def test_a_cpu_build_beside_a_driver_is_reported(monkeypatch):
     assert "pytorch.org" in finding.fix
 
 
-@pytest.mark.parametrize(("instructions", "status"), [(True, "ok"), (False, "not here")])
-def test_bf16_of_the_processor(monkeypatch, instructions, status):
+def test_bf16_units_of_the_processor_are_named(monkeypatch):
     monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(doctor, "cpu_has_bf16", lambda: instructions)
-    assert named(doctor.examine())["bf16"].status == status
+    monkeypatch.setattr(doctor, "bf16_units", lambda: ["avx512_bf16", "amx_bf16"])
+    finding = named(doctor.examine())["bf16"]
+    assert (finding.status, "avx512_bf16, amx_bf16" in finding.detail) == ("ok", True)
+
+
+def test_without_bf16_units_it_measures_what_bf16_costs(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "bf16_units", list)
+    finding = named(doctor.examine())["bf16"]
+    assert finding.status == "not here"
+    slower = re.search(r"a matrix product takes (\S+) times as long as in fp32", finding.detail)
+    assert slower
+    assert float(slower[1]) > 0
 
 
 def test_the_table_shows_commands_whole():
