@@ -1,7 +1,7 @@
 """Floor: put something in the place of a module's ``forward``, and ask models for their heads."""
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -25,12 +25,18 @@ class WrappedForward:
 
     Attributes:
         ran: whether it ever did what it is for; subclasses that somebody asks set it.
+        compiled: asks it to compile what it computes itself, if it can; see ``CompileBlocks(head=True)``.
+        failure: why it could not.
     """
+
+    can_compile: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.previous = module.__dict__.get("forward")  # another wrapper, or None for the class's own method
         self.ran = False
+        self.compiled = False
+        self.failure: str | None = None
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -83,3 +89,10 @@ def wrappers_on(module: nn.Module, kind: type[WrappedForward]) -> Iterator[Wrapp
         if isinstance(holder, kind):
             yield holder
         holder = holder.previous
+
+
+def first_line(error: BaseException) -> str:
+    """What a compiler's back end said, in one line."""
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")

@@ -8,15 +8,28 @@ import torch
 from torch import Tensor
 
 _STEP, _MOST = 128, 4096
+_LOGITS_BYTES = 512 * 2**20
 
 
-def chunk_size(tokens: int, share: int = 8, enough: int = 1024) -> int:
-    """A ``share``-th of all tokens, or a quarter if that is not ``enough`` to outweigh adding up a weight's gradient.
+def chunk_size(tokens: int, row_bytes: int, share: int = 8, enough: int = 1024) -> int:
+    """Tokens whose logits are made at once: as many as 512 MiB hold, but so few that they are a part of all.
 
-    In multiples of 128, and at most 4,096, which keep kernels busy.
+    A ``share``-th of all tokens, or a quarter if that is not ``enough`` to outweigh adding up a weight's gradient. In
+    multiples of 128, and at most 4,096, which keep kernels busy.
+
+    Args:
+        tokens: all of them.
+        row_bytes: what the logits of one take.
+        share: see above.
+        enough: see above.
+
+    Example:
+        >>> chunk_size(32_768, 2 * 50_304), chunk_size(32_768, 2 * 128_256), chunk_size(4096, 2 * 128_256)
+        (4096, 2048, 1024)
     """
     wanted = min(max(tokens // share, enough), max(tokens // 4, tokens // share))
-    return max(1, min(tokens, _MOST, -(-wanted // _STEP) * _STEP))
+    room = max(_STEP, _LOGITS_BYTES // row_bytes // _STEP * _STEP)
+    return max(1, min(tokens, _MOST, room, -(-wanted // _STEP) * _STEP))
 
 
 def at_least_float32(tensor: Tensor) -> torch.dtype:

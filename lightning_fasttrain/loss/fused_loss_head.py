@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Undo, WrappedForward, told_heads, wrapper_on
+from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
@@ -98,6 +98,7 @@ class FusedHead(WrappedForward):
     """A head that gives out deferred logits while gradients are on."""
 
     module: nn.Linear
+    can_compile: ClassVar[bool] = True
 
     def __init__(self, module: nn.Linear, options: dict[str, Any]) -> None:
         super().__init__(module)
@@ -140,11 +141,24 @@ class FusedHead(WrappedForward):
                 hidden, bias = hidden * factor, None if bias is None else bias * factor
             if added is not None:
                 bias = added.to(weight.dtype) if bias is None else bias + added
-            return linear_cross_entropy(hidden, weight, targets, bias=bias, softcap=cap, **how, **self.options)
+            loss_of = self._compiled_loss if self.compiled else linear_cross_entropy
+            return loss_of(hidden, weight, targets, bias=bias, softcap=cap, **how, **self.options)
 
         self.used = True
         with torch.autocast(hidden.device.type, dtype=autocast, enabled=autocast is not None):  # as the head was called
             return self.module(hidden, then=loss)  # through its hooks, by which sharded weights are gathered
+
+    def _compiled_loss(self, *tensors: Tensor, **options: Any) -> Tensor:
+        """The loss with compiled code between its products; without it for good once that has failed."""
+        if self.failure is not None or options["backend"] not in ("auto", "chunked"):
+            return linear_cross_entropy(*tensors, **options)
+        try:
+            return linear_cross_entropy(*tensors, **{**options, "backend": "compiled"})
+        except torch._dynamo.exc.TorchDynamoException as error:
+            self.failure = first_line(error)
+        what = f"the loss of a head ({type(self.module).__name__}) could not be compiled and runs as it is"
+        warn(explain(what, self.failure, "Mend the cause, or use CompileBlocks without head=True"))
+        return linear_cross_entropy(*tensors, **options)
 
 
 class FusedLossHead(Technique):
@@ -152,7 +166,8 @@ class FusedLossHead(Technique):
 
     Acts right after ``configure_model``, after adapters and before checkpointing; undone at teardown. In training,
     the ``logits`` that the model returns have a shape but no numbers. Inside a model that is compiled as a whole the
-    logits are made as usual; :class:`~lightning_fasttrain.CompileBlocks` leaves the head out, and goes with it.
+    logits are made as usual; :class:`~lightning_fasttrain.CompileBlocks` leaves the head out, and goes with it; with
+    ``head=True`` it compiles what this computes between its matrix products.
 
     Args:
         head: as for :func:`~lightning_fasttrain.fuse_loss_head_`.

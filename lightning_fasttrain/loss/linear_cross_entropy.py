@@ -1,5 +1,6 @@
 """Cross-entropy straight from hidden states: the logits of a few tokens at a time, never all of them."""
 
+import functools
 import os
 from typing import Any
 
@@ -12,7 +13,7 @@ from lightning_fasttrain._checks import one_of, positive_int, require
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
 
-BACKENDS = ("auto", "chunked", "liger", "torch")
+BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
 
 
@@ -51,8 +52,10 @@ def linear_cross_entropy(
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
         chunk: tokens whose logits live at once. By default an eighth of them, or if that is below 1,024 a quarter, and
-            at most 4,096.
+            at most 4,096, or as many as 512 MiB hold.
         backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
+            ``"compiled"`` is the same with what lies between its matrix products compiled by ``torch.compile``, which
+            takes time once and needs a compiler;
             ``"liger"`` is Liger's Triton kernel (CUDA, extra ``liger``), which makes the host wait for the device at
             each call and whose graph can be walked backward once; ``"torch"`` is
             ``torch.nn.functional.linear_cross_entropy`` (torch 2.13), which rounds the loss of bfloat16 inputs more
@@ -90,10 +93,11 @@ def linear_cross_entropy(
     kept = _counted_positions(targets, ignore_index)
     if kept is not None:
         hidden, targets = hidden[kept], targets[kept]
-    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(len(hidden))
+    size = chunk_size(len(hidden), len(weight) * (low or hidden.dtype).itemsize)
+    size = size if chunk is None else positive_int("chunk", chunk)
     arguments = (targets, ignore_index, label_smoothing, reduction, z_loss, softcap)
-    if backend in ("auto", "chunked"):
-        loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low)
+    if backend in ("auto", "chunked", "compiled"):
+        loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low, backend == "compiled")
     elif chunk is not None:
         raise ValueError(
             explain(f"{chunk=} with {backend=}", "this backend has a rule of its own", "Use backend='chunked'")
@@ -155,6 +159,7 @@ class _Chunked(torch.autograd.Function):
         softcap: float | None,
         size: int,
         low: torch.dtype | None,
+        compiled: bool,
     ) -> Tensor:
         ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
         if low is not None:  # as F.linear would; in here, so that gradients of float32 weights are not rounded
@@ -163,7 +168,7 @@ class _Chunked(torch.autograd.Function):
         targets = torch.where(counted, targets, 0)
         options = (smoothing, z_loss, softcap)
         needs = ctx.needs_input_grad[:3]
-        ctx.options, ctx.size, ctx.reduction = options, size, reduction
+        ctx.options, ctx.size, ctx.reduction, ctx.compiled = options, size, reduction, compiled
         sums = None
         if reduction != "none" and any(needs):
             sums = GradientSums(hidden, weight, bias, needs, rounded=ctx.dtypes[1] == hidden.dtype)
@@ -171,7 +176,8 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             chunk = hidden[part]
-            loss[part], d_logits = _loss_of(chunk, weight, bias, targets[part], options, sums is not None)
+            d_logits = F.linear(chunk, weight, bias)
+            loss[part] = _use_logits(d_logits, targets[part], options, compiled, with_gradient=sums is not None)
             if sums is not None:
                 sums.add(part, d_logits, chunk, weight, counted[part])
             del d_logits  # before the next chunk's logits are made
@@ -194,37 +200,36 @@ class _Chunked(torch.autograd.Function):
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors
             share = grad * factor
-            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 8
+            return *(times(g, share, dtype) for g, dtype in zip(grads, ctx.dtypes, strict=True)), *[None] * 9
         hidden, weight, bias, targets, counted = ctx.saved_tensors
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3], rounded=ctx.dtypes[1] == hidden.dtype)
         share = torch.where(counted, grad, 0.0)
         for start in range(0, len(targets), ctx.size):
             part = slice(start, start + ctx.size)
             chunk = hidden[part]
-            _, d_logits = _loss_of(chunk, weight, bias, targets[part], ctx.options, True, share[part])
+            d_logits = F.linear(chunk, weight, bias)
+            _use_logits(d_logits, targets[part], ctx.options, ctx.compiled, share[part])
             sums.add(part, d_logits, chunk, weight)
             del d_logits
         found = zip((sums.hidden, sums.weight, sums.bias), ctx.dtypes, strict=True)
-        return *(None if g is None else g.to(dtype) for g, dtype in found), *[None] * 8
+        return *(None if g is None else g.to(dtype) for g, dtype in found), *[None] * 9
 
 
-def _loss_of(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+def _use_logits(
+    logits: Tensor,
     targets: Tensor,
     options: tuple[float, float, float | None],
-    with_gradient: bool,
+    compiled: bool,
     share: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Loss of each token of a chunk, and its gradient with respect to the product ``hidden @ weight.T + bias``.
+    with_gradient: bool = True,
+) -> Tensor:
+    """The loss of each token of a chunk; the gradient with respect to its logits takes their place, rounded once.
 
-    ``share`` is a factor of the gradient for each token.
-
-    The gradient takes the place of the logits, rounded once, to the dtype of the product. On a CPU this is done for a
-    few rows at a time, which stay in its cache from the first operation to the last.
+    ``share`` is a factor of the gradient for each token. On a CPU this is done for a few rows at a time, which stay in
+    its cache from the first operation to the last.
     """
-    logits = F.linear(hidden, weight, bias)
+    if compiled and with_gradient and not torch.compiler.is_compiling():
+        return _compiled_use()(logits, targets[:, None], options, None if share is None else share[:, None])
     losses = torch.empty(len(logits), dtype=at_least_float32(logits), device=logits.device)
     in_cache = logits.device.type == "cpu" and not torch.compiler.is_compiling()
     rows = max(1, _IN_CACHE // logits.shape[1]) if in_cache else max(1, len(logits))
@@ -233,7 +238,33 @@ def _loss_of(
         losses[some], gradient = _loss_of_rows(logits[some], targets[some, None], options)
         if with_gradient:
             logits[some] = gradient if share is None else gradient.mul_(share[some, None])
-    return losses, logits
+    return losses
+
+
+@functools.cache
+def _compiled_use() -> Any:
+    return torch.compile(_use_logits_in_two_passes)
+
+
+def _use_logits_in_two_passes(
+    logits: Tensor, targets: Tensor, options: tuple[float, float, float | None], share: Tensor | None
+) -> Tensor:
+    """What :func:`_use_logits` does, in operations that a compiler fuses: one pass over the logits sums their
+    exponentials, one puts the gradient in their place. Not to be run as it is: it makes eight tensors of their size."""
+    smoothing, z_loss, softcap = options
+    scores = logits.to(at_least_float32(logits))
+    slope: Tensor | float = 1.0
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = bent * softcap, 1 - bent * bent
+    lse = torch.logsumexp(scores, dim=1, keepdim=True)
+    losses = lse - (1 - smoothing) * scores.gather(1, targets)
+    losses = losses - smoothing * scores.mean(dim=1, keepdim=True) + z_loss * lse * lse
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets
+    gradient = (scores - lse).exp() * (1 + 2 * z_loss * lse) - smoothing / logits.shape[1]
+    gradient = torch.where(is_target, gradient - (1 - smoothing), gradient) * slope
+    logits.copy_(gradient if share is None else gradient * share)
+    return losses[:, 0]
 
 
 def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, float | None]) -> tuple[Tensor, Tensor]:

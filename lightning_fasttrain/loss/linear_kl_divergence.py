@@ -158,7 +158,9 @@ def divergence(
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         student = student.detached()
     # Logits of two models, and what is made of them: several times the room that a loss of one model needs.
-    size = positive_int("chunk", chunk) if chunk is not None else chunk_size(len(student.hidden), share=32, enough=128)
+    row_bytes = student.classes * student.hidden.element_size()
+    size = chunk_size(len(student.hidden), row_bytes, share=32, enough=128)
+    size = size if chunk is None else positive_int("chunk", chunk)
     counted = None if mask is None else mask.reshape(-1) != 0
     tensors = (*student[:3], *teacher[:3], counted)
     loss: Any = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)

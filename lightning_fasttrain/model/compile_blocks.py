@@ -2,6 +2,7 @@
 
 import os
 import types
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import lightning as L  # before torch.compile is used: Lightning records its arguments
@@ -10,8 +11,9 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, why_none_ran, wrapper_on, wrappers_on
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
@@ -29,7 +31,8 @@ def compile_blocks_(
     dynamic: bool | None = None,
     fullgraph: bool = False,
     fallback: bool = True,
-) -> dict[str, "CompiledForward"]:
+    head: bool = False,
+) -> dict[str, "CompiledForward | CompiledLoss"]:
     """Compile the forward of each repeated block, in place, so that ``state_dict`` keys and types stay.
 
     Blocks of one class and with parameters of the same shapes share one compilation, so that twelve layers compile
@@ -44,9 +47,12 @@ def compile_blocks_(
         dynamic: as for ``torch.compile``.
         fullgraph: raise at the first graph break.
         fallback: whether a block that fails to compile runs uncompiled; False raises the compiler's error.
+        head: compile what lies beside the blocks too, piece by piece: modules of embeddings and final norms, and what
+            :class:`~lightning_fasttrain.FusedLossHead` computes between its matrix products, by inductor.
 
     Returns:
-        Qualified name of each block → what now stands in the place of its ``forward``.
+        Qualified name of each block or piece → what now stands in the place of its ``forward``, with a method ``undo``
+        and the ``failure`` that made it fall back, or None.
 
     Raises:
         ValueError: unknown mode; no blocks found.
@@ -66,8 +72,9 @@ def compile_blocks_(
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
     entries: dict[Any, Any] = {}
-    compiled: dict[str, CompiledForward] = {}
-    for name, block in find_blocks(model, blocks).items():
+    compiled: dict[str, CompiledForward | CompiledLoss] = {}
+    found = find_blocks(model, blocks)
+    for name, block in {**found, **(_pieces_beside(model, found.values()) if head else {})}.items():
         if wrapper_on(block, CompiledForward):
             compiled[name] = next(_compiled_on(block))
             continue
@@ -77,6 +84,11 @@ def compile_blocks_(
             entries[signature] = torch.compile(_new_entry(block), **options)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
+    if head and backend == "inductor":
+        for name, module in model.named_modules():
+            for wrapper in wrappers_on(module, WrappedForward):
+                if wrapper.can_compile and not wrapper.compiled:
+                    compiled[name] = CompiledLoss(wrapper)
     return compiled
 
 
@@ -124,7 +136,6 @@ class CompiledForward(WrappedForward):
         self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
-        self.failure: str | None = None
         self.undo: Undo = lambda: None
 
     def install(self) -> Undo:
@@ -140,7 +151,7 @@ class CompiledForward(WrappedForward):
         except torch._dynamo.exc.TorchDynamoException as error:
             if not self.fallback:
                 raise
-            self.failure = _first_line(error)
+            self.failure = first_line(error)
         warn(
             explain(
                 f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is",
@@ -151,10 +162,38 @@ class CompiledForward(WrappedForward):
         return self.inner(*args, **kwargs)
 
 
-def _first_line(error: BaseException) -> str:
-    cause = error.__cause__ or getattr(error, "inner_exception", None) or error  # what the back end said
-    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
+class CompiledLoss:
+    """A loss that compiles what it computes itself, until ``undo``."""
+
+    def __init__(self, wrapper: WrappedForward) -> None:
+        self.wrapper = wrapper
+        wrapper.compiled = True
+
+    @property
+    def failure(self) -> str | None:
+        return self.wrapper.failure
+
+    def undo(self) -> None:
+        self.wrapper.compiled = False
+
+
+def _pieces_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """The largest modules with weights that are neither block nor head and hold none: embeddings, final norms.
+
+    A lone table or linear layer is one kernel, which a compiler cannot make better.
+    """
+    others = {*blocks, *(model.get_submodule(name) for name in find_heads(model))}
+    uncalled = (nn.ModuleList, nn.ModuleDict)
+    holders = {m for m in model.modules() if isinstance(m, uncalled) or not others.isdisjoint(m.modules())}
+    pieces = {}
+    for prefix, holder in model.named_modules():
+        if holder not in holders or holder in others or any(prefix.startswith(f"{piece}.") for piece in pieces):
+            continue
+        for name, part in holder.named_children():
+            one_kernel = isinstance(part, nn.Linear | nn.Embedding)
+            if part not in holders and not one_kernel and any(True for _ in part.parameters()):
+                pieces[f"{prefix}.{name}" if prefix else name] = part
+    return pieces
 
 
 class CompileBlocks(Technique):
@@ -175,6 +214,7 @@ class CompileBlocks(Technique):
         fullgraph: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
         cache: a file that compiled code is loaded from, if it is there, and saved to at the end of ``fit``.
+        head: as for :func:`~lightning_fasttrain.compile_blocks_`.
 
     Attributes:
         report: a :class:`CompileReport`, after ``fit``.
@@ -201,6 +241,7 @@ class CompileBlocks(Technique):
         fullgraph: bool = False,
         fallback: bool = True,
         cache: str | os.PathLike[str] | None = None,
+        head: bool = False,
     ) -> None:
         self.mode = one_of("mode", mode, MODES)
         self.options: dict[str, Any] = {
@@ -209,11 +250,12 @@ class CompileBlocks(Technique):
             "dynamic": dynamic,
             "fullgraph": fullgraph,
             "fallback": fallback,
+            "head": head,
         }
         self.cache = cache
         self.report = CompileReport()
         self._watch: CompileWatch | None = None
-        self._compiled: dict[str, CompiledForward] = {}
+        self._compiled: dict[str, CompiledForward | CompiledLoss] = {}
 
     @property
     def uses_cuda_graphs(self) -> bool:

@@ -13,8 +13,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from lightning_fasttrain.loss import linear_cross_entropy
+from lightning_fasttrain.loss._chunks import chunk_size
 from lightning_fasttrain.run import PeakMemory
 
+module = sys.modules[linear_cross_entropy.__module__]  # a function of the room stands in the way of its name
 TOKENS, DIM, CLASSES = 37, 12, 53
 
 
@@ -61,6 +63,59 @@ def test_value_and_gradients_in_float64(reduction, smoothing, z_loss, softcap, b
     seen = value_and_gradients(linear_cross_entropy, *tensors, **options, chunk=chunk, backend="chunked")
     for a, b in zip(expected, seen, strict=True):
         torch.testing.assert_close(b, a, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("reduction", "smoothing", "z_loss", "softcap", "dtype"),
+    [("mean", 0.1, 1e-2, 3.0, torch.float64), ("none", 0.0, 0.0, None, torch.float32)],
+)
+def test_compiled_is_the_same(reduction, smoothing, z_loss, softcap, dtype):
+    tensors = inputs(dtype)
+    options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    expected = value_and_gradients(plain, *tensors, **options)
+    seen = value_and_gradients(linear_cross_entropy, *tensors, **options, chunk=8, backend="compiled")
+    bound = 1e-11 if dtype is torch.float64 else 1e-5
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(b, a, rtol=bound, atol=bound)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+
+
+@pytest.mark.parametrize(
+    ("smoothing", "z_loss", "softcap", "shared"),
+    list(itertools.product([0.0, 0.1], [0.0, 1e-2], [None, 3.0], [False, True])),
+)
+def test_what_is_compiled_computes_what_runs_without_a_compiler(smoothing, z_loss, softcap, shared):
+    g = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(7, CLASSES, generator=g, dtype=torch.float64)
+    targets = torch.randint(CLASSES, (7,), generator=g)
+    share = torch.rand(7, generator=g, dtype=torch.float64) if shared else None
+    options = (smoothing, z_loss, softcap)
+    eager, fused = logits.clone(), logits.clone()
+    losses = module._use_logits(eager, targets, options, compiled=False, share=share)
+    column = None if share is None else share[:, None]
+    seen = module._use_logits_in_two_passes(fused, targets[:, None], options, column)
+    torch.testing.assert_close(seen, losses, rtol=1e-12, atol=1e-13)
+    torch.testing.assert_close(fused, eager, rtol=1e-12, atol=1e-13)
+    assert not torch.equal(eager, logits)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "row_bytes", "share", "enough", "size"),
+    [
+        (32_768, 2 * 50_304, 8, 1024, 4096),  # an eighth
+        (32_768, 2 * 128_256, 8, 1024, 2048),  # 512 MiB hold 2,093
+        (32_768, 4 * 128_256, 8, 1024, 1024),
+        (32_768, 2 * 10**7, 8, 1024, 128),  # never fewer, or kernels would idle
+        (4096, 2 * 128_256, 8, 1024, 1024),  # a quarter
+        (37, 4 * 53, 8, 1024, 37),
+        (0, 4 * 53, 8, 1024, 1),
+        (4096, 4 * 16_000, 32, 128, 128),
+    ],
+)
+def test_chunks_are_a_part_of_all_that_fits_a_figure_in_mib(tokens, row_bytes, share, enough, size):
+    assert chunk_size(tokens, row_bytes, share, enough) == size
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -221,6 +276,7 @@ def test_what_does_not_go_together_is_refused(change, message):
 LIGER = """
 import itertools, torch
 from lightning_fasttrain.loss import linear_cross_entropy
+from lightning_fasttrain.loss._chunks import chunk_size
 from tests.loss.test_linear_cross_entropy import inputs, plain, value_and_gradients
 
 def check(*tensors, **options):
@@ -248,7 +304,7 @@ def test_liger_agrees_in_float32():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["chunked", "liger"])
+@pytest.mark.parametrize("backend", ["chunked", "compiled", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_on_cuda(dtype, backend):
     if backend == "liger":
@@ -256,7 +312,7 @@ def test_on_cuda(dtype, backend):
     tensors = [None if x is None else x.detach().cuda() for x in inputs(dtype)]
     tensors = [x.requires_grad_() if x is not None and x.is_floating_point() else x for x in tensors]
     expected = value_and_gradients(plain, *tensors)
-    chunk = 8 if backend == "chunked" else None
+    chunk = None if backend == "liger" else 8
     seen = value_and_gradients(linear_cross_entropy, *tensors, chunk=chunk, backend=backend)
     tolerance = 1e-4 if dtype is torch.float32 else 2e-2
     for a, b in zip(expected, seen, strict=True):

@@ -3,6 +3,7 @@
 import copy
 import logging
 import os
+import sys
 
 import pytest
 import torch
@@ -205,3 +206,115 @@ def test_cuda_graph_modes_train_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)
     net = fit(TinyLM(), lm_batches(6), [ft.CompileBlocks(mode=mode)], accelerator="cuda", devices=1)
     assert largest_difference(weights(plain), weights(net)) < 1e-4
+
+
+class Norm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        return x * self.scale * x.square().mean(-1, keepdim=True).rsqrt()
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.places = nn.Embedding(16, 8), nn.Embedding(5, 8)
+
+    def forward(self, tokens):
+        return self.words(tokens) + self.places(torch.arange(tokens.shape[1]))
+
+
+class Speaker(nn.Module):
+    """Embedding, blocks, norm, and a head with a layer before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = Embed()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(3))
+        self.norms = nn.ModuleList([Norm()])
+        self.top = nn.ModuleDict({"before": nn.Sequential(nn.Linear(8, 8), nn.GELU()), "head": nn.Linear(8, 16)})
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.top["head"](self.top["before"](self.norms[0](x)))
+
+    def get_output_embeddings(self):
+        return self.top["head"]
+
+
+def speaker_and_loss():
+    torch.manual_seed(0)
+    net = Speaker()
+    tokens = torch.randint(16, (4, 5))
+
+    def loss_of(net):
+        return nn.functional.cross_entropy(net(tokens).flatten(0, 1), tokens.flatten())
+
+    return net, loss_of
+
+
+def gradients(net, loss):
+    return torch.autograd.grad(loss, list(net.parameters()))
+
+
+def test_with_head_what_lies_beside_the_blocks_is_compiled_piece_by_piece():
+    net, loss_of = speaker_and_loss()
+    keys, expected = list(net.state_dict()), gradients(net, loss_of(net))
+    backend = Counting()
+    compiled = compile_blocks_(net, backend=backend, head=True)
+    blocks = {"blocks.0", "blocks.1", "blocks.2"}
+    assert set(compiled) == {*blocks, "embed", "norms.0", "top.before"}
+    for a, b in zip(expected, gradients(net, loss_of(net)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert backend.graphs >= 4
+    assert list(net.state_dict()) == keys
+    for forward in compiled.values():
+        forward.undo()
+    assert not any("forward" in vars(module) for module in net.modules())
+    assert set(compile_blocks_(net, backend=backend)) == blocks
+
+
+def test_a_piece_that_does_not_compile_runs_as_it_is():
+    net, loss_of = speaker_and_loss()
+    expected = loss_of(net)
+
+    def backend(graph, inputs):
+        if any(node.target is torch.nn.functional.embedding for node in graph.graph.nodes):
+            raise RuntimeError("no tables here")
+        return graph.forward
+
+    compiled = compile_blocks_(net, backend=backend, head=True)
+    with pytest.warns(ft.FastTrainWarning, match="'embed'.*no tables here"):
+        torch.testing.assert_close(loss_of(net), expected)
+    assert {name for name, forward in compiled.items() if forward.failure} == {"embed"}
+
+
+@pytest.mark.slow
+def test_with_head_the_fused_loss_is_compiled_and_falls_back(monkeypatch):
+    net, loss_of = speaker_and_loss()
+    expected = gradients(net, loss_of(net))
+    (fused,) = ft.fuse_loss_head_(net).values()
+    compiled = compile_blocks_(net, head=True)
+    assert fused.compiled
+    watch = CompileWatch()
+    for a, b in zip(expected, gradients(net, loss_of(net)), strict=True):
+        torch.testing.assert_close(a, b)
+    assert watch.report().graphs >= 5  # blocks, embedding, norm, what is before the head, and the loss
+    compiled["top.head"].undo()
+    assert not fused.compiled
+
+    def broken(graph, inputs):
+        raise RuntimeError("no loss here")
+
+    use = sys.modules["lightning_fasttrain.loss.linear_cross_entropy"]
+    monkeypatch.setattr(use, "_compiled_use", lambda: torch.compile(use._use_logits_in_two_passes, backend=broken))
+    again = compile_blocks_(net, head=True)["top.head"]
+    with pytest.warns(ft.FastTrainWarning, match="the loss of a head.*no loss here"):
+        seen = gradients(net, loss_of(net))
+    for a, b in zip(expected, seen, strict=True):
+        torch.testing.assert_close(a, b)
+    assert "no loss here" in again.failure
