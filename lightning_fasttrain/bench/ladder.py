@@ -31,7 +31,7 @@ from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.bench.paste import as_code
 from lightning_fasttrain.bench.preparation import BARE, STRONG, Ladder
 from lightning_fasttrain.bench.process import run_in_own_process
-from lightning_fasttrain.bench.rungs import NAIVE, Rung, State, least_exact, strong_baseline
+from lightning_fasttrain.bench.rungs import NAIVE, Rung, State, least_exact, strong_baseline, warmup_of
 
 Row = dict[str, Any]
 OnProgress = Callable[[str, dict[str, Any]], None]
@@ -180,7 +180,7 @@ class _Runner:
             "exactness": exactness.value,
             "own_exactness": rung.exactness.value,
             "host": host,
-            "warmup": max(rung.warmup, self.warmup),
+            "warmup": max(warmup_of(state), self.warmup),
             "carried": False,
             "verdict": "",
             **dict.fromkeys(("step_ms", "tokens_per_s", "peak_mib", "loss", "error", "disturbed_cores")),

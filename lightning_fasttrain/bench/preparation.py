@@ -135,7 +135,7 @@ def prepare(
         device,
         units,
         # On a GPU steps are short, and the first ones set up libraries and the allocator.
-        warmup=5 if device == "cuda" else 2,
+        warmup=5 if device == "cuda" else 1,
         repeats=repeats,
         minutes=chosen_size.minutes,
         command=command,
@@ -152,7 +152,8 @@ def _cannot_run(rung: Rung, device: str, fast_bf16: bool) -> str | None:
     if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
         return None
     if rung.needs == "bf16":
-        return f"needs a processor with bf16 units: a product in bf16 takes {bf16_slowdown():.2g} times as long here"
+        slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
+        return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"
     return f"needs {rung.needs}"
 
 

@@ -28,7 +28,7 @@ class Recorder:
         tell_loss: fetch and tell the loss of every step, as a naive loop prints it; the host then waits for the device.
 
     Example:
-        >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, memory=1, tell=print)
+        >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, tell=print)
         >>> recorder.phase(0), recorder.phase(2), recorder.phase(3), recorder.steps
         ('warm-up', 'timed', 'memory', 4)
     """
@@ -38,8 +38,8 @@ class Recorder:
         device: torch.device,
         warmup: int,
         timed: int,
-        memory: int,
-        tell: Callable[[dict[str, Any]], None],
+        memory: int = 1,
+        tell: Callable[[dict[str, Any]], None] | None = None,
         tell_loss: bool = False,
     ) -> None:
         self.device = device
@@ -80,7 +80,8 @@ class Recorder:
         message: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
         if self.tell_loss:
             message["loss"] = loss.item()
-        self.tell(message)
+        if self.tell is not None:
+            self.tell(message)
 
     def result(self, tokens_per_step: int) -> dict[str, Any]:
         """The measurements, as plain JSON; waits for the device."""

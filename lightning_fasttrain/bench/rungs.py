@@ -40,7 +40,6 @@ class Rung:
             row of that state, which holds its measurements.
         exactness: how near it keeps to the run without it.
         needs: ``"cuda"``, or ``"bf16"`` for a device that multiplies it; nothing elsewhere.
-        warmup: the fewest steps before its steps are like all that follow.
     """
 
     name: str
@@ -48,7 +47,6 @@ class Rung:
     change: State | Callable[[Mapping[str, Any]], State]
     exactness: Exactness = Exactness.EXACT
     needs: str | None = None
-    warmup: int = 2
 
     def on(self, below: Mapping[str, Any]) -> State:
         """The state of this rung on top of the one that the row ``below`` was measured with."""
@@ -92,7 +90,7 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
         Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
         Rung("selective", "selective checkpointing", _checkpointing({"SelectiveOps": {}})),
         Rung("checkpointing", "activation checkpointing", _checkpointing({"EveryBlock": {}})),
-        Rung("budget", "same peak, less recomputed", _budget, warmup=4),  # it measures three steps, then compiles
+        Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
         # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
         Rung(
@@ -116,6 +114,19 @@ def _budget(below: Mapping[str, Any]) -> State:
     checkpointed = "ActivationCheckpointing" in below["state"]["callbacks"]
     gib = below["peak_mib"] / 1024 * (1 + MEMORY_WORTH if checkpointed else 0.75)
     return _checkpointing({"MemoryBudget": {"budget_gib": gib}})
+
+
+def warmup_of(state: State) -> int:
+    """The fewest steps after which this state's steps are all alike.
+
+    Example:
+        >>> warmup_of(NAIVE), warmup_of({"callbacks": {"CompileBlocks": {}}})
+        (1, 2)
+    """
+    callbacks = state["callbacks"]
+    if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
+        return 4  # three are measured, and the next compiles what was chosen
+    return 2 if "CompileBlocks" in callbacks else 1
 
 
 def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()) -> tuple[Rung, ...]:

@@ -6,6 +6,7 @@ from typing import Any
 
 from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.bench.judge import TIME_WORTH
 
 ROOMS = (data, model, finetune, loss, optim, run)
 
@@ -57,7 +58,7 @@ def _as_code(text: str) -> str:
 def _measured(ladder: Mapping[str, Any]) -> dict[str, str]:
     """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
     found: dict[str, dict[str, str]] = {}
-    noise = ladder["noise"]["time"]
+    noise = max(TIME_WORTH, ladder["noise"]["time"] or 0.0)
     below: Mapping[str, Any] = ladder["rungs"][0]
     for rung in ladder["rungs"][1:]:
         before = below["state"]["callbacks"]

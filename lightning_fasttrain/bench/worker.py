@@ -47,7 +47,7 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Co
     write_atomic(result_file, json.dumps(result))
 
 
-def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None = None) -> dict[str, Any]:
     """Train the reference model as ``spec`` says, and measure.
 
     Args:
