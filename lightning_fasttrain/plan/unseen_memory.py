@@ -1,7 +1,8 @@
 """What kernels allocate where a fake run does not look, as far as it matters.
 
-From measuring single operations of oneDNN with AVX-512, in float32 and bfloat16. Convolutions work on copies in a
-layout of their own, with the channels in blocks of 16; of images with the channels last, only the weights are copied.
+From measuring single operations of oneDNN with AVX-512 and with AVX2, in float32 and bfloat16. Convolutions work on
+copies in a layout of their own, with the channels in blocks of 16, or of 8 with AVX2; of images with the channels last,
+only the weights are copied. With AVX2 alone bfloat16 is torch's own, which turns the images round instead.
 Left out are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
 bfloat16 matrix products, a few per cent of a step.
 """
@@ -10,12 +11,14 @@ import math
 import sys
 from typing import Any
 
-from torch import Tensor, bfloat16, channels_last, get_num_threads, ops
+from torch import Tensor, backends, bfloat16, channels_last, get_num_threads, ops
 
 from lightning_fasttrain.plan.allocation_trace import Kept, Workspace
 
-BLOCK = 16
-_WIDEST = 14  # of wider kernels, as of patches, the gradient in float32 is a product with each image's columns
+_AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
+BLOCK = 8 if _AVX2 else 16
+# Of wider kernels, as of patches, the gradient in float32 is a product with each image's columns.
+_WIDEST = 13 if _AVX2 else 14
 
 
 def _blocked(image: Tensor) -> int:
@@ -50,11 +53,15 @@ def _convolution_backward(arguments: Any, _: Any) -> int:
 
 
 def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
-    """Groups are summed up in blocks of 16 × 16 channels, however few they have, and bfloat16 in float32 too."""
+    """Groups are summed up in whole blocks of channels, however few they have, and bfloat16 in float32 too."""
+    if _AVX2 and weight.dtype is bfloat16:
+        return inputs.nbytes + weight.nbytes
     height, width = weight.shape[2:]
-    alone = weight.shape[:2] == (groups, 1)
-    if alone and height == width == 3 and min(inputs.shape[2:]) >= 3:  # has a kernel of its own
-        return 3 * weight.nbytes
+    if weight.shape[:2] == (groups, 1) and height == width == 3:  # has a kernel of its own
+        if min(inputs.shape[2:]) >= 3:
+            return 3 * weight.nbytes
+        if _AVX2:
+            return 4 * inputs.nbytes + weight.nbytes
     inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
     padded = groups * inside * outside * height * width
     if weight.dtype is not bfloat16:
