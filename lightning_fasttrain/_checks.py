@@ -5,8 +5,6 @@ import importlib.metadata
 from types import ModuleType
 from typing import Any
 
-from torch._subclasses.fake_tensor import unset_fake_temporarily
-
 # Published with a credential stealer that ran on import (CVE-2026-44484).
 _STOLE_CREDENTIALS = {"2.6.2", "2.6.3"}
 
@@ -38,6 +36,8 @@ def require(module: str, extra: str) -> ModuleType:
         >>> require("json", extra="plots").__name__
         'json'
     """
+    from torch._subclasses.fake_tensor import unset_fake_temporarily  # here, for the check above comes before torch
+
     try:
         with unset_fake_temporarily():  # some make tables when imported, which must be real in a prediction too
             return importlib.import_module(module)

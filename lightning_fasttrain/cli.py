@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from lightning_fasttrain._messages import wide_enough
+from lightning_fasttrain._version import __version__
 
 # Also 2 for arguments that argparse itself refuses.
 BAD_INPUT = 2
@@ -29,6 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code: 0, 1 if the job failed, 2 for bad input.
     """
     parser = _Parser(prog="fasttrain", description="Train Lightning models faster and in less memory, with proof.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
     _add_memory(commands)
@@ -74,6 +75,7 @@ def _add_ladder(commands: Any) -> None:
 def _ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import ladder, preparation, report
     from lightning_fasttrain.bench.live import Live
 
@@ -151,6 +153,7 @@ def _memory(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import zoo
     from lightning_fasttrain.bench.sizes import size_named
     from lightning_fasttrain.plan import predict_memory
@@ -227,6 +230,7 @@ def _shard(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import zoo
     from lightning_fasttrain.plan.subject import load_subject
     from lightning_fasttrain.strategy._optimizer_state import optimizer_named
@@ -308,6 +312,7 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import doctor
 
     wide_enough(Console()).print(doctor.as_table(doctor.examine()))

@@ -23,9 +23,9 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
+from lightning_fasttrain.data._part_weights import PartWeights, add_counts
 from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, some_rows
 from lightning_fasttrain.data._step_parts import loss_of
-from lightning_fasttrain.data.accumulate_gradients import weigh
 from lightning_fasttrain.data.count_targets import CountTargets, count_targets, is_sum, weights_of
 from lightning_fasttrain.data.find_count import find_on, is_sharded
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
@@ -181,20 +181,24 @@ class BatchClosures:
     def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         counts, total = weights_of(self.counted or count_targets, parts)
         means = [batch_size(part) for part in parts] if is_sum(self.counted) else counts
-        outputs = self._forward_backward(parts, rest, counts, total, means, optimizer)
+        weights = PartWeights(counts, total)
+        outputs = self._forward_backward(parts, rest, weights, means, optimizer)
         if self.window is not None:
             held = [count for count, output in zip(counts, outputs, strict=True) if output is not None]
-            self.window.add(sum(held), optimizer)
-        loss_and_extras = _combine(outputs, counts, total, means)
+            self.window.add(add_counts(held), optimizer)
+        loss_and_extras = _combine(outputs, weights, means)
         return ClosureResult.from_training_step_output(loss_and_extras, self.trainer.accumulate_grad_batches)
 
     def _forward_backward(
-        self, parts: list[Any], rest: list[Any], counts: list[Any], total: Any, means: list[Any], optimizer: Optimizer
+        self, parts: list[Any], rest: list[Any], weights: PartWeights, means: list[Any], optimizer: Optimizer
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
+        counts, total = weights.counts, weights.total
+        if self.window is not None:
+            weights = PartWeights(counts, self.window.reference)
         with self.logs.of_parts(trainer.lightning_module, means):
-            for i, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            for i, part in enumerate(parts):
                 inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
                 with strategy.block_backward_sync() if inner else nullcontext():
                     self.logs.part = i
@@ -207,13 +211,12 @@ class BatchClosures:
                     if is_sum(self.counted):
                         self.logs.note_sum(loss)
                     outputs.append(_detach(output))
-                    if self.window is not None:
-                        weighed = weigh(loss, count, self.window.reference)
-                    else:
-                        weighed = weigh(loss, count, total) / trainer.accumulate_grad_batches
+                    weighed = weights.weigh(loss, i)
+                    if self.window is None and trainer.accumulate_grad_batches > 1:
+                        weighed = weighed / trainer.accumulate_grad_batches
                     call._call_strategy_hook(trainer, "backward", weighed, optimizer)
                     del output, loss, weighed  # their graph must be gone before the next part is run
-        self._forget_missing(outputs, counts, total, optimizer)
+        self._forget_missing(outputs, list(counts), total, optimizer)
         return outputs
 
     def _refuse_none(self) -> None:
@@ -285,24 +288,24 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], counts: list[Any], total: Any, means: list[Any]) -> Any:
+def _combine(outputs: list[Any], weights: PartWeights, means: list[Any]) -> Any:
     """What the unsplit step would have returned: the loss, tensors with an axis joined, other means weighed."""
-    held = [(output, mean) for output, mean in zip(outputs, means, strict=True) if output is not None]
+    held = [part for part, output in enumerate(outputs) if output is not None]
     if not held:
         return None
-    missed = sum(count for output, count in zip(outputs, counts, strict=True) if output is None)
-    losses = [(output, count) for output, count in zip(outputs, counts, strict=True) if output is not None]
-    loss = sum(weigh(loss_of(output), count, total - missed) for output, count in losses)
-    total = sum(mean for _, mean in held)
-    if not isinstance(held[0][0], dict):
+    outputs = [outputs[part] for part in held]
+    loss = weights.only(held).add_up([loss_of(output) for output in outputs])
+    if not isinstance(outputs[0], dict):
         return loss
+    means = [means[part] for part in held]
+    of_means = PartWeights(means, add_counts(means))
     extras: dict[str, Any] = {}
-    for key, first in held[0][0].items():
-        values = [output[key] for output, _ in held]
+    for key, first in outputs[0].items():
+        values = [output[key] for output in outputs]
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = torch.cat(values)
         elif isinstance(first, Tensor) and first.is_floating_point():
-            extras[key] = sum(weigh(value, count, total) for value, (_, count) in zip(values, held, strict=True))
+            extras[key] = of_means.add_up(values)
         else:
             extras[key] = values[-1]
     return {**extras, "loss": loss}

@@ -1,6 +1,7 @@
 """What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +12,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fasttrain._messages import warn
 from lightning_fasttrain._technique import patch
-from lightning_fasttrain.data.accumulate_gradients import weigh
+from lightning_fasttrain.data._part_weights import PartWeights, add_counts
 
 
 class PartLogs:
@@ -45,6 +46,11 @@ class PartLogs:
         self._sums.clear()
         calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
 
+        @functools.cache  # most names are logged in every part, and share one division
+        def weights_of(parts: tuple[int, ...]) -> PartWeights:
+            logged = [counts[part] for part in parts]
+            return PartWeights(logged, add_counts(logged))
+
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             kwargs = {
                 **dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)),
@@ -72,7 +78,7 @@ class PartLogs:
                 if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
                     kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
                 how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
-                pl_module.log(name, _combine(seen, counts, how), **kwargs)
+                pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
             for key, state in earlier.items():
                 _put_back(self._metrics[key], state)
         finally:
@@ -121,7 +127,9 @@ def _put_back(metric: Metric, state: tuple[dict[str, Any], int]) -> None:
     metric._computed = None
 
 
-def _combine(seen: list[tuple[int, Any, dict[str, Any]]], counts: list[Any], how: str) -> Any:
+def _combine(
+    seen: list[tuple[int, Any, dict[str, Any]]], weights_of: Callable[[tuple[int, ...]], PartWeights], how: str
+) -> Any:
     values = [value for _, value, _ in seen]
     if how == "sum":
         return sum(values)
@@ -131,7 +139,9 @@ def _combine(seen: list[tuple[int, Any, dict[str, Any]]], counts: list[Any], how
         for value in values[1:]:
             result = pick(result, torch.as_tensor(value))
         return result
-    total: Any = sum(counts[part] for part, _, _ in seen)
-    if all(isinstance(x, int | float) for x in (*values, total)):
-        return sum(value * counts[part] for part, value, _ in seen) / total if total else values[-1]
-    return sum(weigh(torch.as_tensor(value), counts[part], total) for part, value, _ in seen)
+    weights = weights_of(tuple(part for part, _, _ in seen))
+    if all(isinstance(x, int | float) for x in (*values, *weights.counts)):
+        total: Any = weights.total
+        weighed = sum(value * count for value, count in zip(values, weights.counts, strict=True))
+        return weighed / total if total else values[-1]
+    return weights.add_up([torch.as_tensor(value) for value in values])

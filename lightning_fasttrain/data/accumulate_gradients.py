@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.data._part_weights import PartWeights
 from lightning_fasttrain.data._step_parts import key_of, loss_of
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, is_sum, named_count, weights_of
 from lightning_fasttrain.data.find_count import find_count
@@ -149,28 +150,15 @@ def _accumulate(
         device = counts[0].device if isinstance(counts[0], Tensor) else _any_device(parts[0])
         total = torch.as_tensor(total, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         dist.all_reduce(total)
+    weights = PartWeights(counts, total)
     loss_sum: Any = 0.0
-    for i, (part, c) in enumerate(zip(parts, counts, strict=True)):
+    for i, part in enumerate(parts):
         with no_sync() if i < len(parts) - 1 else nullcontext():
-            loss = weigh(loss_of(step(part)), c, total)
+            loss = weights.weigh(loss_of(step(part)), i)
             backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
         loss_sum = loss_sum + loss.detach()
         del loss  # and with it the part's graph, before the next one is built
     return loss_sum
-
-
-def weigh(loss: Tensor, count: Tensor | float, total: Tensor | float) -> Tensor:
-    """``loss · count / total``, and a true zero where nothing was counted, though the mean of nothing is NaN."""
-    # At least float32: a weight such as 1/3 keeps only three digits in bfloat16.
-    dtype = torch.promote_types(loss.dtype, torch.float32)
-    c, t = (
-        x.to(device=loss.device, dtype=dtype)
-        if isinstance(x, Tensor)
-        else torch.full((), x, dtype=dtype, device=loss.device)
-        for x in (count, total)
-    )
-    t = torch.where(t > 0, t, torch.ones_like(t))  # nothing is divided by 0, nor is a total below 1 mistaken for 1
-    return torch.where(c > 0, loss * (c / t), torch.zeros_like(c))
 
 
 def _any_device(part: Any) -> torch.device:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain.data._part_weights import add_counts
 from lightning_fasttrain.data.split_batch import batch_size
 
 CountTargets = Callable[[Any], Tensor | float]
@@ -93,7 +94,7 @@ def rule_in(state: dict[str, Any]) -> CountRule | None:
 def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Any], Any]:
     """The count of each part, and the total that the sum of count · loss is divided by."""
     counts = [count(part) for part in parts]
-    return counts, 1 if is_sum(count) else sum(counts)
+    return counts, 1 if is_sum(count) else add_counts(counts)
 
 
 def is_sum(count: Any) -> bool:

@@ -39,7 +39,8 @@ def offload_activations(
     Sparse, quantised and nested tensors and tensor subclasses stay.
 
     Args:
-        model: its parameters and buffers stay where they are, and views of them.
+        model: its parameters and buffers stay where they are, and views of them. So do the copies that autocast
+            makes of trained parameters; of frozen ones, and in compiled code, they look like any activation.
         min_mib: storages below this size, in MiB, stay too. Of a small one the launch costs more than the copy.
         in_flight_mib: how much may be on its way at once, in MiB, in each direction, or else one storage. More
             smooths the traffic, and takes that much memory on the device.
@@ -133,7 +134,7 @@ class _Offload:
         if tensor.is_nested or tensor.is_quantized or tensor.is_meta or tensor.is_conj() or tensor.is_neg():
             return False
         storage = tensor.untyped_storage()
-        if storage._cdata in kept:
+        if storage._cdata in kept or is_copy_of_parameter(tensor):
             return False
         if storage.nbytes() < self.min_bytes:
             self.largest_left = max(self.largest_left, storage.nbytes())
@@ -189,6 +190,21 @@ class _Offload:
                 ahead += saved.stored.nbytes
                 if ahead >= self.in_flight_bytes:
                     return
+
+
+def is_copy_of_parameter(tensor: Tensor) -> bool:
+    """Whether it is a trained parameter in another dtype, or a view of that: what autocast computes with.
+
+    Example:
+        >>> linear = nn.Linear(2, 2)
+        >>> is_copy_of_parameter(linear.weight.bfloat16().t()), is_copy_of_parameter(linear(torch.ones(2)).bfloat16())
+        (True, False)
+    """
+    whole = tensor if tensor._base is None else tensor._base
+    if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":
+        return False
+    source = whole.grad_fn.next_functions[0][0]
+    return isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
 class _Saved:

@@ -14,7 +14,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -270,11 +270,6 @@ class FSDP2Strategy(ModelParallelStrategy):
         if self._background is not None:
             self._background.wait()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="FSDP2 over the blocks that are found")
-
 
 def refuse_averaging(callbacks: list[Any], strategy: str) -> None:
     """Refuse callbacks that copy the model. Techniques that cannot work on shards refuse them by themselves."""
@@ -295,6 +290,3 @@ def forget_unfinished_(model: nn.Module) -> None:
     if reset is not None:
         with suppress(AttributeError):  # torch's own, if the model was sharded but never run
             reset()
-
-
-FSDP2Strategy.register_strategies(StrategyRegistry)

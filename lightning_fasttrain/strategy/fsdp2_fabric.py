@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.strategies import STRATEGY_REGISTRY, ModelParallelStrategy
+from lightning.fabric.strategies import ModelParallelStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.types import _Stateful
 from torch import nn
@@ -210,11 +210,6 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
                     state[k] = value
         return rest
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        if cls.strategy_name not in strategy_registry:
-            strategy_registry.register(cls.strategy_name, cls, description="FSDP2 over the blocks that are found")
-
 
 class _SyncControl(_BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
@@ -232,6 +227,3 @@ def _model_in(state: dict[str, Any]) -> tuple[str, nn.Module]:
             )
         )
     return next(iter(models.items()))
-
-
-FabricFSDP2Strategy.register_strategies(STRATEGY_REGISTRY)

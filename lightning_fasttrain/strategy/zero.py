@@ -7,7 +7,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
@@ -312,12 +312,3 @@ class ZeROStrategy(DeepSpeedStrategy):
     def stage(self) -> int:
         """The stage in use: 0 to 3."""
         return int(self._given_config.get("zero_optimization", {}).get("stage", 0))
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Known to the Trainer by name, once this module is imported."""
-        if "fasttrain_zero" not in strategy_registry:
-            strategy_registry.register("fasttrain_zero", cls, description="DeepSpeed ZeRO, its stage chosen to fit")
-
-
-ZeROStrategy.register_strategies(StrategyRegistry)

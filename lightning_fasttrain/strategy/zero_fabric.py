@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DeepSpeedStrategy
+from lightning.fabric.strategies import DeepSpeedStrategy
 from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
@@ -236,12 +236,6 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         ) as folder:
             return super().load_checkpoint(folder, state, strict, weights_only)
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Known to Fabric by name, once this module is imported."""
-        if "fasttrain_zero" not in strategy_registry:
-            strategy_registry.register("fasttrain_zero", cls, description="DeepSpeed ZeRO, its stage chosen to fit")
-
 
 class _Windows(_BackwardSyncControl):
     """``fabric.no_backward_sync``: backward passes that are added up."""
@@ -254,6 +248,3 @@ class _Windows(_BackwardSyncControl):
             return nullcontext()
         self.strategy.inside_window = True
         return self.strategy.engine.inside_window()
-
-
-FabricZeROStrategy.register_strategies(STRATEGY_REGISTRY)

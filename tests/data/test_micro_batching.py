@@ -4,6 +4,7 @@ import lightning as L
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
@@ -228,3 +229,50 @@ def test_a_loss_scaler_sees_one_scaled_gradient(monkeypatch):
     seen, _, t = steps([ft.MicroBatching(3)], plugins=plugin(), gradient_clip_val=0.1)
     assert t.precision_plugin.scaler.get_scale() == 64.0
     assert max(map(largest_difference, expected, seen)) < 1e-2
+
+
+class Operations(TorchDispatchMode):
+    """Counts what makes or changes a tensor: on a GPU, each is a launch at least."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = str(function.overloadpacket)
+        nothing_is_done = function.is_view or name in {"aten.detach", "aten.promote_types", "aten.scalar_tensor"}
+        if function.namespace == "aten" and not nothing_is_done:
+            self.count += 1
+        return function(*args, **kwargs or {})
+
+
+class OperationsOfABatch(L.Callback):
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.operations = Operations()
+        self.operations.__enter__()
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.operations.__exit__(None, None, None)
+
+
+def operations_in(n):
+    watch = OperationsOfABatch()
+    fit(TinyLM(), lm_batches(1, size=16), [ft.MicroBatching(n, count="targets", check=False), watch])
+    return watch.operations.count
+
+
+def operations_by_hand():
+    """Of the forward and backward of one part whose gradients are added to those of the part before."""
+    module, batch = TinyLM(), lm_batches(1, size=2)[0]
+    for _ in range(2):
+        with Operations() as operations:
+            module.loss(batch).backward()
+    return operations.count
+
+
+def test_a_part_costs_five_small_operations_beside_its_own():
+    counting_two, weighing_three = 2, 3  # compare and sum; of the loss, and of its gradient
+    four, eight = operations_in(4), operations_in(8)
+    assert (eight - four) / 4 == operations_by_hand() + counting_two + weighing_three
+    once_a_step = 30  # at most: the division, the loss that is returned, and the one that is logged
+    assert four - operations_in(1) <= 3 * operations_by_hand() + 4 * 5 + once_a_step

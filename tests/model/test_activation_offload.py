@@ -93,6 +93,31 @@ def test_bitwise_equal_as_a_context_and_on_the_blocks(kind, dtype, tmp_path):
         assert same(expected, step(ours, x))
 
 
+def autocast_step(net, x, context=None, cached=True):
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        return step(net, x, context)
+
+
+# What travels for 8 samples, by hand. Plain: of each block the input in bf16, and what relu gives, which the next
+# product saves too. Checkpointed: the input of each block, which is float32 for the first alone.
+TRAVELS = {"plain": 2 * (8 * 16 + 8 * 32) * 2, "checkpointed": 8 * 16 * 4 + 8 * 16 * 2}
+
+
+@pytest.mark.parametrize("cached", [True, False])
+@pytest.mark.parametrize("how", TRAVELS)
+def test_under_autocast_just_the_activations_travel(how, cached, tmp_path):
+    plain = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)])
+    ours, x = copy.deepcopy(plain), torch.randn(8, 16)
+    if how == "checkpointed":
+        ft.apply(ours, [ft.ActivationCheckpointing(blocks=["0", "1"])])
+    ft.apply(ours, [ActivationOffload(0, folder=tmp_path, blocks=["0", "1"])])
+    with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+        loss = ours(x.clone().requires_grad_())
+        assert sum(file.stat().st_size for file in files(tmp_path)) == TRAVELS[how]
+    del loss
+    assert same(autocast_step(plain, x, cached=cached), autocast_step(ours, x, cached=cached))
+
+
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 )

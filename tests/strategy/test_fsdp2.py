@@ -103,8 +103,8 @@ def test_blocks_are_found_or_named(found):
 def test_strategies_are_known_by_name(found):
     assert found[0]["by name"] == "FSDP2Strategy"
     assert found[0]["fabric by name"] == "FabricFSDP2Strategy"
-    assert StrategyRegistry["fasttrain_fsdp2"]["strategy"] is FSDP2Strategy
-    assert STRATEGY_REGISTRY["fasttrain_fsdp2"]["strategy"] is FabricFSDP2Strategy
+    assert isinstance(StrategyRegistry.get("fasttrain_fsdp2"), FSDP2Strategy)
+    assert isinstance(STRATEGY_REGISTRY.get("fasttrain_fsdp2"), FabricFSDP2Strategy)
 
 
 # fmt: off

@@ -1,0 +1,101 @@
+"""By how much each part of a step counts: worked out for all parts at once, without waiting for the device."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Number = Tensor | float
+
+
+class PartWeights:
+    """The weights ``count / total`` of the parts of a step.
+
+    On a GPU each operation on a single number is a launch, as expensive for the host as a large one. So the divisions
+    are done once for all parts, and a part costs three launches: two in the forward, one in the backward.
+
+    Args:
+        counts: how much each part counts, a number or a 0-dimensional tensor.
+        total: what they are divided by.
+
+    Example:
+        >>> weights = PartWeights([1, 3], 4)
+        >>> weights.weigh(torch.tensor(2.0), part=1)
+        tensor(1.5000)
+        >>> weights.add_up([torch.tensor(8.0), torch.tensor(4.0)])
+        tensor(5.)
+    """
+
+    def __init__(self, counts: Sequence[Number], total: Number) -> None:
+        self.counts, self.total = counts, total
+        positive = all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total))
+        self._numbers: list[Any] | None = [count / total for count in counts] if positive else None
+        self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
+
+    def weigh(self, loss: Tensor, part: int) -> Tensor:
+        """``loss · count / total``, and a true zero where nothing was counted, though the mean of nothing is NaN."""
+        if self._numbers is not None:
+            return loss.to(_dtype_of(loss)) * self._numbers[part]
+        weights, counted = self._on(loss.device, _dtype_of(loss))
+        return _Weigh.apply(loss, weights[part], counted[part])  # pyright: ignore[reportReturnType]
+
+    def add_up(self, values: Sequence[Tensor]) -> Tensor:
+        """The weighed sum of one value of each part."""
+        values = [value.detach() for value in values]
+        if self._numbers is not None:
+            return functools.reduce(torch.add, [self.weigh(value, part) for part, value in enumerate(values)])
+        stacked = torch.stack(values)
+        weights, counted = self._on(stacked.device, _dtype_of(stacked))
+        return torch.where(counted, stacked * weights, 0.0).sum()
+
+    def only(self, parts: Sequence[int]) -> "PartWeights":
+        """Those of these parts alone, the others not counted in the total."""
+        if len(parts) == len(self.counts):
+            return self
+        others = [count for part, count in enumerate(self.counts) if part not in parts]
+        return PartWeights([self.counts[part] for part in parts], self.total - add_counts(others))
+
+    def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weights as one tensor, and which of them are of a part in which something was counted."""
+        if (device, dtype) not in self._tensors:
+            counts = torch.stack([_as_tensor(count, device) for count in self.counts]).to(dtype)
+            total = _as_tensor(self.total, device).to(dtype)
+            total = torch.where(total > 0, total, 1.0)  # nothing is divided by 0, nor is a total below 1 taken for 1
+            counted = counts > 0
+            self._tensors[device, dtype] = torch.where(counted, counts / total, 0.0), counted
+        return self._tensors[device, dtype]
+
+
+class _Weigh(torch.autograd.Function):
+    """``where(counted, loss · weight, 0)``, whose gradient is the weight: by formula it would take five launches."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, weight: Tensor, counted: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.dtype = loss.dtype
+        return torch.where(counted, loss * weight, 0.0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (weight,) = ctx.saved_tensors
+        return (gradient * weight).to(ctx.dtype), None, None
+
+
+def add_counts(counts: Sequence[Number]) -> Any:
+    """The sum of the counts, in two launches whatever their number."""
+    if all(isinstance(count, Tensor) for count in counts):
+        return torch.stack(list(counts)).sum()  # pyright: ignore[reportArgumentType]
+    return sum(counts)
+
+
+def _dtype_of(loss: Tensor) -> torch.dtype:
+    """At least float32: a weight such as 1/3 keeps only three digits in bfloat16."""
+    return torch.promote_types(loss.dtype, torch.float32)
+
+
+def _as_tensor(number: Number, device: torch.device) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device)
+    return torch.full((), number, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)

@@ -1,0 +1,115 @@
+"""The package and its command import nothing heavy, and whatever the package offers can be reached all the same."""
+
+import importlib
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import _public_names, _strategy_names
+
+HEAVY = {"torch", "lightning", "numpy", "rich"}
+COMMANDS = ("ladder", "memory", "shard", "consolidate", "doctor", "techniques")
+
+
+def run_python(*arguments):
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, check=False)
+
+
+def run_command(*arguments):
+    """The real command in a fresh process: its exit code, what it printed, and the packages that it imported."""
+    done = run_python("-X", "importtime", "-m", "lightning_fasttrain.cli", *arguments)
+    lines = done.stderr.splitlines()
+    timed = [line.rpartition("|")[2] for line in lines if line.startswith("import time:")]
+    said = [line for line in lines if not line.startswith("import time:")]
+    return done.returncode, done.stdout + "\n".join(said), {name.strip().partition(".")[0] for name in timed}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["--help"], 0, "Train Lightning models faster"),
+        (["--version"], 0, f"fasttrain {ft.__version__}"),
+        ([], 2, "COMMAND"),
+        (["nonsense"], 2, "invalid choice: 'nonsense'"),
+        (["ladder", "--steps", "many"], 2, "argument --steps: invalid int value: 'many'"),
+        (["memory", "--batch", "many"], 2, "argument --batch: invalid int value: 'many'"),
+        (["shard", "--devices", "8"], 2, "the following arguments are required: --memory"),
+        (["consolidate"], 2, "the following arguments are required: DIR"),
+        *(([command, "--help"], 0, f"usage: fasttrain {command}") for command in COMMANDS),
+        (["doctor", "--nonsense"], 2, "unrecognized arguments: --nonsense"),
+        (["techniques", "--ladder"], 2, "argument --ladder: expected one argument"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
+    returned, printed, imported = run_command(*arguments)
+    assert (returned, says in printed) == (code, True)
+    assert "argparse" in imported  # so the list is one of imports
+    assert not imported & HEAVY
+
+
+@pytest.mark.parametrize("name", ft.__all__)
+def test_a_public_name_is_what_its_room_holds(name):
+    room = importlib.import_module(_public_names.ROOMS[name])
+    assert getattr(ft, name) is getattr(room, name)
+    assert not isinstance(getattr(ft, name), types.ModuleType)
+
+
+def test_each_kind_of_access_finds_the_same():
+    fresh = """
+import lightning_fasttrain as ft
+assert "MicroBatching" not in vars(ft)
+from lightning_fasttrain import *
+assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
+from lightning_fasttrain import LoRA, model
+assert LoRA.__module__ == "lightning_fasttrain.finetune.lora" and model.CompileBlocks is CompileBlocks
+assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "_checks" not in dir(ft)
+assert "MicroBatching" in vars(ft)
+print("reached")
+"""
+    assert run_python("-c", fresh).stdout == "reached\n"
+
+
+def test_a_wrong_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'lightning_fasttrain' has no attribute 'Nonsense'"):
+        _ = ft.Nonsense
+    with pytest.raises(ImportError, match="cannot import name 'Nonsense'"):
+        from lightning_fasttrain import Nonsense  # noqa: F401
+
+
+def test_things_are_pickled_by_their_own_name():
+    assert pickle.loads(pickle.dumps(ft.EveryBlock)) is ft.EveryBlock
+    assert pickle.loads(pickle.dumps(ft.split_batch)) is ft.split_batch
+
+
+ORDERS = {
+    "ours first": "import lightning_fasttrain as ft; import lightning as L",
+    "ours last": "import lightning as L; import lightning_fasttrain as ft",
+}
+
+
+@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
+def test_strategies_are_known_by_name_in_each_order_of_imports(imports):
+    code = f"""
+import inspect, sys
+{imports}
+print(type(L.Trainer(accelerator="cpu", devices=1, logger=False, strategy="fasttrain_fsdp2").strategy).__name__)
+print(type(L.Fabric(accelerator="cpu", devices=1, strategy="fasttrain_fsdp2").strategy).__name__)
+print([type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("lightning_fasttrain")])
+strategies = L.pytorch.strategies
+print(strategies.__spec__.loader is strategies.__loader__, "StrategyRegistry = " in inspect.getsource(strategies))
+"""
+    lines = run_python("-c", code).stdout.splitlines()
+    assert lines == ["FSDP2Strategy", "FabricFSDP2Strategy", "[]", "True True"]
+
+
+def test_every_name_is_registered_once_and_makes_its_class():
+    for module, (attribute, names) in _strategy_names.REGISTRIES.items():
+        registry = getattr(importlib.import_module(module), attribute)
+        _strategy_names.register_names(importlib.import_module(module))  # a second time changes nothing
+        assert names.keys() <= set(registry.available_strategies())
+        assert all(name in _strategy_names.DESCRIPTIONS for name in names)
