@@ -40,3 +40,18 @@ def test_offloading_is_compared_on_any_device(tmp_path):
     rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
     assert all(row["fits"] for row in rows.values())
     assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
+
+
+@pytest.mark.slow
+def test_all_sides_train_the_same(tmp_path):
+    out = tmp_path / "results.json"
+    little = ["--layers", "2", "--width", "64", "--heads", "2", "--vocabulary", "512", "--batch", "4", "--length", "32"]
+    sides = ["--sides", "lightning,hf,hf-parts,hf-recompute,loop,ours-fast,ours-lean"]
+    few = ["--precision", "32-true", "--rounds", "1", "--steps", "1"]
+    last = last_line("against.py", *little, *sides, *few, "--out", str(out))
+    assert last.startswith("ours, fast, beside the fastest rival, ")
+    rows = {row["side"]: row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 7
+    assert all(row["error"] is None and row["loss_difference"] < 1e-4 for row in rows.values()), rows
+    assert rows["ours-lean"]["peak_mib"] < rows["lightning"]["peak_mib"]
+    assert rows["lightning"]["last_loss"] < rows["lightning"]["first_loss"]
