@@ -26,7 +26,7 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
-from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP
+from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, build_model
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._files import write_atomic
@@ -45,7 +45,13 @@ def run_side(options):
     recorder = Recorder(torch.device(options.device), WARMUP, options.steps)
     SIDES[options.side].train(options, recorder)
     tokens = options.batch * options.length
-    return refuse_non_finite({**recorder.result(tokens), "tokens_per_step": tokens})
+    with torch.device("meta"):
+        about = {"settings": settings_of(options), "parameters": build_model(options).num_parameters()}
+    return refuse_non_finite({**recorder.result(tokens), "tokens_per_step": tokens, **about})
+
+
+def settings_of(options):
+    return {name: getattr(options, name) for name in ("model", *SHAPES["llama"], "device", "precision", "steps")}
 
 
 def run_in_a_process(options, side, number):
@@ -178,7 +184,7 @@ def parse_options():
     )
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     parser.add_argument("--table", type=Path, help="print the figures of such a file as a Markdown table, and end")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--side", help="one of them, once, in this process")
     options = parser.parse_args()
     try:
         check(options)
@@ -212,9 +218,10 @@ def main():
         print(markdown_table(json.loads(options.table.read_text())))
         return
     if options.side is not None:
-        write_atomic(options.out, json.dumps(run_side(options)))
+        found = json.dumps(run_side(options))
+        print(found if options.out is None else write_atomic(options.out, found))
         return
-    settings = {name: getattr(options, name) for name in ("model", *SHAPES["llama"], "device", "precision", "steps")}
+    settings = settings_of(options)
     print(", ".join(f"{name} {value}" for name, value in settings.items()))
     result = {
         "hardware": hardware(),

@@ -22,6 +22,7 @@ import torch
 from torch.autograd.graph import save_on_cpu
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench.gpt import GPT
 from lightning_fasttrain.bench.machine import GIB, hardware, versions
 from lightning_fasttrain.bench.sizes import SIZES
@@ -75,6 +76,15 @@ def main():
     if unknown := set(options.sizes) - set(SIZES):
         sys.exit(f"unknown size {', '.join(sorted(unknown))}: use one of {', '.join(SIZES)}")
     results = []
+    report = {
+        "hardware": hardware(),
+        "versions": versions(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": " ".join(["python", "examples/gpu/offload_overlap.py", *sys.argv[1:]]),
+        "batch": options.batch,
+        "baseline": "plain",
+        "results": results,
+    }
     for size in options.sizes:
         for way in WAYS:
             found = {"size": size, "way": way, "error": None}
@@ -91,17 +101,7 @@ def main():
             results.append(found)
             shown = {key: f"{value:.4g}" if isinstance(value, float) else value for key, value in found.items()}
             print(*(f"{key}={value}" for key, value in shown.items()), flush=True)
-    report = {
-        "hardware": hardware(),
-        "versions": versions(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": " ".join(["python", "examples/gpu/offload_overlap.py", *sys.argv[1:]]),
-        "batch": options.batch,
-        "baseline": "plain",
-        "results": results,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+            write_atomic(options.out, json.dumps(report, indent=1) + "\n")
     print(f"written to {options.out}")
 
 
