@@ -89,7 +89,7 @@ PIECES = (
         150,
         f"examples/memory_prediction.py {OUT}",
         full="--device cuda",
-        tiny='--models "GPT nano,Llama"',
+        tiny='--models "GPT nano"',
         needs=("transformers",),
     ),
     *(beside(side, number) for number in (1, 2) for side in SIDES),

@@ -25,6 +25,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pieces import PIECES
+from proof_report import write_report
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.process import without_paths
@@ -35,17 +36,16 @@ TOKENS = Path(__file__).parent / "tokens" / "gpt2.npy"
 ASK = "import json; from lightning_fasttrain.bench.machine import *; print(json.dumps([hardware(), versions()]))"
 
 
-def run_pieces(pieces, out, seconds, tokens=None, tiny=False, again=False):
-    """Run those that have no line yet, as long as there is time; a word about each."""
-    ends = time.monotonic() + seconds
-    hardware, versions = ask_about_the_machine()
+def run_pieces(pieces, out, ends, machine, tokens=None, tiny=False, again=False):
+    """Run those that have no line yet, until the monotonic clock shows ``ends``; a word about each."""
+    hardware, versions = machine
     finished = set() if again else finished_pieces(out, tiny)
     for piece in pieces:
-        left = ends - time.monotonic() - ENDING_S
-        reason = why_not(piece, left, hardware)
         if piece.name in finished:
             print(f"{piece.name}: there already", flush=True)
             continue
+        left = ends - time.monotonic() - ENDING_S
+        reason = why_not(piece, left, hardware)
         line = {"piece": piece.name, "part": piece.part, "status": f"skipped: {reason}", "seconds": 0.0, "result": None}
         if reason is None:
             print(f"{piece.name}: begun, {left:.0f} s left", flush=True)
@@ -203,19 +203,17 @@ def main():
         prepare_tokens(options.prepare_tokens)
         return
     if options.report is not None:
-        from proof_report import write_report
-
         print(write_report(last_lines(options.report), options.report))
         return
+    ends = time.monotonic() + 60 * options.minutes
     tokens = options.tokens or (TOKENS if TOKENS.exists() else None)
-    if tokens is None:
-        print("no tokens were prepared: the text is Python's own source, byte by byte")
+    if tokens is None or options.tiny:  # the little models' vocabulary is bytes
+        tokens = None
+        print("without prepared tokens: the text is Python's own source, byte by byte")
     options.out.mkdir(parents=True, exist_ok=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the piece is ended too
-    # The ladder's vocabulary is not the little models': numbers of a real tokenizer are too large for them.
-    run_pieces(
-        options.pieces, options.out, 60 * options.minutes, None if options.tiny else tokens, options.tiny, options.again
-    )
+    machine = ask_about_the_machine()
+    run_pieces(options.pieces, options.out, ends, machine, tokens, options.tiny, options.again)
 
 
 if __name__ == "__main__":
