@@ -184,6 +184,10 @@ def lean():
     return [ft.MicroBatching(PARTS), *fast(), ft.ActivationCheckpointing()]
 
 
+def lean_in_one():
+    return [ft.OptimizerInBackward(), ft.FusedLossHead(), ft.CompileBlocks(), ft.ActivationCheckpointing()]
+
+
 @dataclass(frozen=True)
 class Side:
     title: str
@@ -202,7 +206,8 @@ SIDES = {
     "lightning": Side("Lightning Trainer", LIGHTNING),
     "loop": Side("a loop, torch.compile", train_in_a_compiled_loop),
     "ours-fast": Side("ours, fast", functools.partial(LIGHTNING, techniques=fast), "fast"),
-    "ours-lean": Side("ours, lean", functools.partial(LIGHTNING, techniques=lean), "lean"),
+    "ours-lean": Side(f"ours, lean, {PARTS} parts", functools.partial(LIGHTNING, techniques=lean), "lean"),
+    "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
     "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
 }
 DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other")
