@@ -1,9 +1,9 @@
 """How well the predicted peak memory of a training step agrees with the measured one, on the CPU or on CUDA.
 
-    python examples/memory_prediction.py [--families] [--models "GPT nano,ResNet"] [--device cuda] [--out RESULTS.json]
+    python examples/memory_prediction.py [--families] [--models "GPT nano,ResNet"] [--device cpu] [--out RESULTS.json]
 
 Without more it is the six models of the zoo; with ``--families`` twelve of other kinds, which need the extra finetune.
-On CUDA it is two larger models, held against the allocator's own count.
+Where there is a GPU it is two larger models there, held against the allocator's own count.
 
 The prediction runs on tensors without memory, from the function that builds the model; the measurement is of the
 third step of the same training, by PeakMemory. The last line is the largest error of all.
@@ -94,37 +94,46 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", help="some of them, by name; default: all")
     parser.add_argument("--families", action="store_true", help="models of other families")
-    parser.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
     options = parser.parse_args()
-    specimens = ON_CUDA if options.device == "cuda" else MODELS
+    specimens, chosen = MODELS | ON_CUDA, ON_CUDA if options.device == "cuda" else MODELS
     if options.families:
-        from families import FAMILIES as specimens
-    rows = []
+        from families import FAMILIES
+
+        specimens = chosen = FAMILIES
     about = {
         "hardware": hardware(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]),
     }
+    rows = []
     print(f"{'MiB':<34} {'predicted':>10} {'measured':>10} {'error':>7}")
-    for model in options.models.split(",") if options.models else specimens:
-        ways = WAYS if has_blocks(specimens[model]) else {way: s for way, s in WAYS.items() if not s[0]}
-        for way, settings in ways.items():
-            predicted = predicted_bytes(specimens[model], options.device, *settings)
-            measured = measured_bytes(specimens[model], options.device, *settings)
-            gc.collect()
-            error = predicted / measured - 1
-            rows.append({"model": model, "way": way, "predicted_bytes": predicted, "measured_bytes": measured})
-            print(
-                f"{model:<16} {way:<17} {predicted / 2**20:>10.2f} {measured / 2**20:>10.2f} {error:>+7.1%}", flush=True
-            )
-            largest = max(abs(row["predicted_bytes"] / row["measured_bytes"] - 1) for row in rows)
+    for model in options.models.split(",") if options.models else chosen:
+        for row in rows_of(model, specimens[model], options.device):
+            rows.append(row)
+            largest = max(abs(error_of(row)) for row in rows)
             if options.out is not None:
-                write_atomic(
-                    options.out, json.dumps({**about, "largest_error": largest, "rows": rows}, indent=1) + "\n"
-                )
+                found = {**about, "largest_error": largest, "rows": rows}
+                write_atomic(options.out, json.dumps(found, indent=1) + "\n")
     print(f"largest error {largest:.1%}")
+
+
+def rows_of(model, specimen, device):
+    """A row for each way to train the model, as it is measured."""
+    ways = WAYS if has_blocks(specimen) else {way: s for way, s in WAYS.items() if not s[0]}
+    for way, settings in ways.items():
+        predicted, measured = (of(specimen, device, *settings) for of in (predicted_bytes, measured_bytes))
+        gc.collect()  # or what is left of this one counts in the next
+        row = {"model": model, "way": way, "predicted_bytes": predicted, "measured_bytes": measured}
+        mib = f"{predicted / 2**20:>10.2f} {measured / 2**20:>10.2f}"
+        print(f"{model:<16} {way:<17} {mib} {error_of(row):>+7.1%}", flush=True)
+        yield row
+
+
+def error_of(row):
+    return row["predicted_bytes"] / row["measured_bytes"] - 1
 
 
 if __name__ == "__main__":

@@ -172,12 +172,12 @@ def train_in_a_compiled_loop(options, recorder):
         recorder.end(step, loss)
 
 
-def fast():
-    return [ft.FusedLossHead(), ft.CompileBlocks(), ft.EagerGradientRelease()]
-
-
 def blocks():
-    return [ft.CompileBlocks()]
+    return [ft.CompileBlocks(fallback=False)]  # what is called compiled is compiled, or has failed
+
+
+def fast():
+    return [ft.FusedLossHead(), ft.EagerGradientRelease(), *blocks()]
 
 
 def lean():
@@ -185,7 +185,7 @@ def lean():
 
 
 def lean_in_one():
-    return [ft.OptimizerInBackward(), ft.FusedLossHead(), ft.CompileBlocks(), ft.ActivationCheckpointing()]
+    return [ft.OptimizerInBackward(), ft.FusedLossHead(), ft.ActivationCheckpointing(), *blocks()]
 
 
 @dataclass(frozen=True)

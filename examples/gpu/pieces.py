@@ -88,7 +88,6 @@ PIECES = (
         60,
         150,
         f"examples/memory_prediction.py {OUT}",
-        full="--device cuda",
         tiny='--models "GPT nano"',
         needs=("transformers",),
     ),

@@ -95,7 +95,7 @@ def parity(lines):
     ends = [sum(run["losses"][-LAST_STEPS:]) / len(run["losses"][-LAST_STEPS:]) for run in (naive, top)]
     steps = len(naive["losses"])
     return (
-        f"{steps:,} steps: losses differ by at most {difference:.4f}; mean of the last {min(LAST_STEPS, steps)} "
+        f"{steps:,} steps: losses differ by at most {difference:.2g}; mean of the last {min(LAST_STEPS, steps)} "
         f"{ends[0]:.4f} naive, {ends[1]:.4f} at the top ({top['source']})"
     )
 
@@ -127,7 +127,9 @@ def about_parity(found):
 
 def about_cold_start(found):
     good = [row for row in found["rows"] if "error" not in row]
-    return "; ".join(f"{row['layers']} {row['way']}, {row['start']}: {row['first_step_s']:.1f} s" for row in good)
+    return "; ".join(
+        f"{row['layers']} layers {row['way']}, {row['start']}: {row['first_step_s']:.1f} s" for row in good
+    )
 
 
 def about_budget(found):
@@ -154,8 +156,13 @@ def about_qlora(found):
 
 
 def about_zero(found):
-    good = [row for row in found["rows"] if row["fits"]]
-    return "; ".join(f"stage {row['stage']}: {row['ms']:.0f} ms, {row['peak_gib'] or 0:.2f} GiB" for row in good)
+    said = []
+    for row in found["rows"]:
+        peak = f", {row['peak_gib']:.2f} GiB" if row["peak_gib"] is not None else ""
+        said.append(
+            f"stage {row['stage']}: {row['ms']:.0f} ms{peak}" if row["fits"] else f"{row['stage']} does not fit"
+        )
+    return "; ".join(said)
 
 
 ABOUT = {

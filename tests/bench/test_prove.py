@@ -195,7 +195,7 @@ def test_the_report_compares_the_losses_of_naive_and_top(report):
     naive, top = {"losses": [4.0, 2.0] * 100}, {"losses": [4.0, 2.25] * 100, "source": "the ladder's rung fused"}
     lines = {name: a_line(name, result) for name, result in (("parity naive", naive), ("parity top", top))}
     assert report.parity(lines) == (
-        "200 steps: losses differ by at most 0.2500; mean of the last 50 3.0000 naive, 3.1250 at the top "
+        "200 steps: losses differ by at most 0.25; mean of the last 50 3.0000 naive, 3.1250 at the top "
         "(the ladder's rung fused)"
     )
     assert report.parity({"parity naive": lines["parity naive"]}) is None
