@@ -29,6 +29,8 @@ SETTLING, TIMED = 6, 6
 
 def train(size, batch, policy):
     """Peak of the last step in bytes, and the median ms of those before it; None where memory ran out."""
+    gc.collect()  # the model before this one is in cycles, and would count
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     specimen = zoo.gpt(size, batch)
     try:
@@ -57,9 +59,6 @@ def train(size, batch, policy):
         return peak.peak_bytes, statistics.median(times_ms)
     except torch.OutOfMemoryError:
         return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def predicted_gib(size, batch, techniques):
