@@ -1,12 +1,7 @@
 """The examples run as a new user runs them, and show what they say. Those that measure are in bench/."""
 
 import json
-import os
 import shutil
-import signal
-import subprocess
-import time
-from pathlib import Path
 
 import pytest
 
@@ -65,24 +60,3 @@ def test_an_8b_model_is_predicted_to_fit(tmp_path):
     predicted = json.loads((tmp_path / "results.json").read_text())["predicted"]
     peaks = [predicted[way]["peak_gib"] for way in ("full fine-tuning", "LoRA", "QLoRA", "QLoRA + FusedLossHead")]
     assert peaks == sorted(peaks, reverse=True)
-
-
-@pytest.mark.slow
-def test_a_ladder_that_is_ended_by_force_keeps_its_rows(tmp_path):
-    """The interpreter is a stand-in that writes a row and goes on for ever."""
-    stand_in = tmp_path / "python"
-    stand_in.write_text(
-        '#!/bin/bash\nfor word; do [ "$last" = --out ] && mkdir -p "$word" && echo row > "$word/ladder.json" && '
-        f"touch {tmp_path}/begun && exec sleep 60; last=$word; done\n"
-    )
-    stand_in.chmod(0o755)
-    script = Path(__file__).parents[1] / "examples" / "gpu" / "ladder_h200.sh"
-    environment = {"PATH": "/usr/bin:/bin", "PYTHON": str(stand_in), "OUT": str(tmp_path / "out")}
-    environment["RESULTS"] = str(tmp_path / "results")
-    process = subprocess.Popen([str(script)], env=environment, start_new_session=True)
-    while not (tmp_path / "begun").exists():
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.killpg(process.pid, signal.SIGTERM)
-    assert process.wait(timeout=20) == 143
-    assert (tmp_path / "results" / "ladder_h200.json").read_text() == "row\n"

@@ -15,11 +15,11 @@ import shlex
 import statistics
 import sys
 import time
-from pathlib import Path
 
 import torch
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
 
@@ -29,6 +29,8 @@ SETTLING, TIMED = 6, 6
 
 def train(size, batch, policy):
     """Peak of the last step in bytes, and the median ms of those before it; None where memory ran out."""
+    gc.collect()  # the model before this one is in cycles, and would count
+    torch.cuda.empty_cache()
     torch.manual_seed(0)
     specimen = zoo.gpt(size, batch)
     try:
@@ -57,9 +59,6 @@ def train(size, batch, policy):
         return peak.peak_bytes, statistics.median(times_ms)
     except torch.OutOfMemoryError:
         return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
 
 
 def predicted_gib(size, batch, techniques):
@@ -69,33 +68,37 @@ def predicted_gib(size, batch, techniques):
 
 
 def climb(size, batch):
-    rows = []
-
-    def show(title, policy, predicted=None):
-        measured = train(size, batch, policy)
-        plan = getattr(policy, "plan", None)
-        row = {"size": size, "way": title, "predicted_gib": plan.predicted_bytes / GIB if plan else predicted}
-        row["limit_gib"] = plan.limit_bytes / GIB if plan else None
-        row["peak_gib"], row["ms"] = (measured[0] / GIB, measured[1]) if measured else (None, None)
-        row["plan"] = str(plan) if plan else None
-        rows.append(row)
-        gib = [row[key] for key in ("peak_gib", "limit_gib", "predicted_gib")]
-        cells = " ".join(f"{value:8.2f}" if value is not None else " " * 8 for value in gib)
-        print(f"{size:<12} {title:<24} {cells}  {row['ms'] or float('nan'):8.1f} ms  {plan or ''}", flush=True)
-        return measured and measured[0]
-
-    print(f"{'':<37} {'peak':>8} {'limit':>8} {'predicted':>8}   GiB")
-    kept = show("everything kept", None, predicted_gib(size, batch, []))
+    """A row for each way to train, as it is measured; ratios are to the first."""
+    first = measure(size, batch, "everything kept", None, predicted_gib(size, batch, []))
+    yield first
     predicted = predicted_gib(size, batch, [ft.ActivationCheckpointing()])
-    recomputed = show("every block recomputed", ft.EveryBlock(), predicted)
-    show("selective", ft.SelectiveOps())
-    highest = kept or torch.cuda.get_device_properties(0).total_memory
-    for share in (0.0, 0.25, 0.5, 0.75) if recomputed else ():
-        show(f"budget: {share:.0%} of the way", ft.MemoryBudget((recomputed + share * (highest - recomputed)) / GIB))
-    for row in rows:
-        row["time_ratio"] = row["ms"] / rows[0]["ms"] if row["ms"] and rows[0]["ms"] else None
-        row["memory_ratio"] = row["peak_gib"] / rows[0]["peak_gib"] if row["peak_gib"] and rows[0]["peak_gib"] else None
-    return rows
+    lowest = measure(size, batch, "every block recomputed", ft.EveryBlock(), predicted, first)
+    yield lowest
+    yield measure(size, batch, "selective", ft.SelectiveOps(), None, first)
+    highest_gib = first["peak_gib"] or torch.cuda.get_device_properties(0).total_memory / GIB
+    for share in (0.0, 0.25, 0.5, 0.75) if lowest["peak_gib"] else ():
+        budget = ft.MemoryBudget(lowest["peak_gib"] + share * (highest_gib - lowest["peak_gib"]))
+        yield measure(size, batch, f"budget: {share:.0%} of the way", budget, None, first)
+
+
+def measure(size, batch, way, policy, predicted, first=None):
+    measured = train(size, batch, policy)
+    plan = getattr(policy, "plan", None)
+    row = {"size": size, "way": way, "predicted_gib": plan.predicted_bytes / GIB if plan else predicted}
+    row["limit_gib"] = plan.limit_bytes / GIB if plan else None
+    row["peak_gib"], row["ms"] = (measured[0] / GIB, measured[1]) if measured else (None, None)
+    row["plan"] = str(plan) if plan else None
+    kept = row if first is None else first
+    for name, key in (("time_ratio", "ms"), ("memory_ratio", "peak_gib")):
+        row[name] = row[key] / kept[key] if row[key] and kept[key] else None
+    return row
+
+
+def show(row):
+    gib = [row[key] for key in ("peak_gib", "limit_gib", "predicted_gib")]
+    cells = " ".join(f"{value:8.2f}" if value is not None else " " * 8 for value in gib)
+    ms = row["ms"] or float("nan")
+    print(f"{row['size']:<12} {row['way']:<24} {cells}  {ms:8.1f} ms  {row['plan'] or ''}", flush=True)
 
 
 def main():
@@ -106,7 +109,7 @@ def main():
     options = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("no CUDA device: nothing to measure. examples/checkpoint_budget.py measures on the CPU.")
-    rows = [row for size in options.sizes.split(",") for row in climb(size, options.batch)]
+    rows = []
     about = {
         "hardware": {**hardware(), "gpu": torch.cuda.get_device_name()},
         "versions": versions(),
@@ -115,8 +118,12 @@ def main():
         "batch": options.batch,
         "rows": rows,
     }
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(about, indent=1) + "\n")
+    print(f"{'':<37} {'peak':>8} {'limit':>8} {'predicted':>8}   GiB")
+    for size in options.sizes.split(","):
+        for row in climb(size, options.batch):
+            rows.append(row)
+            show(row)
+            write_atomic(options.out, json.dumps(about, indent=1) + "\n")
     within = [row["peak_gib"] <= row["limit_gib"] for row in rows if row["limit_gib"] and row["peak_gib"]]
     print(f"peak within the limit: {sum(within)} of {len(within)}. Written: {options.out}")
 

@@ -25,10 +25,12 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench.machine import hardware, package_version, versions
 
 GIB = 2**30
 WARMUP, STEPS = 5, 20
+SIDES = ("peft + transformers", "ours", "ours + FusedLossHead")
 
 
 class RandomTokens(Dataset):
@@ -172,15 +174,21 @@ def run_side(options, device):
             clock = ours(options, data, device, [])
         case "ours + FusedLossHead":
             clock = ours(options, data, device, [ft.FusedLossHead()])
-    print(
-        json.dumps(
-            {
-                "side": options.side,
-                "tokens_per_s": STEPS * options.batch * options.length / clock.seconds,
-                "peak_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None,
-            }
-        )
-    )
+    return {
+        "side": options.side,
+        "tokens_per_s": STEPS * options.batch * options.length / clock.seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / GIB if device == "cuda" else None,
+    }
+
+
+def in_a_process(side):
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--out", str(out)]
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            sys.exit(f"{side}: {process.stderr[-3000:]}")
+        return json.loads(out.read_text())
 
 
 def predicted(options):
@@ -218,13 +226,13 @@ def main():
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--predict", action="store_true", help="predictions only; needs no GPU")
-    parser.add_argument("--side", help=argparse.SUPPRESS)
+    parser.add_argument("--side", choices=SIDES, help="one of them, in this process")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     options.out = options.out or Path(f"examples/results/qlora_8b_{'predicted' if options.predict else 'gpu'}.json")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if options.side:
-        run_side(options, device)
+        write_atomic(options.out, json.dumps(run_side(options, device)))
         return
     if device == "cpu" and options.width > 512 and not options.predict:
         sys.exit("no CUDA device: nothing to measure; for a try: --layers 2 --width 128 --vocabulary 512 --length 64")
@@ -240,18 +248,12 @@ def main():
         "predicted": predicted(options),
         "measured": [],
     }
-    for side in () if options.predict else ("peft + transformers", "ours", "ours + FusedLossHead"):
-        process = subprocess.run(
-            [sys.executable, __file__, *sys.argv[1:], "--side", side], capture_output=True, text=True
-        )
-        if process.returncode:
-            sys.exit(f"{side}: {process.stderr[-3000:]}")
-        row = json.loads(process.stdout.strip().splitlines()[-1])
+    for side in () if options.predict else SIDES:
+        row = in_a_process(side)
         report["measured"].append(row)
         peak = f"{row['peak_gib']:8.2f} GiB" if row["peak_gib"] is not None else ""
         print(f"measured  {side:24} {peak} {row['tokens_per_s']:10,.0f} tokens/s", flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1) + "\n")
+    write_atomic(options.out, json.dumps(report, indent=1) + "\n")
     print(f"written to {options.out}")
 
 

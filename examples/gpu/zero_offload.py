@@ -24,6 +24,7 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.strategy.model_states import predict_model_states
@@ -132,12 +133,6 @@ def main():
         sys.stdout.flush()
         os._exit(0)  # a process group's destructor can hang
     print(f"{'stage':<12} {'states':>10} {'host':>10} {'peak':>10} {'ms':>10}   GiB; {options.size}")
-    rows = []
-    for stage in options.stages.split(","):
-        rows.append(in_a_process(options, stage))
-        show(rows[-1])
-    if options.out is None:
-        return
     about = {
         "hardware": {**hardware(), "gpu": torch.cuda.get_device_name() if on_gpu else None},
         "versions": versions(),
@@ -145,11 +140,13 @@ def main():
         "command": shlex.join(["python", *sys.argv]),
         "batch": options.batch,
         "card_gib": options.card_gib if on_gpu else None,
-        "rows": rows,
+        "rows": [],
     }
-    Path(options.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.out).write_text(json.dumps(about, indent=1) + "\n")
-    print(f"Written: {options.out}")
+    for stage in options.stages.split(","):
+        about["rows"].append(in_a_process(options, stage))
+        show(about["rows"][-1])
+        if options.out is not None:
+            write_atomic(options.out, json.dumps(about, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -40,3 +40,38 @@ def test_offloading_is_compared_on_any_device(tmp_path):
     rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
     assert all(row["fits"] for row in rows.values())
     assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
+
+
+@pytest.mark.slow
+def test_all_sides_train_the_same(tmp_path):
+    out = tmp_path / "results.json"
+    little = ["--layers", "2", "--width", "64", "--heads", "2", "--vocabulary", "512", "--batch", "4", "--length", "32"]
+    sides = ["--sides", "lightning,hf,hf-parts,hf-recompute,loop,ours-fast,ours-lean,ours-lean-in-one"]
+    few = ["--precision", "32-true", "--rounds", "1", "--steps", "1"]
+    last = last_line("against.py", *little, *sides, *few, "--out", str(out))
+    assert last.startswith("ours, fast, beside the fastest rival, ")
+    rows = {row["side"]: row for row in json.loads(out.read_text())["rows"]}
+    assert len(rows) == 8
+    assert all(row["error"] is None and row["loss_difference"] < 1e-4 for row in rows.values()), rows
+    assert rows["ours-lean"]["peak_mib"] < rows["lightning"]["peak_mib"]
+    assert rows["lightning"]["last_loss"] < rows["lightning"]["first_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        "doctor,ceilings,tests,prediction,gpt2 loop 1,gpt2 ours-fast 1",
+        "ladder,parity naive,parity top",
+        "cold start,chunked loss,qlora ours,zero offload,offload",
+    ],
+)
+def test_the_proof_runs_through_without_a_gpu(pieces, tmp_path):
+    said = last_line("gpu/prove.py", "--tiny", "--only", pieces, "--minutes", "9.5", "--out", str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]
+    assert {line["piece"]: line["status"] for line in lines if line["status"] != "done"} == (
+        {"offload": "skipped: needs a CUDA device"} if "offload" in pieces.split(",") else {}
+    ), said
+    assert [line["piece"] for line in lines] == pieces.split(",")
+    last_line("gpu/prove.py", "--report", str(tmp_path))
+    assert len(list(tmp_path.iterdir())) <= 8

@@ -1,0 +1,213 @@
+"""The sides of ``against.py``: one model and its batches, trained by Hugging Face, Lightning, a loop, and ours."""
+
+import functools
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import lightning as L
+import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench.hosts import Record
+from lightning_fasttrain.bench.text import Windows, encode_text, read_text
+
+LEARNING_RATE = 3e-4
+WARMUP = 3  # compilation falls into the first two
+PARTS = 4
+SHAPES = {
+    "llama": {"layers": 6, "width": 384, "heads": 6, "vocabulary": 16_000, "batch": 16, "length": 256},
+    "gpt2": {"layers": 12, "width": 768, "heads": 12, "vocabulary": 50_304, "batch": 32, "length": 1024},
+}
+
+
+class Tokens(Dataset):
+    """Sequences of real text. The first label of each is none: it is never predicted, and some count it."""
+
+    def __init__(self, tokens, length, count):
+        self.windows = Windows(tokens, length, count)
+
+    def __len__(self):
+        return len(self.windows)
+
+    def __getitem__(self, index):
+        inputs, _ = self.windows[index]
+        labels = inputs.clone()
+        labels[0] = -100
+        return {"input_ids": inputs, "labels": labels}
+
+
+def build_model(options):
+    import transformers
+
+    torch.manual_seed(0)
+    if options.model == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(
+                vocab_size=options.vocabulary,
+                n_positions=options.length,
+                n_layer=options.layers,
+                n_embd=options.width,
+                n_head=options.heads,
+                resid_pdrop=0.0,
+                embd_pdrop=0.0,
+                attn_pdrop=0.0,
+                use_cache=False,
+            )
+        ).train()
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=options.vocabulary,
+            max_position_embeddings=options.length,
+            num_hidden_layers=options.layers,
+            hidden_size=options.width,
+            intermediate_size=options.width * 8 // 3,
+            num_attention_heads=options.heads,
+            num_key_value_heads=options.heads,
+            use_cache=False,
+        )
+    ).train()
+
+
+def build_loader(options, parts=1):
+    """All steps' batches in order; ``parts`` to a step, each so much smaller."""
+    tokens = np.load(options.tokens, mmap_mode="r", allow_pickle=False) if options.tokens else own_text()
+    rows = Tokens(tokens, options.length, options.batch * (WARMUP + options.steps + 1))
+    return DataLoader(rows, options.batch // parts, pin_memory=options.device == "cuda")
+
+
+def own_text():
+    return encode_text(read_text(), "bytes", 256)
+
+
+def train_in_hugging_face(options, recorder, gradient_accumulation_steps=1, **arguments):
+    import transformers
+
+    losses = []
+
+    class Trainer(transformers.Trainer):
+        def get_train_dataloader(self):
+            return build_loader(options, gradient_accumulation_steps)  # its own would shuffle
+
+        def training_step(self, *args, **kwargs):
+            losses.append(super().training_step(*args, **kwargs))
+            return losses[-1]
+
+    class Watch(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, model, optimizer, **_):
+            recorder.begin(state.global_step, model, optimizer)
+
+        def on_step_end(self, args, state, control, **_):
+            recorder.end(state.global_step - 1, torch.stack(losses).sum())
+            losses.clear()
+
+    with tempfile.TemporaryDirectory() as folder:
+        settings = transformers.TrainingArguments(
+            output_dir=folder,
+            max_steps=recorder.steps,
+            per_device_train_batch_size=options.batch // gradient_accumulation_steps,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            learning_rate=LEARNING_RATE,
+            lr_scheduler_type="constant",
+            optim="adamw_torch_fused",
+            weight_decay=0.0,
+            max_grad_norm=0.0,  # no clipping
+            bf16=options.precision == "bf16-mixed",
+            use_cpu=options.device == "cpu",
+            report_to="none",
+            logging_strategy="no",
+            save_strategy="no",
+            disable_tqdm=True,
+            **arguments,
+        )
+        Trainer(build_model(options), settings, callbacks=[Watch()]).train()
+
+
+class Module(L.LightningModule):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch, batch_idx):
+        return self.model(**batch).loss
+
+    def configure_optimizers(self):
+        return adamw(self)
+
+
+def adamw(model):
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, fused=True)
+
+
+def train_in_lightning(options, recorder, techniques=list):
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = L.Trainer(
+            accelerator="gpu" if options.device == "cuda" else "cpu",
+            devices=1,
+            max_steps=recorder.steps,
+            precision=options.precision,
+            callbacks=[*techniques(), Record(recorder)],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            default_root_dir=folder,
+        )
+        trainer.fit(Module(build_model(options)), build_loader(options))
+
+
+def train_in_a_compiled_loop(options, recorder):
+    model = build_model(options).to(options.device)
+    optimizer, compiled = adamw(model), torch.compile(model)
+    for step, batch in enumerate(build_loader(options)):
+        batch = {name: tensor.to(options.device, non_blocking=True) for name, tensor in batch.items()}
+        recorder.begin(step, model, optimizer)
+        with torch.autocast(options.device, torch.bfloat16, enabled=options.precision == "bf16-mixed"):
+            loss = compiled(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recorder.end(step, loss)
+
+
+def blocks():
+    return [ft.CompileBlocks(fallback=False)]  # what is called compiled is compiled, or has failed
+
+
+def fast():
+    return [ft.FusedLossHead(), ft.EagerGradientRelease(), *blocks()]
+
+
+def lean():
+    return [ft.MicroBatching(PARTS), *fast(), ft.ActivationCheckpointing()]
+
+
+def lean_in_one():
+    return [ft.OptimizerInBackward(), ft.FusedLossHead(), ft.ActivationCheckpointing(), *blocks()]
+
+
+@dataclass(frozen=True)
+class Side:
+    title: str
+    train: Callable[..., None]  # takes the options and a Recorder
+    kind: str = "rival"  # or ours: "fast", "lean" or "other"
+
+
+HF, LIGHTNING = train_in_hugging_face, train_in_lightning
+ALL_THREE = {"gradient_accumulation_steps": PARTS, "gradient_checkpointing": True, "torch_compile": True}
+SIDES = {
+    "hf": Side("HF Trainer", HF),
+    "hf-parts": Side(f"HF, accumulation ×{PARTS}", functools.partial(HF, gradient_accumulation_steps=PARTS)),
+    "hf-recompute": Side("HF, gradient_checkpointing", functools.partial(HF, gradient_checkpointing=True)),
+    "hf-compile": Side("HF, torch_compile", functools.partial(HF, torch_compile=True)),
+    "hf-all": Side("HF, all three", functools.partial(HF, **ALL_THREE)),
+    "lightning": Side("Lightning Trainer", LIGHTNING),
+    "loop": Side("a loop, torch.compile", train_in_a_compiled_loop),
+    "ours-fast": Side("ours, fast", functools.partial(LIGHTNING, techniques=fast), "fast"),
+    "ours-lean": Side(f"ours, lean, {PARTS} parts", functools.partial(LIGHTNING, techniques=lean), "lean"),
+    "ours-lean-in-one": Side("ours, lean, in one", functools.partial(LIGHTNING, techniques=lean_in_one), "lean"),
+    "ours-blocks": Side("ours, compiled blocks alone", functools.partial(LIGHTNING, techniques=blocks), "other"),
+}
+DEFAULT_SIDES = tuple(name for name, side in SIDES.items() if side.kind != "other")

@@ -1,0 +1,71 @@
+"""What examples/against.py makes of the runs: rows, judgement, table."""
+
+import importlib
+
+import pytest
+
+from tests.run_example import ROOT
+
+
+@pytest.fixture
+def against(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    return importlib.import_module("against")
+
+
+def run(side, times_ms, peak_mib, losses=(3.0, 2.0), error=None):
+    found = {"step_ms_all": times_ms, "peak_mib": peak_mib, "losses": losses, "tokens_per_step": 1000}
+    return {"side": side, "error": error, **({} if error else found)}
+
+
+def rounds(side, fastest_ms, peak_mib):
+    return [run(side, [fastest, 10 * fastest], peak_mib) for fastest in fastest_ms]
+
+
+def test_a_row_has_the_median_of_the_fastest_steps_and_their_spread(against):
+    (row,) = against.summarise([run("hf", [50, 20], 7), run("hf", [90, 80], 8), run("hf", [30, 40], 8)])
+    assert (row["step_ms"], row["step_ms_range"]) == (30, [20, 80])
+    assert row["tokens_per_s"] == pytest.approx(1000 / 0.030)
+    assert row["peak_mib"] == 8
+
+
+def test_losses_are_compared_with_the_first_side_over_all_steps(against):
+    first, second = run("hf", [1], 1, losses=(3.0, 2.5, 2.0)), run("loop", [1], 1, losses=(3.0, 2.25, 2.0))
+    assert [row["loss_difference"] for row in against.summarise([first, second])] == [0.0, 0.25]
+
+
+def test_a_side_that_failed_has_a_row_and_is_no_rival(against):
+    rows = against.summarise([run("hf-compile", [], 0, error="no compiler"), *rounds("hf", [9, 9], 9)])
+    assert [row["error"] for row in rows] == ["no compiler", None]
+    assert "| HF, torch_compile | no compiler |" in against.markdown_table({"rows": rows})
+    assert against.judge([*rows, *against.summarise(rounds("ours-fast", [3, 3], 9))])[0].startswith(
+        "ours, fast, beside the fastest rival, HF Trainer: 3.00 times its tokens/s (we win)"
+    )
+
+
+def test_each_of_ours_is_held_against_the_best_of_its_kind(against):
+    runs = [*rounds("hf", [10, 11], 900), *rounds("hf-parts", [20, 21], 400)]
+    runs += [*rounds("ours-fast", [5, 6], 500), *rounds("ours-lean", [24, 25], 200)]
+    fast, lean = against.judge(against.summarise(runs))
+    assert "the fastest rival, HF Trainer: 1.91 times its tokens/s (we win), 0.56 times its memory (we win)" in fast
+    assert "the leanest rival, HF, accumulation ×4: 0.84 times its tokens/s (we lose), 0.50 times its memory" in lean
+
+
+def test_it_says_where_we_lose_and_where_nobody_wins(against):
+    runs = [*rounds("hf", [10, 12], 500), *rounds("ours-fast", [11, 13], 600)]
+    (sentence,) = against.judge(against.summarise(runs))
+    assert "0.92 times its tokens/s (no difference beyond the spread), 1.20 times its memory (we lose)" in sentence
+
+
+def test_one_round_is_not_judged_in_time(against):
+    rows = against.summarise([*rounds("hf", [10], 500), *rounds("ours-fast", [1], 500)])
+    assert "10.00 times its tokens/s (one round: not judged)" in against.judge(rows)[0]
+
+
+def test_without_a_rival_nothing_is_judged(against):
+    assert against.judge(against.summarise(rounds("ours-fast", [1, 1], 1))) == []
+
+
+def test_the_table_has_a_line_for_each_side(against):
+    lines = against.markdown_table({"rows": against.summarise(rounds("lightning", [1500, 2500, 2000], 1234.4))})
+    assert lines.splitlines()[2] == "| Lightning Trainer | 2,000 (1,500–2,500) | 500 | 1,234 | 0e+00 |"
