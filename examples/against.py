@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import logging
+import os
 import shlex
 import statistics
 import subprocess
@@ -32,7 +33,8 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.judge import refuse_non_finite
-from lightning_fasttrain.bench.machine import Neighbours, cpu_has_bf16, hardware, package_version, versions
+from lightning_fasttrain.bench.machine import Neighbours, hardware, package_version, versions
+from lightning_fasttrain.bench.preparation import fast_bf16
 from lightning_fasttrain.bench.process import without_paths
 from lightning_fasttrain.bench.recorder import Recorder
 
@@ -56,14 +58,19 @@ def settings_of(options):
 
 def run_in_a_process(options, side, number):
     """A run of ``side`` as plain JSON; with ``error`` if it failed."""
-    started, neighbours = time.perf_counter(), Neighbours()
+    started, neighbours, ours_s = time.perf_counter(), Neighbours(), seconds_of_children()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--out", str(out)]
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         found = json.loads(out.read_text()) if out.exists() else {"error": last_words(process)}
-    found["disturbed_cores"] = neighbours.cores()
+    found["disturbed_cores"] = neighbours.cores(seconds_of_children() - ours_s)
     return {"side": side, "round": number, "error": None, "wall_s": time.perf_counter() - started, **found}
+
+
+def seconds_of_children():
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def last_words(process):
@@ -200,8 +207,7 @@ def check(options):
         if getattr(options, name) is None:
             setattr(options, name, value)
     one_of("device", options.device, ("cuda", "cpu"))
-    fast_bf16 = options.device == "cuda" or cpu_has_bf16()
-    options.precision = options.precision or ("bf16-mixed" if fast_bf16 else "32-true")
+    options.precision = options.precision or ("bf16-mixed" if fast_bf16(options.device) else "32-true")
     one_of("precision", options.precision, ("bf16-mixed", "32-true"))
     for name in (*shape, "rounds", "steps"):
         positive_int(name, getattr(options, name))

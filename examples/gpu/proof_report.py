@@ -115,10 +115,12 @@ def about_prediction(found):
 
 
 def about_ladder(found):
-    carried = [row for row in found["rungs"] if row["carried"] and row["error"] is None]
-    first, top = carried[0], carried[-1]
-    memory, speed = first["peak_mib"] / top["peak_mib"], first["step_ms"] / top["step_ms"]
-    return f"top {memory:.1f} times less memory than naive, {speed:.2f} times its speed"
+    tops = [
+        f"{name} {top['speedup']:.2f} times naive's speed in {top['memory_ratio']:.1f} times less memory"
+        for name, top in found["tops"].items()
+        if top is not None
+    ]
+    return "; ".join(tops) or "no rung halves naive's memory"
 
 
 def about_parity(found):

@@ -212,9 +212,10 @@ def test_a_report_of_nothing_says_so(report, tmp_path):
     assert report.as_markdown({}).startswith("Nothing measured.")
 
 
-def test_the_top_of_a_ladder_is_its_last_carried_rung(prove, tmp_path):
+def test_the_top_is_the_fastest_of_the_ladder_that_halves_memory(prove, tmp_path):
     parity = importlib.import_module("parity")
-    rows = [{"name": name, "carried": name != "bad", "error": None, "state": name} for name in ("naive", "bf16", "bad")]
-    (tmp_path / "ladder.json").write_text(json.dumps({"rungs": rows}))
-    assert parity.top_of(tmp_path / "ladder.json") == ("bf16", "the ladder's rung bf16")
-    assert parity.top_of(tmp_path / "none.json") == (parity.DEFAULT_TOP, "the default: no ladder was given")
+    ladder = tmp_path / "ladder.json"
+    ladder.write_text(json.dumps({"tops": {"fastest": {"name": "bf16", "state": "its state"}, "leanest": None}}))
+    assert parity.top_of(ladder) == ("its state", "the ladder's rung bf16")
+    ladder.write_text(json.dumps({"tops": {"fastest": None, "leanest": None}}))
+    assert parity.top_of(ladder)[0] is parity.top_of(tmp_path / "none.json")[0] is parity.DEFAULT_TOP
