@@ -40,3 +40,14 @@ def test_offloading_is_compared_on_any_device(tmp_path):
     rows = {row["stage"]: row for row in json.loads(out.read_text())["rows"]}
     assert all(row["fits"] for row in rows.values())
     assert rows["3+offload"]["predicted_host_gib"] > rows["0"]["predicted_host_gib"] == 0
+
+
+@pytest.mark.slow
+def test_a_cold_start_is_compared_with_a_second_one(tmp_path):
+    out = tmp_path / "results.json"
+    assert last_line("compile_cold_start.py", "--blocks", "1", "--width", "16", "--out", str(out)).startswith(
+        "1 blocks:"
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["blocks", "whole"]
+    assert all(row["cold"]["cache_bytes"] == row["again"]["cache_bytes"] > 0 for row in rows)
