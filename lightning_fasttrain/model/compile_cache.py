@@ -1,13 +1,23 @@
 """Compiled code, saved to a file by one process and loaded by the next."""
 
+import io
 import os
+import platform
+import re
 import stat
+import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
+
+# What torch packs are graphs, and of kernels for a CPU the C++ source alone: a second start would compile them again,
+# and that is nearly all of its time. So the libraries that were made of it go into the same file, beside torch's part.
+_ARTIFACTS, _MACHINE = "artifacts", "machine"
+_LIBRARY = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so")
 
 
 def save_compile_cache(path: str | os.PathLike[str]) -> int:
@@ -20,15 +30,22 @@ def save_compile_cache(path: str | os.PathLike[str]) -> int:
     artifacts = torch.compiler.save_cache_artifacts()
     if artifacts is None:
         return 0
-    write_atomic(path, artifacts[0])
-    return len(artifacts[0])
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr(_ARTIFACTS, artifacts[0])
+        file.writestr(_MACHINE, machine_of_kernels())
+        for library in kernel_libraries():
+            file.write(library, f"{library.parent.name}/{library.name}")
+    write_atomic(path, packed.getvalue())
+    return len(packed.getvalue())
 
 
 def load_compile_cache(path: str | os.PathLike[str]) -> bool:
     """Load a file of :func:`save_compile_cache`, so that this process compiles less; False if there is none.
 
-    The file holds compiled code, which will be executed. So it is taken only if it belongs to the user who runs
-    this process and nobody else may write to it.
+    Graphs are loaded on any machine; kernels for the CPU where processor and versions are those that they were
+    compiled for, and otherwise they are compiled again. The file holds compiled code, which will be executed. So it is
+    taken only if it belongs to the user who runs this process and nobody else may write to it.
 
     Raises:
         PermissionError: it belongs to, or can be written by, somebody else.
@@ -49,4 +66,40 @@ def load_compile_cache(path: str | os.PathLike[str]) -> bool:
                 f"If you made it: chown it to yourself and chmod go-w {file}",
             )
         )
-    return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
+    if not zipfile.is_zipfile(file):  # of a version that saved torch's part alone
+        return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
+    with zipfile.ZipFile(file) as packed:
+        if packed.read(_MACHINE).decode() == machine_of_kernels():
+            _unpack_kernels(packed)
+        return torch.compiler.load_cache_artifacts(packed.read(_ARTIFACTS)) is not None
+
+
+def machine_of_kernels() -> str:
+    """What a compiled kernel may be run on: they are compiled for the very processor that they are made on."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else [platform.processor()]
+    processor = sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
+    return "\n".join([torch.__version__, platform.platform(), *platform.libc_ver(), *processor])
+
+
+def kernel_libraries() -> Iterator[Path]:
+    """The libraries of the kernels that this process has compiled or loaded, and of the compiler's own trials."""
+    from torch._inductor import codecache
+
+    for kind in (codecache.CppCodeCache, codecache.CppPythonBindingsCodeCache):
+        for key in kind.cache:
+            library = Path(codecache.get_path(key, "main.so")[2])
+            if library.is_file():
+                yield library
+    for library in Path(codecache.cache_dir()).glob("[a-z0-9][a-z0-9]/*.so"):
+        if not library.name.endswith(".main.so"):  # one tells whether the processor knows a set of instructions
+            yield library
+
+
+def _unpack_kernels(packed: zipfile.ZipFile) -> None:
+    from torch._inductor import codecache
+
+    folder = Path(codecache.cache_dir())
+    for name in packed.namelist():
+        if _LIBRARY.fullmatch(name) and not (folder / name).exists():
+            write_atomic(folder / name, packed.read(name))

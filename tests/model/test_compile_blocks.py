@@ -1,9 +1,12 @@
 """Blocks really compile, once for each kind, with plain keys, and fall back in the open."""
 
+import contextlib
 import copy
 import logging
 import os
+import subprocess
 import sys
+import zipfile
 
 import pytest
 import torch
@@ -11,6 +14,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import CompileWatch, compile_blocks_
+from lightning_fasttrain.model import compile_cache
 from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 
@@ -193,6 +197,65 @@ def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
     os.chmod(cache, 0o666)
     with pytest.raises(PermissionError, match="executed.*chmod go-w"):
         ft.load_compile_cache(cache)
+
+
+SECOND_START = """
+import sys, torch
+from torch import nn
+from lightning_fasttrain.model import compile_blocks_, load_compile_cache, save_compile_cache
+from torch._inductor.utils import fresh_inductor_cache
+from torch._inductor import codecache
+from pathlib import Path
+
+def libraries(folder):
+    return {p.relative_to(folder).as_posix(): p.stat().st_mtime_ns for p in Path(folder).glob("??/*.main.so")}
+
+def first_step():
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    compile_blocks_(net, blocks=["0", "1"])
+    loss = net(torch.ones(2, 4)).sum()
+    loss.backward()
+    return loss.item()
+
+cold = first_step()
+save_compile_cache(sys.argv[1])
+made = libraries(codecache.cache_dir())
+with fresh_inductor_cache():
+    assert load_compile_cache(sys.argv[1])
+    unpacked = libraries(codecache.cache_dir())
+    assert first_step() == cold
+    assert unpacked.keys() == made.keys() and made
+    assert libraries(codecache.cache_dir()) == unpacked  # none was compiled again
+print("same")
+"""
+
+
+@pytest.mark.slow
+def test_a_second_start_compiles_no_kernel_again(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "first")}
+    command = [sys.executable, "-c", SECOND_START, str(tmp_path / "cache.bin")]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert run.stdout.endswith("same\n"), run.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "machine", "is_unpacked"),
+    [("ab/cabc.main.so", None, True), ("ab/cabc.main.so", "another", False), ("../ab/evil.so", None, False)],
+)
+def test_kernels_are_unpacked_for_the_same_machine_into_the_compilers_folder(
+    name, machine, is_unpacked, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
+    with zipfile.ZipFile(tmp_path / "cache.bin", "w") as file:
+        file.writestr("machine", machine or compile_cache.machine_of_kernels())
+        file.writestr(name, b"code")
+        file.writestr("artifacts", b"")
+    with contextlib.suppress(Exception):  # torch's, whose part is missing here
+        ft.load_compile_cache(tmp_path / "cache.bin")
+    assert (tmp_path / "compiled" / name).exists() is is_unpacked
+    assert not list(tmp_path.rglob("evil.so"))
 
 
 def test_mode_is_checked_when_it_is_given():
