@@ -83,7 +83,7 @@ class _Offload:
         self.moved = self.cannot_pin = self.told = False
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         # A copy keeps a weak reference to its storage, so that no other gets the same address while it is listed.
-        self._stored: weakref.WeakValueDictionary[tuple[int, int], StoredBytes] = weakref.WeakValueDictionary()
+        self._stored: weakref.WeakValueDictionary[tuple[Any, ...], StoredBytes] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[PinnedCopy]] = []
         self._order: list[weakref.ref[_Saved]] = []
 
@@ -106,10 +106,12 @@ class _Offload:
             self.spill.close()
 
     def _pack(self, kept: set[int], tensor: Tensor) -> "_Saved":
-        stored = self._store(tensor) if self._moves(tensor, kept) else None
+        moves = self._moves(tensor, kept)
+        source = _own_part(tensor) if moves else tensor
+        stored = self._store(tensor, source) if moves else None
         while self._order and self._order[-1]() is None:
             self._order.pop()
-        saved = _Saved(tensor, stored, len(self._order))
+        saved = _Saved(tensor, source, stored, len(self._order))
         if stored is not None:
             self._order.append(weakref.ref(saved))
         return saved
@@ -141,13 +143,15 @@ class _Offload:
             return False
         return self.folder is not None or tensor.device.type == "cuda"
 
-    def _store(self, tensor: Tensor) -> StoredBytes | None:
+    def _store(self, tensor: Tensor, source: Tensor) -> StoredBytes | None:
+        """The bytes of the storage of ``source``, which is ``tensor`` or a copy of it; once for all that share them."""
         storage = tensor.untyped_storage()
-        key = storage._cdata, tensor._version
+        part = None if source is tensor else (tensor.storage_offset(), tensor.size(), tensor.stride())
+        key = storage._cdata, tensor._version, part
         stored = self._stored.get(key)
         if stored is None:
-            source = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-            stored = self._to_disk(source) if self.folder is not None else self._to_host(source)
+            whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source.untyped_storage())
+            stored = self._to_disk(whole) if self.folder is not None else self._to_host(whole)
             if stored is None:
                 return None
             stored.origin = StorageWeakRef(storage)
@@ -207,16 +211,36 @@ def is_copy_of_parameter(tensor: Tensor) -> bool:
     return isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
+def _own_part(tensor: Tensor) -> Tensor:
+    """``tensor``; or a copy, if it is a part of its storage and no view that autograd knows.
+
+    Such parts, as ``unsafe_chunk`` makes them in an LSTM, are written to one by one, and the version of each tells of
+    its own writes alone. So the storage of one, saved whole, would hold what its neighbours were before.
+    """
+    if tensor._base is not None:
+        return tensor
+    part = _without_repeats(tensor.detach())
+    whole = part.nbytes >= tensor.untyped_storage().nbytes()
+    return tensor if whole else part.clone(memory_format=torch.contiguous_format)
+
+
+def _without_repeats(tensor: Tensor) -> Tensor:
+    """The tensor before it was expanded: its dimensions of stride 0 have one element."""
+    pairs = list(zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.as_strided([min(size, 1) if stride == 0 else size for size, stride in pairs], tensor.stride())
+
+
 class _Saved:
     """One saved tensor: which bytes of a storage it is, and how often it had been written to."""
 
-    def __init__(self, tensor: Tensor, stored: StoredBytes | None, index: int) -> None:
+    def __init__(self, tensor: Tensor, source: Tensor, stored: StoredBytes | None, index: int) -> None:
         self.stored, self.index = stored, index
         self.version = tensor._version
         if stored is None:
             self.tensor = tensor if tensor.is_leaf else tensor.detach()  # with its history it would hold itself
         else:
-            self.view = tensor.storage_offset(), tensor.size(), tensor.stride()
+            self.view = source.storage_offset(), source.size(), source.stride()
+            self.layout = None if source is tensor else (tensor.size(), tensor.stride())
             self.tensor = tensor.detach()
             self.tensor.data = tensor.new_empty(0)  # no memory, but still the version counter of the original
 
@@ -231,7 +255,12 @@ class _Saved:
             )
         if self.stored is None:
             return self.tensor
-        return self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)
+        found = self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)
+        if self.layout is None:
+            return found
+        size, stride = self.layout  # compiled code counts on them, and other kernels round in another way
+        found = torch.empty_strided(found.size(), stride, dtype=found.dtype, device=found.device).copy_(found)
+        return found.as_strided(size, stride)
 
 
 def _bytes(name: str, mib: float) -> int:

@@ -93,6 +93,44 @@ def test_bitwise_equal_as_a_context_and_on_the_blocks(kind, dtype, tmp_path):
         assert same(expected, step(ours, x))
 
 
+class Gates(nn.Module):
+    """As in a recurrent layer: parts of one product, each overwritten by its own function."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 32)
+
+    def forward(self, x):
+        gate, value = self.linear(x).unsafe_chunk(2, dim=-1)
+        gate = gate.sigmoid_()
+        return x + gate * value.tanh_()
+
+
+@pytest.mark.parametrize("make", [Gates, lambda: stack("lstm").double()], ids=["gates", "lstm in float64"])
+def test_parts_that_are_overwritten_one_by_one_are_saved_as_they_were(make, tmp_path):
+    torch.manual_seed(0)
+    plain = make()
+    ours, x = copy.deepcopy(plain), torch.randn(4, 6, 16).to(next(plain.parameters()).dtype)
+    assert same(step(plain, x), step(ours, x, offload_activations(ours, 0, folder=tmp_path)))
+
+
+def test_of_such_a_part_just_its_own_bytes_travel_and_its_layout_comes_back(tmp_path):
+    whole = torch.randn(6, 8)
+    with torch.no_grad():
+        part = torch.empty(0).set_(whole.untyped_storage(), 2, (5, 6, 3), (0, 8, 1))
+    offload = offload_activations(nn.Linear(1, 1), 0, folder=tmp_path)
+    with offload:
+        weight = torch.ones(5, 6, 3, requires_grad=True)
+        product = weight * part
+        assert [file.stat().st_size for file in files(tmp_path)] == [6 * 3 * 4]
+        expected = part.clone()
+        whole.zero_()
+        saved = product.grad_fn._saved_other
+        assert (saved.size(), saved.stride()) == (part.size(), part.stride())
+        product.sum().backward()
+    assert torch.equal(weight.grad, expected)
+
+
 def autocast_step(net, x, context=None, cached=True):
     with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
         return step(net, x, context)
