@@ -14,7 +14,6 @@ import argparse
 import datetime
 import json
 import logging
-import os
 import shlex
 import statistics
 import subprocess
@@ -58,19 +57,14 @@ def settings_of(options):
 
 def run_in_a_process(options, side, number):
     """A run of ``side`` as plain JSON; with ``error`` if it failed."""
-    started, neighbours, ours_s = time.perf_counter(), Neighbours(), seconds_of_children()
+    started, neighbours = time.perf_counter(), Neighbours()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run.json"
         command = [sys.executable, __file__, *sys.argv[1:], "--side", side, "--out", str(out)]
         process = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
         found = json.loads(out.read_text()) if out.exists() else {"error": last_words(process)}
-    found["disturbed_cores"] = neighbours.cores(seconds_of_children() - ours_s)
+    found["disturbed_cores"] = neighbours.cores()
     return {"side": side, "round": number, "error": None, "wall_s": time.perf_counter() - started, **found}
-
-
-def seconds_of_children():
-    times = os.times()
-    return times.children_user + times.children_system
 
 
 def last_words(process):

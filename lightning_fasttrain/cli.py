@@ -52,7 +52,7 @@ def _add_ladder(commands: Any) -> None:
         description="Train a reference GPT on real text, with one optimisation after the other; "
         "print a table, write ladder.json and ladder.png.",
     )
-    parser.add_argument("--size", default="tiny", help="nano, tiny (default), gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--size", default="mini", help="nano, tiny, mini (default), gpt2-small, gpt2-medium or gpt2-xl")
     parser.add_argument("--text", metavar="PATH", help="file or folder; default: source of Python's standard library")
     parser.add_argument("--out", metavar="DIR", default="ladder", help="folder for the results; default: ladder")
     parser.add_argument("--steps", type=int, metavar="N", help="timed steps per rung; default: the size's own")
@@ -137,7 +137,7 @@ def _add_memory(commands: Any) -> None:
     parser.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
     )
-    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
     parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
@@ -205,7 +205,7 @@ def _add_shard(commands: Any) -> None:
     parser.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
     )
-    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")

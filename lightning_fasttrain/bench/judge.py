@@ -82,14 +82,15 @@ def time_noise(*rows: Row, usual: float = 0.0) -> float:
 
 
 def usual_noise(rows: Iterable[Row]) -> float:
-    """The median of what the rows that were run more than once say; 0 where there is none.
+    """By which share a single run may be wrong: from the fastest to the slowest run of a row, the median of all rows
+    that were run more than once; 0 where there is none.
 
     Example:
         >>> usual_noise([{"step_ms_of_runs": [100.0, 110.0]}, {"step_ms_of_runs": [50.0]}]).__round__(2)
         0.1
     """
-    gaps = [_gap(row, 0.0) for row in rows if len(row["step_ms_of_runs"]) > 1]
-    return statistics.median(gaps) if gaps else 0.0
+    runs = [row["step_ms_of_runs"] for row in rows if len(row["step_ms_of_runs"]) > 1]
+    return statistics.median([max(times) / min(times) - 1 for times in runs]) if runs else 0.0
 
 
 def _gap(row: Row, usual: float) -> float:
@@ -145,27 +146,32 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
     Example:
         >>> def row(step_ms, peak_mib): return {"step_ms": step_ms, "peak_mib": peak_mib, "error": None}
         >>> rows = [row(100, 80), row(50, 60), row(70, 20), row(71, 10), row(90, 8)]
-        >>> fastest_with_half_the_memory(rows, 0.03)["peak_mib"], leanest_in_time(rows)["peak_mib"]
+        >>> fastest_with_half_the_memory(rows, 0.03)["peak_mib"], leanest_in_time(rows, 0.03)["peak_mib"]
         (10, 8)
     """
     lean = [row for row in _finished(rows) if row["peak_mib"] <= rows[0]["peak_mib"] / 2]
-    if not lean:
-        return None
-    limit_ms = min(row["step_ms"] for row in lean) * (1 + max(TIME_WORTH, noise))
-    return min((row for row in lean if row["step_ms"] <= limit_ms), key=lambda row: row["peak_mib"])
+    return _least(_near_least(lean, "step_ms", max(TIME_WORTH, noise)), "peak_mib", MEMORY_WORTH)
 
 
-def leanest_in_time(rows: list[Row]) -> Row | None:
+def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
     """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if there is no other.
 
     Args:
         rows: the ladder's, naive first.
+        noise: share by which times differ without a cause.
     """
     in_time = [row for row in _finished(rows) if row["step_ms"] <= MOST_TIME * rows[0]["step_ms"]]
-    if not in_time:
-        return None
-    limit_mib = min(row["peak_mib"] for row in in_time) * (1 + MEMORY_WORTH)
-    return min((row for row in in_time if row["peak_mib"] <= limit_mib), key=lambda row: row["step_ms"])
+    return _least(_near_least(in_time, "peak_mib", MEMORY_WORTH), "step_ms", max(TIME_WORTH, noise))
+
+
+def _near_least(rows: list[Row], key: str, share: float) -> list[Row]:
+    least = min((row[key] for row in rows), default=0.0)
+    return [row for row in rows if row[key] <= least * (1 + share)]
+
+
+def _least(rows: list[Row], key: str, share: float) -> Row | None:
+    """The row with the least; of nearly equal ones the first, which took the fewest techniques."""
+    return next(iter(_near_least(rows, key, share)), None)
 
 
 def _finished(rows: list[Row]) -> list[Row]:

@@ -103,7 +103,7 @@ def _product_s(dtype: torch.dtype) -> float:
 
 
 class Neighbours:
-    """How many cores other processes kept busy while a child process of ours ran: they spoil its timings.
+    """How many cores other processes kept busy while this one worked: they spoil its timings.
 
     Two threads that wait for each other by spinning, as OpenMP's do, slow down tenfold when a third wants a core.
 
@@ -113,18 +113,14 @@ class Neighbours:
     """
 
     def __init__(self) -> None:
-        self._busy_s, self._ours_s, self._since = _busy_seconds(), time.process_time(), time.perf_counter()
+        self._busy_s, self._ours_s, self._since = _busy_seconds(), _own_seconds(), time.perf_counter()
 
-    def cores(self, child_s: float = 0.0) -> float | None:
-        """The mean since this object was made; None where the system does not tell.
-
-        Args:
-            child_s: processor seconds of the child, which has ended.
-        """
+    def cores(self) -> float | None:
+        """The mean since this object was made; None where the system does not tell."""
         busy_s, elapsed_s = _busy_seconds(), time.perf_counter() - self._since
         if busy_s is None or self._busy_s is None or elapsed_s <= 0:
             return None
-        ours_s = time.process_time() - self._ours_s + child_s
+        ours_s = _own_seconds() - self._ours_s
         return max(0.0, busy_s - self._busy_s - ours_s) / elapsed_s
 
 
@@ -137,7 +133,7 @@ def _busy_seconds() -> float | None:
         return None
 
 
-def seconds_of_processor() -> float:
+def _own_seconds() -> float:
     """Processor time of this process and of those it has started that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system

@@ -48,7 +48,7 @@ class Ladder:
 
 
 def prepare(
-    size: str | Size = "tiny",
+    size: str | Size = "mini",
     *,
     text: str | Path | None = None,
     out: str | Path = "ladder",

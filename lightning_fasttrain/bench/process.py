@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lightning_fasttrain.bench import worker
-from lightning_fasttrain.bench.machine import Neighbours
 
-_QUIET_CORES = 0.3
 Progress = Callable[[dict[str, Any]], None]
 
 
@@ -35,7 +33,6 @@ def run_in_own_process(
         result_file, stderr_file = (Path(folder) / name for name in ("result.json", "stderr"))
         messages, teller = context.Pipe(duplex=False)
         process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
-        neighbours = Neighbours()
         process.start()
         teller.close()
         try:
@@ -51,12 +48,7 @@ def run_in_own_process(
         if not result_file.exists():
             return {"error": without_paths(_cause_of_death(process.exitcode, stderr_file))}
         result: dict[str, Any] = json.loads(result_file.read_text())
-    if "error" in result:
-        return {"error": without_paths(result["error"])}
-    others = neighbours.cores(result.pop("cpu_s"))
-    if others is not None and others > _QUIET_CORES:
-        result["disturbed_cores"] = round(others, 2)
-    return result
+    return {"error": without_paths(result["error"])} if "error" in result else result
 
 
 def _way_to_start(device: str) -> Any:

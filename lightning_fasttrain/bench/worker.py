@@ -19,10 +19,12 @@ from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import FastTrainWarning
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.hosts import run_in_a_bare_loop, run_in_trainer
-from lightning_fasttrain.bench.machine import seconds_of_processor
+from lightning_fasttrain.bench.machine import Neighbours
 from lightning_fasttrain.bench.recorder import Recorder
 from lightning_fasttrain.bench.text import batches
 from lightning_fasttrain.model import CompileBlocks
+
+_QUIET_CORES = 0.3
 
 
 def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
@@ -57,9 +59,10 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
         tell: called with each message of the recorder.
 
     Returns:
-        Plain JSON: what :meth:`.Recorder.result` gives, ``wall_s``, ``cpu_s``, ``compile`` and ``notes``.
+        Plain JSON: what :meth:`.Recorder.result` gives, ``wall_s``, ``disturbed_cores`` (None for a quiet machine),
+        ``compile`` and ``notes``.
     """
-    started, processor_s = time.perf_counter(), seconds_of_processor()
+    started, neighbours = time.perf_counter(), Neighbours()
     state, device = spec["state"], torch.device(spec["device"])
     config = GPTConfig(**spec["model"])
     recorder = Recorder(
@@ -85,7 +88,11 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
     return {
         **recorder.result(tokens_per_step=spec["batch"] * config.context),
         "wall_s": time.perf_counter() - started,
-        "cpu_s": seconds_of_processor() - processor_s,
+        "disturbed_cores": _disturbance(neighbours.cores()),
         "compile": reports[0] if reports and spec["host"] == "trainer" else None,
         "notes": sorted({str(w.message) for w in caught if issubclass(w.category, FastTrainWarning)}),
     }
+
+
+def _disturbance(cores: float | None) -> float | None:
+    return None if cores is None or cores < _QUIET_CORES else round(cores, 2)

@@ -34,7 +34,7 @@ def test_unknown_size(tmp_path, capsys):
     code, line = refusal(capsys, "--size", "huge", "--out", str(tmp_path))
     assert code == 2
     assert "size='huge'" in line
-    assert "'nano', 'tiny', 'gpt2-small'" in line
+    assert "'nano', 'tiny', 'mini', 'gpt2-small'" in line
 
 
 def test_missing_text(tmp_path, capsys):

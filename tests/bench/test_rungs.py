@@ -143,7 +143,7 @@ def test_noise_is_the_distance_of_the_two_fastest_runs():
     assert time_noise(runs(100, 128, 102)) == pytest.approx(0.02)  # a third run has made the fastest certain
     assert time_noise(runs(100), runs(50, 51), usual=0.1) == pytest.approx(0.1)
     assert time_noise(runs(100), runs(50, 60), usual=0.1) == pytest.approx(0.2)
-    assert usual_noise([runs(10, 11), runs(5), runs(10, 12), runs(10, 15)]) == pytest.approx(0.2)
+    assert usual_noise([runs(10, 11), runs(5), runs(10, 11, 12), runs(10, 15)]) == pytest.approx(0.2)
 
 
 def test_the_two_tops_of_a_ladder():
@@ -151,9 +151,11 @@ def test_the_two_tops_of_a_ladder():
     assert fastest_with_half_the_memory([naive, row(60, 500), row(90, 401)], 0.0) is None
     rows = [naive, row(60, 500), row(None, None, "boom"), row(90, 400), row(140, 50), row(149, 50.1), row(160, 20)]
     assert fastest_with_half_the_memory(rows, 0.0) is rows[3]
-    assert leanest_in_time(rows) is rows[4]
+    assert leanest_in_time(rows, 0.0) is rows[4]
+    assert leanest_in_time([*rows, row(139, 50)], 0.03) is rows[4]  # no faster, and with more techniques
+    assert leanest_in_time([*rows, row(120, 50)], 0.03)["step_ms"] == 120
     assert fastest_with_half_the_memory([row(None, None, "boom"), row(1, 1)], 0.0) is None
-    assert leanest_in_time([naive]) is None
+    assert leanest_in_time([naive], 0.0) is None
 
 
 def test_the_code_to_paste_makes_the_callbacks_that_were_measured():
