@@ -67,18 +67,18 @@ def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
     return memory < 1, words if memory < 1 else f"{words}: not carried"
 
 
-def time_noise(*rows: Row, usual: float = 0.0) -> float:
-    """By which share the fastest runs of these rows may be wrong: how far the second fastest is from the fastest.
+def time_noise(*rows: Row, usual: float) -> float:
+    """By which share the ratio of these rows' times may be wrong: ``usual``, divided by √k for medians of k runs.
 
     Args:
         rows: with ``step_ms_of_runs``.
-        usual: what to take for a row that was run once.
+        usual: by which share a single run may be.
 
     Example:
-        >>> round(time_noise({"step_ms_of_runs": [100.0, 140.0, 92.0]}), 3)
-        0.087
+        >>> time_noise({"step_ms_of_runs": [100.0, 140.0, 92.0, 95.0]}, usual=0.2)
+        0.1
     """
-    return max(_gap(row, usual) for row in rows)
+    return usual / math.sqrt(max(1, min(len(row["step_ms_of_runs"]) for row in rows)))
 
 
 def usual_noise(rows: Iterable[Row]) -> float:
@@ -91,13 +91,6 @@ def usual_noise(rows: Iterable[Row]) -> float:
     """
     runs = [row["step_ms_of_runs"] for row in rows if len(row["step_ms_of_runs"]) > 1]
     return statistics.median([max(times) / min(times) - 1 for times in runs]) if runs else 0.0
-
-
-def _gap(row: Row, usual: float) -> float:
-    if len(row["step_ms_of_runs"]) < 2:
-        return usual
-    fastest, second, *_ = sorted(row["step_ms_of_runs"])
-    return second / fastest - 1
 
 
 def _worth(share: float, ratio: float) -> float:

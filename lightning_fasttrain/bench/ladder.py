@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +35,6 @@ from lightning_fasttrain.bench.preparation import BARE, STRONG, Ladder
 from lightning_fasttrain.bench.process import run_in_own_process
 from lightning_fasttrain.bench.rungs import NAIVE, Rung, State, least_exact, strong_baseline, warmup_of
 
-_NOISY = 0.1
 Row = dict[str, Any]
 OnProgress = Callable[[str, dict[str, Any]], None]
 
@@ -137,7 +137,8 @@ class _Climb:
     def _decide(self, row: Row, below: Row) -> None:
         """Judge ``row``; where its time and that below are too near to tell, run both again, in turn."""
         naive = self.result["rungs"][0]
-        self._measure_noise(naive)
+        if len(naive["step_ms_of_runs"]) == 1:
+            self.runner.add_run(naive)  # after the first rung: so the machine's noise is known from the beginning
         row["carried"], row["verdict"] = judge(row, below, naive, self._noise_of(row, below))
         while row["carried"] is None and self._may_repeat(row, below):
             self.runner.add_run(below)
@@ -145,11 +146,6 @@ class _Climb:
             row["carried"], row["verdict"] = judge(row, below, naive, self._noise_of(row, below))
         if row["carried"] is None:
             row["carried"], row["verdict"] = judge_by_memory(row, below, self._noise_of(row, below))
-
-    def _measure_noise(self, naive: Row) -> None:
-        """Run naive again after the first rung; and once more if the very first run was slower for being that."""
-        while 0 < len(naive["step_ms_of_runs"]) < 3 and time_noise(naive, usual=1.0) > _NOISY:
-            self.runner.add_run(naive)
 
     def _noise_of(self, *rows: Row) -> float:
         return time_noise(*rows, usual=usual_noise(self.result["rungs"]))
@@ -206,14 +202,15 @@ class _Runner:
         return row
 
     def add_run(self, row: Row) -> None:
-        """Run a row again: the faster run counts."""
+        """Run a row again: of all its runs the median counts, which more runs make surer but not smaller."""
         measured = self._run(row)
         if measured.get("error") is not None:
             return
         row["step_ms_of_runs"].append(measured["step_ms"])
-        if measured["step_ms"] < row["step_ms"]:
-            row.update({key: measured[key] for key in ("step_ms", "step_ms_all", "tokens_per_s")})
-            row["disturbed_cores"] = measured["disturbed_cores"]
+        step_ms = statistics.median(row["step_ms_of_runs"])
+        row["tokens_per_s"] *= row["step_ms"] / step_ms
+        row["step_ms"] = step_ms
+        row["disturbed_cores"] = row["disturbed_cores"] or measured["disturbed_cores"]
 
     def _run(self, row: Row) -> Row:
         title = row["title"]

@@ -135,15 +135,16 @@ def test_where_times_have_no_say_memory_decides():
     assert says == "memory −10%; by memory alone, times vary by 30%"
 
 
-def test_noise_is_the_distance_of_the_two_fastest_runs():
+def test_noise_is_that_of_whole_runs_and_falls_with_their_number():
     def runs(*times):
         return {"step_ms_of_runs": list(times)}
 
-    assert time_noise(runs(100, 128)) == pytest.approx(0.28)
-    assert time_noise(runs(100, 128, 102)) == pytest.approx(0.02)  # a third run has made the fastest certain
-    assert time_noise(runs(100), runs(50, 51), usual=0.1) == pytest.approx(0.1)
-    assert time_noise(runs(100), runs(50, 60), usual=0.1) == pytest.approx(0.2)
-    assert usual_noise([runs(10, 11), runs(5), runs(10, 11, 12), runs(10, 15)]) == pytest.approx(0.2)
+    usual = usual_noise([runs(10, 11), runs(5), runs(10, 11, 12), runs(10, 15)])
+    assert usual == pytest.approx(0.2)
+    assert time_noise(runs(100), runs(50, 51), usual=usual) == usual
+    assert time_noise(runs(9, 9, 9, 9), runs(5, 5, 5, 5, 5), usual=usual) == pytest.approx(0.1)
+    assert time_noise(runs(), usual=usual) == usual
+    assert usual_noise([runs(10), runs()]) == 0
 
 
 def test_the_two_tops_of_a_ladder():
