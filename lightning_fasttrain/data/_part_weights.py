@@ -85,7 +85,7 @@ class _Weigh(torch.autograd.Function):
 
 def add_counts(counts: Sequence[Number]) -> Any:
     """The sum of the counts, in two launches whatever their number."""
-    if all(isinstance(count, Tensor) for count in counts):
+    if counts and all(isinstance(count, Tensor) for count in counts):
         return torch.stack(list(counts)).sum()  # pyright: ignore[reportArgumentType]
     return sum(counts)
 

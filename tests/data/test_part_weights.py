@@ -55,3 +55,9 @@ def test_without_some_parts_the_others_share_the_total():
     weights = PartWeights([1, 2, 5], 8)
     assert weights.only([0, 2]).add_up([torch.tensor(6.0), torch.tensor(0.0)]).item() == pytest.approx(1.0)
     assert weights.only([0, 1, 2]) is weights
+
+
+def test_counts_are_added_whatever_they_are():
+    assert add_counts([]) == 0  # no part of a batch had a loss
+    assert add_counts([1, 2.5]) == 3.5
+    assert add_counts([torch.tensor(1), torch.tensor(2)]).item() == add_counts([torch.tensor(1), 2]).item() == 3
