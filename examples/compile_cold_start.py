@@ -1,11 +1,12 @@
 """The first step of compiled code: blocks beside the whole model, cold, and a second start with the saved cache.
 
-    python examples/compile_cold_start.py [--blocks 1,4,12,24] [--width 64] [--out RESULTS.json]
+    python examples/compile_cold_start.py [--blocks 1,4,12,24] [--size gpt2-small] [--out RESULTS.json]
 
-Seconds of the first forward and backward of a small GPT, each in a fresh process with empty caches, temporary files of
-the compiler included; importing torch is not counted. The second start has the file of ``save_compile_cache`` and, of
-the first start, nothing but the precompiled headers, which torch keeps for the machine. CPU-seconds are those of the
-process and of the C++ compilers that it started: on a busy machine they are what to compare.
+Seconds of the first forward and backward of a GPT, each in a fresh process with empty caches, temporary files of the
+compiler included; importing torch is not counted. The second start has the file of ``save_compile_cache`` and, of the
+first start, nothing but the precompiled headers, which torch keeps for the machine. CPU-seconds are those of the
+process and of the compilers that it started: on a busy machine they are what to compare. The second step finds all
+compiled. Rows are kept as they come.
 """
 
 import argparse
@@ -17,55 +18,71 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_fasttrain.bench.gpt import GPT, GPTConfig
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.bench.sizes import size_named
 from lightning_fasttrain.model import compile_blocks_, load_compile_cache, save_compile_cache
 
 KINDS = ("blocks", "whole")
+SMALL = GPTConfig(context=64, heads=4, width=64)  # its kernels take as long to compile as a large model's
 
 
-def first_step(kind, depth, width, cache, starts_again):
-    """What one process measures: from the saved cache, if there is one, to the end of the first backward."""
+def first_steps(kind, blocks, options):
+    """What one process measures: from the saved cache, if there is one, to the end of the first backward, and so on."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    config = replace(SMALL if options.size is None else size_named(options.size).model, layers=blocks)
     torch.manual_seed(0)
-    model = GPT(GPTConfig(context=64, layers=depth, heads=4, width=width))
-    tokens = torch.randint(0, 256, (2, 64))
+    module = GPTModule(config).to(device)
+    tokens = torch.randint(config.vocabulary, (options.batch, config.context), device=device)
     started, cpu = time.perf_counter(), sum(os.times()[:4])
-    if starts_again and not load_compile_cache(cache):
-        raise SystemExit(f"there is no cache {cache}")
+    if options.again and not load_compile_cache(options.cache):
+        raise SystemExit(f"there is no cache {options.cache}")
     if kind == "blocks":
-        compile_blocks_(model)
+        compile_blocks_(module)
     else:
-        model.compile()
-    model(tokens).float().pow(2).mean().backward()
-    seconds = {"s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu}
-    return seconds | {"cache_bytes": Path(cache).stat().st_size if starts_again else save_compile_cache(cache)}
+        module.gpt.compile()
+    take_step(module, tokens)
+    first = {"s": time.perf_counter() - started, "cpu_s": sum(os.times()[:4]) - cpu}
+    started = time.perf_counter()
+    take_step(module, tokens)
+    second_step_s = time.perf_counter() - started
+    if not options.again:
+        save_compile_cache(options.cache)
+    return first | {"second_step_s": second_step_s, "cache_bytes": options.cache.stat().st_size}
 
 
-def in_fresh_process(kind, depth, width, cache, starts_again, temporary, compiled):
-    arguments = ["--child", json.dumps([kind, depth, width, str(cache), starts_again])]
-    environment = {**os.environ, "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
-    command = [sys.executable, __file__, *arguments]
+def take_step(module, tokens):
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        loss = module.loss((tokens, tokens))
+    loss.backward()
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
+
+
+def in_fresh_process(kind, blocks, options, folder, again):
+    compiled = folder / ("second" if again else "first")
+    caches = {"TORCHINDUCTOR_CACHE_DIR": str(compiled), "TRITON_CACHE_DIR": str(compiled / "triton")}
+    command = [sys.executable, __file__, *sys.argv[1:], "--cache", str(folder / "cache.bin"), "--kind", kind]
+    command += ["--blocks", str(blocks), *(["--again"] if again else [])]
+    environment = {**os.environ, **caches, "TMPDIR": str(folder)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(depths, width):
-    rows = []
-    for depth in depths:
+def compare(options):
+    """A row for each number of blocks and each way to compile them."""
+    for blocks in map(int, options.blocks.split(",")):
         for kind in KINDS:
             with tempfile.TemporaryDirectory() as folder:
-                temporary, cache = Path(folder, "tmp"), Path(folder, "cache.bin")
-                temporary.mkdir()
-                what = kind, depth, width, cache
-                cold = in_fresh_process(*what, False, temporary, Path(folder, "first"))
-                again = in_fresh_process(*what, True, temporary, Path(folder, "second"))
-            rows.append({"kind": kind, "blocks": depth, "cold": cold, "again": again})
-            print(as_line(rows[-1]), flush=True)
-    return rows
+                cold = in_fresh_process(kind, blocks, options, Path(folder), again=False)
+                again = in_fresh_process(kind, blocks, options, Path(folder), again=True)
+            yield {"kind": kind, "blocks": blocks, "cold": cold, "again": again}
 
 
 def as_line(row):
@@ -74,30 +91,39 @@ def as_line(row):
     return f"{row['blocks']:>6} {row['kind']:<8}{times} {cold['cache_bytes'] / 2**10:10.0f}"
 
 
-def main():
+def parse_options():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="1,4,12,24", help="numbers of blocks; default: 1,4,12,24")
-    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--size", help="a size of the ladder's, but for its blocks; default: a small one")
+    parser.add_argument("--batch", type=int, default=2, help="sequences a step")
     parser.add_argument("--out", type=Path, metavar="JSON")
-    parser.add_argument("--child", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.child:
-        print(json.dumps(first_step(*json.loads(options.child))))
+    for name in ("--kind", "--cache"):  # one process's share
+        parser.add_argument(name, type=Path if name == "--cache" else str, help=argparse.SUPPRESS)
+    parser.add_argument("--again", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main():
+    options = parse_options()
+    if options.kind:
+        print(json.dumps(first_steps(options.kind, int(options.blocks), options)))
         return
     print("blocks compiled  cold s    CPU s  again s    CPU s  cache KiB")
     result = {
-        "command": f"python {shlex.join(sys.argv)}",
+        "command": shlex.join(["python", "examples/compile_cold_start.py", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),
-        "width": options.width,
-        "rows": compare([int(depth) for depth in options.blocks.split(",")], options.width),
+        "size": options.size,
+        "rows": [],
     }
-    if options.out:
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
-    last = [row for row in result["rows"] if row["blocks"] == result["rows"][-1]["blocks"]]
-    blocks, whole = (row["cold"]["cpu_s"] for row in last)
-    print(f"{last[0]['blocks']} blocks: compiled as blocks in {blocks / whole:.2f} of the CPU time of the whole model")
+    for row in compare(options):
+        print(as_line(row), flush=True)
+        result["rows"].append(row)
+        if options.out is not None:
+            write_atomic(options.out, json.dumps(result, indent=1) + "\n")
+    blocks, whole = (row["cold"]["cpu_s"] for row in result["rows"][-2:])
+    print(f"{row['blocks']} blocks: compiled as blocks in {blocks / whole:.2f} of the CPU time of the whole model")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from lightning_fasttrain._messages import explain, warn
 
 
 class BatchWatch:
-    """Stands in the place of a callback's ``on_train_batch_end`` until it has said, once each, what there is to say.
+    """Replaces a callback's ``on_train_batch_end`` until it has said, once each, what there is to say.
 
     Args:
         holder: the callback.

@@ -1,4 +1,4 @@
-"""Floor: put something in the place of a module's ``forward``, and ask models for their heads."""
+"""Floor: replace a module's ``forward``, and ask models for their heads."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -18,7 +18,7 @@ def told_heads(model: nn.Module) -> list[nn.Module]:
 
 
 class WrappedForward:
-    """Stands in the place of a module's ``forward``: in place, so that type, hooks and ``state_dict`` keys stay.
+    """Replaces a module's ``forward``: in place, so that type, hooks and ``state_dict`` keys stay.
 
     Subclasses override ``__call__`` and reach what was there before through ``self.inner``. The object holds the
     module rather than a bound method, so that ``copy.deepcopy`` of the model gives a copy that calls itself.

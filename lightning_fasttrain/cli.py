@@ -217,9 +217,7 @@ def _add_shard(commands: Any) -> None:
     parser.add_argument(
         "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"
     )
-    parser.add_argument(
-        "--activations", type=float, metavar="GIB", help="GiB of activations, in the place of a prediction"
-    )
+    parser.add_argument("--activations", type=float, metavar="GIB", help="GiB of activations, instead of a prediction")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     parser.set_defaults(run=_shard)
 

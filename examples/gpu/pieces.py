@@ -124,9 +124,9 @@ PIECES = (
         3,
         150,
         260,
-        f"examples/gpu/cold_start.py {OUT}",
-        full="--layers 12",
-        tiny="--size nano --layers 1 --batch 1",
+        f"examples/compile_cold_start.py {OUT}",
+        full="--size gpt2-small --batch 8 --blocks 12",
+        tiny="--blocks 1",
     ),
     Piece(
         "budget gpt2-small",

@@ -128,9 +128,9 @@ def about_parity(found):
 
 
 def about_cold_start(found):
-    good = [row for row in found["rows"] if "error" not in row]
     return "; ".join(
-        f"{row['layers']} layers {row['way']}, {row['start']}: {row['first_step_s']:.1f} s" for row in good
+        f"{row['blocks']} blocks, {row['kind']}: {row['cold']['s']:.1f} s, again {row['again']['s']:.1f} s"
+        for row in found["rows"]
     )
 
 

@@ -111,10 +111,9 @@ def _change(ratio: float) -> str:
         return f"×{ratio:.1f}"
     if ratio <= 1 / 1.5:
         return f"÷{1 / ratio:.1f}"
+    sign = "+" if ratio > 1 else "−"
     percent = 100 * abs(ratio - 1)
-    return (
-        f"{'+' if ratio > 1 else '−'}{percent:.0f}%" if percent >= 1.5 else f"{'+' if ratio > 1 else '−'}{percent:.1f}%"
-    )
+    return f"{sign}{percent:.0f}%" if percent >= 1.5 else f"{sign}{percent:.1f}%"
 
 
 def trainer_verdict(overhead: float, noise: float) -> str:
@@ -147,13 +146,15 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
 
 
 def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
-    """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if there is no other.
+    """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if none is leaner.
 
     Args:
         rows: the ladder's, naive first.
         noise: share by which times differ without a cause.
     """
-    in_time = [row for row in _finished(rows) if row["step_ms"] <= MOST_TIME * rows[0]["step_ms"]]
+    naive = rows[0]
+    leaner = [row for row in _finished(rows) if row["peak_mib"] < naive["peak_mib"] * (1 - MEMORY_WORTH)]
+    in_time = [row for row in leaner if row["step_ms"] <= MOST_TIME * naive["step_ms"]]
     return _least(_near_least(in_time, "peak_mib", MEMORY_WORTH), "step_ms", max(TIME_WORTH, noise))
 
 

@@ -158,7 +158,7 @@ class _Climb:
         rest = number_of_rows(self.ladder) - len(self.result["rungs"])
         elapsed_s = time.monotonic() - self.started
         mean_s = elapsed_s / sum(len(one["step_ms_of_runs"]) for one in self.result["rungs"])
-        return elapsed_s + (rest + 2) * mean_s < 60 * self.ladder.minutes
+        return elapsed_s + (rest + 2) * mean_s < 60 * self.ladder.size.minutes
 
 
 class _Runner:

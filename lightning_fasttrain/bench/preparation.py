@@ -43,7 +43,6 @@ class Ladder:
     fast_bf16: bool
     warmup: int
     repeats: int
-    minutes: float
     command: str
 
 
@@ -85,61 +84,63 @@ def prepare(
     Raises:
         ValueError: a bad argument; the message is one line.
     """
-    chosen_size = size if isinstance(size, Size) else size_named(size)
-    name = size if isinstance(size, str) else "custom"
-    model = replace(chosen_size.model, attention=one_of("attention", attention, ATTENTIONS))
-    chosen_size = Size(
-        model,
-        positive_int("batch", chosen_size.batch if batch is None else batch),
-        chosen_size.tokens,
-        positive_int("steps", chosen_size.steps if steps is None else steps),
-        positive_int("micro_batches", chosen_size.micro_batches if micro_batches is None else micro_batches),
-        chosen_size.minutes if minutes is None else minutes,
-    )
-    micro_batches = chosen_size.micro_batches
-    if chosen_size.batch < micro_batches:
-        raise ValueError(
-            explain(
-                f"batch={chosen_size.batch} with micro_batches={micro_batches}",
-                "each micro-batch needs a sequence",
-                f"Use --batch {micro_batches} or more, or --micro-batches {chosen_size.batch} or fewer",
-            )
-        )
+    given = {"batch": batch, "steps": steps, "micro_batches": micro_batches, "minutes": minutes}
+    resized = _resized(size_named(size) if isinstance(size, str) else size, attention, given)
+    if not repeats >= 0:
+        raise ValueError(explain(f"repeats={repeats}", "a count begins at 0", "Use 0 to run each rung once"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    for what, value, least in (("repeats", repeats, "0 to run each rung once"), ("minutes", chosen_size.minutes, "5")):
-        if not value >= 0:
-            raise ValueError(explain(f"{what}={value}", "it says how much may be added", f"Use {least}, or more"))
     units = fast_bf16(device)
-    picked = chosen(ladder(micro_batches), names, extra=(STRONG, BARE))
-    skipped = tuple(Skipped(rung, reason) for rung in picked if (reason := _cannot_run(rung, device, units)))
-    picked = tuple(rung for rung in picked if rung not in [one.rung for one in skipped])
-    baselines = tuple(b for b in (STRONG, BARE) if names is None or b in names)
+    wanted = chosen(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
+    reasons = {rung.name: _cannot_run(rung, device, units) for rung in wanted}
     folder = writable_folder(out)
-    tokens = encode_text(read_text(text), chosen_size.tokens, model.vocabulary)
-    check_enough(tokens, chosen_size.batch, model.context)
-    command = f"fasttrain ladder --size {name} --batch {chosen_size.batch} --steps {chosen_size.steps}"
-    command += f" --attention {attention} --micro-batches {micro_batches} --repeats {repeats}" + (
-        " --each" if each else ""
-    )
-    command += f" --rungs {','.join(names)}" if names else ""
-    command += f" --text {Path(text).name}" if text is not None else ""
-    return Ladder(
-        name,
-        chosen_size,
-        tokens,
-        picked,
-        skipped,
-        baselines,
-        folder,
-        each,
-        device,
-        units,
+    tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
+    check_enough(tokens, resized.batch, resized.model.context)
+    prepared = Ladder(
+        size_name=size if isinstance(size, str) else "custom",
+        size=resized,
+        tokens=tokens,
+        rungs=tuple(rung for rung in wanted if reasons[rung.name] is None),
+        skipped=tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name] is not None),
+        baselines=tuple(name for name in (STRONG, BARE) if names is None or name in names),
+        out=folder,
+        each=each,
+        device=device,
+        fast_bf16=units,
         # On a GPU steps are short, and the first ones set up libraries and the allocator.
         warmup=5 if device == "cuda" else 1,
         repeats=repeats,
-        minutes=chosen_size.minutes,
-        command=command,
+        command="",
     )
+    return replace(prepared, command=_command_of(prepared, names, text))
+
+
+def _resized(size: Size, attention: str, given: dict[str, float | None]) -> Size:
+    """``size`` with what is given instead of its own, checked."""
+    own = {name: getattr(size, name) for name in given}
+    values = own | {name: value for name, value in given.items() if value is not None}
+    for name in ("batch", "steps", "micro_batches"):
+        positive_int(name, values[name])
+    batch, micro_batches, minutes = values["batch"], values["micro_batches"], values["minutes"]
+    if batch < micro_batches:
+        way_out = f"Use --batch {micro_batches} or more, or --micro-batches {batch} or fewer"
+        what = f"batch={batch} with micro_batches={micro_batches}"
+        raise ValueError(explain(what, "each micro-batch needs a sequence", way_out))
+    if not minutes >= 0:
+        raise ValueError(explain(f"minutes={minutes}", "time does not run backwards", "Use 0 to repeat nothing"))
+    model = replace(size.model, attention=one_of("attention", attention, ATTENTIONS))
+    return replace(size, model=model, **values)
+
+
+def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None) -> str:
+    """The command that runs this ladder again."""
+    size = ladder.size
+    options = [f"--size {ladder.size_name}", f"--batch {size.batch}", f"--steps {size.steps}"]
+    options += [f"--attention {size.model.attention}", f"--micro-batches {size.micro_batches}"]
+    options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
+    options += ["--each"] if ladder.each else []
+    options += [f"--rungs {','.join(names)}"] if names else []
+    options += [f"--text {Path(text).name}"] if text is not None else []
+    return " ".join(["fasttrain ladder", *options])
 
 
 def fast_bf16(device: str) -> bool:

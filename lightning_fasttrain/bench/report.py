@@ -227,26 +227,23 @@ def save_picture(ladder: Row, path: str | Path) -> Path | None:
     return write_atomic(path, picture.getvalue())
 
 
+def _beside_bar(row: Row, key: str) -> str:
+    if row["error"] is not None:
+        return "failed"
+    left_out = not row["carried"] and key == "step_ms"  # said once for both bars
+    return f"{row[key]:,.0f}" + ("  not carried" if left_out else "")
+
+
 def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
     values = [row[key] or 0.0 for row in rows]
     largest = max(values) or 1.0
+    carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        kept = row["carried"]
-        axes.barh(
-            place,
-            value,
-            height=0.68,
-            color=colour if kept else "#e4e4e4",
-            edgecolor="white" if kept else "#9a9a9a",
-            hatch=None if kept else "///",
-            linewidth=0.8,
-        )
-        text = "failed" if row["error"] is not None else f"{value:,.0f}"
-        if row["error"] is None and not kept and key == "step_ms":
-            text += "  not carried"
-        over_line = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        colour_of_text = "#222" if kept else "#777"
-        axes.text(value + 0.01 * largest, place, text, va="center", fontsize=9, color=colour_of_text, bbox=over_line)
+        look = carried if row["carried"] else not_carried
+        axes.barh(place, value, height=0.68, linewidth=0.8, **look)
+        text_look = {"fontsize": 9, "color": "#222" if row["carried"] else "#777", "bbox": over_line}
+        axes.text(value + 0.01 * largest, place, _beside_bar(row, key), va="center", **text_look)
     if strong and strong["error"] is None:
         bottom, inside = len(rows) - 0.35, strong[key] > 0.6 * largest
         axes.plot([strong[key]] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))

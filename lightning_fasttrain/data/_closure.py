@@ -40,7 +40,7 @@ _MANY = 2**16  # parts to give up at, where a user's own split function knows th
 
 
 class BatchClosures:
-    """Stands in the place of ``automatic_optimization._make_closure`` while a run uses our accumulation."""
+    """Replaces ``automatic_optimization._make_closure`` while a run uses our accumulation."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer

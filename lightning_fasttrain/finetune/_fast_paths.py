@@ -17,7 +17,7 @@ _SWITCHES: dict[type[nn.Module], tuple[str, Any]] = {
 
 
 class SlowPath(WrappedForward):
-    """Stands in the place of the forward of torch's encoder layers, and of the encoder that holds them.
+    """Replaces the forward of torch's encoder layers, and of the encoder that holds them.
 
     In eval they hand the weights of the layers inside to one fused kernel, so what sits beside the weights would be
     passed by. The fast path is left only while an adapter acts: otherwise the model is the pretrained one, to the bit.
@@ -35,7 +35,7 @@ class SlowPath(WrappedForward):
 
 
 class KeepsBaseWeights(WrappedForward):
-    """Stands in the place of the forward of PEFT's ``nn.MultiheadAttention``, and keeps the base bit for bit.
+    """Replaces the forward of PEFT's ``nn.MultiheadAttention``, and keeps the base bit for bit.
 
     PEFT adds the adapter to the weights, calls the attention, and subtracts it again, which leaves a rounding error in
     the frozen weights at every step.

@@ -27,7 +27,7 @@ def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
 
 
 class FlatForward(WrappedForward):
-    """Stands in the place of a ``Linear4bit``'s forward, on the CPU only."""
+    """Replaces a ``Linear4bit``'s forward, on the CPU only."""
 
     module: Any
 

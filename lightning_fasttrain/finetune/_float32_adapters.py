@@ -14,7 +14,7 @@ _DICTS = (nn.ModuleDict, nn.ParameterDict)
 
 
 class StaysInFloat32:
-    """Stands in the place of a module's ``_apply``: what is in float32 goes to other devices, but is not rounded.
+    """Replaces a module's ``_apply``: what is in float32 goes to other devices, but is not rounded.
 
     ``model.to(torch.bfloat16)`` and ``Trainer(precision="bf16-true")`` come by here. It holds the module, so that a
     copy has its own.

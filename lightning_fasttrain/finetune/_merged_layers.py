@@ -40,7 +40,7 @@ def outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
 
 
 class Originals:
-    """Stands in the place of a merged layer's ``unmerge``, and holds the weights as they were.
+    """Replaces a merged layer's ``unmerge``, and holds the weights as they were.
 
     Like :class:`~lightning_fasttrain._surgery.WrappedForward` it holds the layer, so that a copy has its own.
     """

@@ -77,7 +77,7 @@ def keeps_statistics(module: nn.Module) -> bool:
 
 
 class StaysInEval:
-    """Stands in the place of a module's ``train``, and does nothing.
+    """Replaces a module's ``train``, and does nothing.
 
     Like :class:`~lightning_fasttrain._surgery.WrappedForward` it holds the module, so that a copy has its own.
     """

@@ -22,7 +22,7 @@ _LONGER_ELSEWHERE = ("logits", "last_hidden_state", "hidden_states")
 
 
 class PromptForward(WrappedForward):
-    """Stands in the place of a Hugging Face model's ``forward``, and has PEFT call that with virtual tokens added.
+    """Replaces a Hugging Face model's ``forward``, and has PEFT call that with virtual tokens added.
 
     PEFT's own model does the work. It is held here instead of being put around the user's, whose only new part are
     the encoders of the virtual tokens, as ``prompt_encoder``. What comes out is as long as what went in.
@@ -172,7 +172,7 @@ def take_out_prompts_(root: nn.Module) -> None:
 
 
 class _Inside:
-    """What PEFT's model takes for the model inside of it: calls go past what stands in the place of ``forward``."""
+    """What PEFT's model takes for the model inside of it: calls go past what replaces ``forward``."""
 
     def __init__(self, prompts: PromptForward) -> None:
         self.prompts = prompts
@@ -191,7 +191,7 @@ class _Inside:
 
 
 class _Prompts:
-    """Stands in the place of the ``get_prompt`` of PEFT's model."""
+    """Replaces the ``get_prompt`` of PEFT's model."""
 
     def __init__(self, prompts: PromptForward) -> None:
         self.prompts = prompts
@@ -240,7 +240,7 @@ class _NeverUpdated(dict[int, bool]):
 
 
 class _Generate:
-    """Stands in the place of a model's ``generate``: PEFT puts the virtual tokens into the cache at the first step."""
+    """Replaces a model's ``generate``: PEFT puts the virtual tokens into the cache at the first step."""
 
     def __init__(self, prompts: PromptForward) -> None:
         self.prompts = prompts

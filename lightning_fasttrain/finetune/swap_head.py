@@ -15,7 +15,7 @@ from lightning_fasttrain._surgery import told_heads
 
 @notices_late_parameters
 def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = None) -> str:
-    """Put a new head in the place of the model's, in place. Call it before adapters and before the optimizer is made.
+    """Replace the model's head by a new one, in place. Call it before adapters and before the optimizer is made.
 
     A number makes an ``nn.Linear`` with as many outputs: inputs, bias or none, dtype and device are the old one's,
     the weights are normal with standard deviation 0.02, the bias is zero. A weight that the old head shared, as with

@@ -36,7 +36,7 @@ def fuse_loss_head_(
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
 
     Returns:
-        Qualified name of each head → what now stands in the place of its ``forward``, with a method ``undo``. Heads
+        Qualified name of each head → what now replaces its ``forward``, with a method ``undo``. Heads
         that were fused before are left as they are, and left out.
 
     Raises:

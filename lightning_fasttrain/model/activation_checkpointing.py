@@ -27,7 +27,7 @@ class CheckpointPolicy(ABC):
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        """Put what recomputes in the place of the blocks' ``forward``; none of them has that yet.
+        """Replace the blocks' ``forward`` by what recomputes; none of them has that yet.
 
         Args:
             model: the whole model.

@@ -51,7 +51,7 @@ def compile_blocks_(
             :class:`~lightning_fasttrain.FusedLossHead` computes between its matrix products, by inductor.
 
     Returns:
-        Qualified name of each block or piece → what now stands in the place of its ``forward``, with a method ``undo``
+        Qualified name of each block or piece → what now replaces its ``forward``, with a method ``undo``
         and the ``failure`` that made it fall back, or None.
 
     Raises:

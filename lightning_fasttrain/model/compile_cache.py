@@ -6,13 +6,14 @@ import platform
 import re
 import stat
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, warn
 
 # What torch packs are graphs, and of kernels for a CPU the C++ source alone: a second start would compile them again,
 # and that is nearly all of its time. So the libraries that were made of it go into the same file, beside torch's part.
@@ -41,11 +42,14 @@ def save_compile_cache(path: str | os.PathLike[str]) -> int:
 
 
 def load_compile_cache(path: str | os.PathLike[str]) -> bool:
-    """Load a file of :func:`save_compile_cache`, so that this process compiles less; False if there is none.
+    """Load a file of :func:`save_compile_cache`, so that this process compiles less.
 
     Graphs are loaded on any machine; kernels for the CPU where processor and versions are those that they were
     compiled for, and otherwise they are compiled again. The file holds compiled code, which will be executed. So it is
     taken only if it belongs to the user who runs this process and nobody else may write to it.
+
+    Returns:
+        Whether there was one. One that is damaged is left alone, with a warning.
 
     Raises:
         PermissionError: it belongs to, or can be written by, somebody else.
@@ -66,12 +70,15 @@ def load_compile_cache(path: str | os.PathLike[str]) -> bool:
                 f"If you made it: chown it to yourself and chmod go-w {file}",
             )
         )
-    if not zipfile.is_zipfile(file):  # of a version that saved torch's part alone
-        return torch.compiler.load_cache_artifacts(file.read_bytes()) is not None
-    with zipfile.ZipFile(file) as packed:
-        if packed.read(_MACHINE).decode() == machine_of_kernels():
-            _unpack_kernels(packed)
-        return torch.compiler.load_cache_artifacts(packed.read(_ARTIFACTS)) is not None
+    try:
+        with zipfile.ZipFile(file) as packed:
+            artifacts, machine = packed.read(_ARTIFACTS), packed.read(_MACHINE).decode()
+            if machine == machine_of_kernels():
+                _unpack_kernels(packed)
+    except (zipfile.BadZipFile, zlib.error, KeyError) as damage:
+        warn(explain(f"compile cache {file} cannot be read ({damage})", "all is compiled again", "Delete it"))
+        return False
+    return torch.compiler.load_cache_artifacts(artifacts) is not None
 
 
 def machine_of_kernels() -> str:

@@ -62,7 +62,7 @@ def measure_block(
     """Run a block's forward a few times beside the training, and leave no trace of it.
 
     Args:
-        forward: what stands in the place of the block's ``forward``.
+        forward: what replaces the block's ``forward``.
         keeps: which operations are dear.
         fixed: addresses of storages that do not count: those of the model's parameters and buffers.
         args: of the call.

@@ -14,7 +14,7 @@ _PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; else the num
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """``optimizer.state_dict()`` with names in the place of numbers, and the optimizer's class.
+    """``optimizer.state_dict()`` with names instead of numbers, and the optimizer's class.
 
     Nothing is initialised for it, so that an optimizer that has taken no step is saved as such.
 

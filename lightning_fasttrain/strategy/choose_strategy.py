@@ -196,10 +196,10 @@ def choose_strategy(
         devices: all of them, on all nodes together.
         memory_gib: of each device; by default what is free on the current GPU.
         batch: one rank's batch, as the loader gives it; activations are then predicted from it.
-        loss: (module, batch) → loss, in the place of ``training_step``.
+        loss: (module, batch) → loss, instead of ``training_step``.
         nodes: machines that the devices are in, equally many in each.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
-        activation_gib: of each device, in the place of ``batch``. Without either they are taken to be nothing.
+        activation_gib: of each device, instead of ``batch``. Without either they are taken to be nothing.
         host_gib: memory of a node that training may use; None means enough.
         headroom: part of the memory of each device that is left for what is not predicted.
 

@@ -35,7 +35,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     """Shard the model, its gradients and its optimizer over all processes; the loop is that of any Fabric run.
 
     ``fabric.setup(model, optimizer)`` works, and so does an optimizer made before the model is set up: it is given
-    the sharded parameters in the place of those it held. ``fabric.no_backward_sync(model, enabled=...)`` sums
+    the sharded parameters instead of those it held. ``fabric.no_backward_sync(model, enabled=...)`` sums
     gradients without reducing them, and leaves reduction on. Methods beside ``forward`` that use parameters of
     their own: ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
 
@@ -125,7 +125,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Give an optimizer the sharded parameters in the place of those that it was made with."""
+        """Give an optimizer the sharded parameters instead of those that it was made with."""
         refuse_unfit(optimizer)
         now = {id(old()): new for old, new in self._moved}
         stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]

@@ -38,13 +38,13 @@ class ZeROStrategy(DeepSpeedStrategy):
             in this order that fits the free memory of the smallest rank, with the optimizer of
             ``configure_optimizers``; the table is printed. A model built in ``configure_model`` is sharded as it is
             built under a given stage 3; under ``"auto"`` it is built whole first, in host memory.
-        memory_gib: what a rank may use, for ``"auto"``, in the place of its free memory.
+        memory_gib: what a rank may use, for ``"auto"``, instead of its free memory.
         headroom: share of the memory that ``"auto"`` leaves free.
         nvme_path: folder for ``"3+nvme"``; without it ``"auto"`` leaves that stage out.
         trusted: whether to load checkpoints that hold pickled objects of unknown classes, which can run any code.
         universal: whether to load checkpoints that were saved by another number of processes, by way of DeepSpeed's
             universal format.
-        config: a DeepSpeed config, dict or path, in the place of all of the above.
+        config: a DeepSpeed config, dict or path, instead of all of the above.
         settings: further arguments of Lightning's ``DeepSpeedStrategy``.
 
     Raises:

@@ -80,9 +80,7 @@ def test_the_proof_runs_through_without_a_gpu(pieces, tmp_path):
 @pytest.mark.slow
 def test_a_cold_start_is_compared_with_a_second_one(tmp_path):
     out = tmp_path / "results.json"
-    assert last_line("compile_cold_start.py", "--blocks", "1", "--width", "16", "--out", str(out)).startswith(
-        "1 blocks:"
-    )
+    assert last_line("compile_cold_start.py", "--blocks", "1", "--out", str(out)).startswith("1 blocks:")
     rows = json.loads(out.read_text())["rows"]
     assert [row["kind"] for row in rows] == ["blocks", "whole"]
     assert all(row["cold"]["cache_bytes"] == row["again"]["cache_bytes"] > 0 for row in rows)

@@ -157,6 +157,7 @@ def test_the_two_tops_of_a_ladder():
     assert leanest_in_time([*rows, row(120, 50)], 0.03)["step_ms"] == 120
     assert fastest_with_half_the_memory([row(None, None, "boom"), row(1, 1)], 0.0) is None
     assert leanest_in_time([naive], 0.0) is None
+    assert leanest_in_time([naive, row(90, naive["peak_mib"] * 0.999)], 0.0) is None  # faster, but no leaner
 
 
 def test_the_code_to_paste_makes_the_callbacks_that_were_measured():

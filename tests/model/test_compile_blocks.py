@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import io
 import logging
 import os
 import subprocess
@@ -197,6 +198,24 @@ def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
     os.chmod(cache, 0o666)
     with pytest.raises(PermissionError, match="executed.*chmod go-w"):
         ft.load_compile_cache(cache)
+
+
+def damaged(kind):
+    """Bytes of a compile cache to which something has happened."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("another" if kind == "of another program" else "artifacts", b"artifacts of torch" * 100)
+        file.writestr("machine", compile_cache.machine_of_kernels())
+    whole = packed.getvalue()
+    return {"cut off": whole[:-40], "altered": whole[:50] + b"x" * 8 + whole[58:], "no zip": b"any"}.get(kind, whole)
+
+
+@pytest.mark.parametrize("kind", ["cut off", "altered", "no zip", "of another program"])
+def test_a_damaged_cache_is_left_alone(kind, tmp_path):
+    cache = tmp_path / "compiled.bin"
+    cache.write_bytes(damaged(kind))
+    with pytest.warns(ft.FastTrainWarning, match=r"compiled.bin cannot be read.*Delete it"):
+        assert not ft.load_compile_cache(cache)
 
 
 SECOND_START = """
