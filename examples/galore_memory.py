@@ -3,7 +3,7 @@
     python examples/galore_memory.py [STEPS]
 
 State is measured as the sum of the optimizer's tensors and stands beside its prediction. ms are medians; a refresh is a
-step in which the subspaces are found anew, every tenth here so that there are some to time, every 200th by default.
+step in which the subspaces are found again, every tenth here so that there are some to time, every 200th by default.
 The first loss is that of the untrained model; the last is the mean of the last ten steps. One learning rate serves
 all, so the losses say that it trains, not which is best. Last, what a Llama of 7B needs, which is computed from shapes.
 """

@@ -7,7 +7,7 @@ from lightning_fasttrain._messages import FastTrainWarning as FastTrainWarning
 from lightning_fasttrain._random_state import random_state as random_state
 from lightning_fasttrain._random_state import set_random_state as set_random_state
 from lightning_fasttrain._reading import CorruptCheckpoint as CorruptCheckpoint
-from lightning_fasttrain._technique import CONFLICTS as CONFLICTS
+from lightning_fasttrain._technique import Conflict as Conflict
 from lightning_fasttrain._technique import Exactness as Exactness
 from lightning_fasttrain._technique import Surgery as Surgery
 from lightning_fasttrain._technique import Technique as Technique

@@ -10,12 +10,15 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 
 from lightning_fasttrain._batch_watch import BatchWatch
 from lightning_fasttrain._checks import refuse_mixed_lightning
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 
 
@@ -39,6 +42,23 @@ class Surgery(IntEnum):
     SHARD = 7
 
 
+@dataclass(frozen=True)
+class Conflict:
+    """What a technique cannot be used beside, and what to do about it.
+
+    Args:
+        other: a class: another technique, a strategy, a callback of the host's. Subclasses are meant too.
+        why: half a sentence.
+        way_out: the cheapest.
+        when: (technique, the other) → whether they conflict as they are set; by default always.
+    """
+
+    other: type
+    why: str
+    way_out: str
+    when: Callable[[Any, Any], bool] = lambda technique, other: True
+
+
 class Technique(L.Callback):
     """One way to train faster or in less memory: a Lightning callback that can also act without a Trainer.
 
@@ -51,17 +71,31 @@ class Technique(L.Callback):
         exactness: how near the technique keeps to the plain run.
         surgery: its place in the order of surgery; None if it does not operate on the model.
         effect: one line for the table of techniques.
+        when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
+        predicted: whether :meth:`predict` tells all that it changes about a step's memory.
         acting: whether a Trainer or :func:`apply` ever put it to use.
     """
 
     exactness: ClassVar[Exactness] = Exactness.EXACT
     surgery: ClassVar[Surgery | None] = None
     effect: ClassVar[str] = ""
+    when: ClassVar[str] = ""
     in_a_loop: ClassVar[str] = "apply(model, [...])"
+    predicted: ClassVar[bool] = False
 
     acting: bool = False
     _undo: ExitStack | None = None
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        """What it cannot be used beside; each pair is named once, by the one that knows the other."""
+        return ()
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        """Why it cannot, or need not, act there; None if it may be worth trying."""
+        return None
 
     def apply(self, model: nn.Module) -> Undo | None:
         """Operate on ``model`` in place; return how to undo it, or None if it cannot be undone."""
@@ -77,6 +111,10 @@ class Technique(L.Callback):
         """Take a place in ``trainer``; return how to leave it. Called before the model is configured."""
         return None
 
+    def predict(self, step: PredictedStep) -> "Technique | None":
+        """Write into ``step`` what it changes; return what to operate on the predicted model with, if anything."""
+        return self if self.surgery is not None else None
+
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         """Asked after the first training batch: why nothing came of it, and what to do; None if something did."""
         return None
@@ -84,8 +122,8 @@ class Technique(L.Callback):
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
         refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
-        techniques = [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
-        check_together(techniques)
+        techniques = techniques_of(trainer)
+        check_together(techniques, trainer.strategy)
         if self is not techniques[0]:
             return
         self._close()
@@ -139,6 +177,11 @@ class Technique(L.Callback):
 
     def __getstate__(self) -> dict[str, Any]:  # spawned processes get the technique, never its live patches
         return {**self.__dict__, "_undo": None}
+
+
+def techniques_of(trainer: L.Trainer) -> list[Technique]:
+    """Those among its callbacks, in the user's order."""
+    return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
 
 
 def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
@@ -276,89 +319,38 @@ def _refuse_all_frozen(model: nn.Module) -> None:
         )
 
 
-@dataclass(frozen=True)
-class Conflict:
-    """Two techniques, by class name, that cannot be used together, and what to do about it."""
+def check_together(techniques: Iterable[Technique], strategy: Strategy | None = None) -> None:
+    """Refuse a technique that is listed twice, and what the techniques cannot be used beside.
 
-    first: str
-    second: str
-    why: str
-    way_out: str
-    when: Callable[[Any, Any], bool] = lambda first, second: True
-
-
-# The one table of what does not go together. It drives the checks at setup and the table in the docs.
-CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
-        "CompileBlocks",
-        "MicroBatching",
-        "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
-        "Use CompileBlocks(mode='max-autotune-no-cudagraphs'), or one micro-batch",
-        when=lambda compiled, micro: compiled.uses_cuda_graphs and micro.n > 1,
-    ),
-    Conflict(
-        "CompileBlocks",
-        "TokenWeightedAccumulation",
-        "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
-        "Use CompileBlocks(mode='max-autotune-no-cudagraphs')",
-        when=lambda compiled, window: compiled.uses_cuda_graphs,
-    ),
-    Conflict(
-        "CompileBlocks",
-        "ActivationOffload",
-        "CUDA graphs keep what they save in memory of their own, so moving it would free nothing",
-        "Use CompileBlocks(mode='max-autotune-no-cudagraphs')",
-        when=lambda compiled, offload: compiled.uses_cuda_graphs,
-    ),
-    Conflict(
-        "MicroBatching",
-        "OptimizerInBackward",
-        "each gradient is used and freed during backward, so none is left to be summed over micro-batches",
-        "Use one of them; ActivationCheckpointing saves activations beside OptimizerInBackward",
-        when=lambda micro, in_backward: micro.adaptive or micro.n > 1,
-    ),
-    Conflict(
-        "TokenWeightedAccumulation",
-        "OptimizerInBackward",
-        "each gradient is used and freed during backward, so none is left to be summed and weighed",
-        "Use one of them",
-    ),
-    *(
-        Conflict(
-            "QLoRA",
-            other,
-            "QLoRA is QuantizedBase and LoRA already",
-            "Use QLoRA alone, or QuantizedBase and the adapter of your choice",
-        )
-        for other in ("QuantizedBase", "LoRA", "IA3", "Adapter", "PromptTuning", "PrefixTuning")
-    ),
-    *(
-        Conflict(
-            first,
-            second,
-            "adapters of two kinds in one model have no common file, and would each freeze the other",
-            "Use one of them; for several tasks, add LoRA several times under several names",
-        )
-        for first, second in itertools.combinations(("LoRA", "IA3", "Adapter", "PromptTuning", "PrefixTuning"), 2)
-    ),
-)
-
-
-def check_together(techniques: Iterable[Technique]) -> None:
-    """Refuse a technique that is listed twice, and pairs that are in :data:`CONFLICTS`.
+    Args:
+        techniques: all that are to act.
+        strategy: the Trainer's, where there is one.
 
     Raises:
         ValueError: what conflicts · why · the cheapest way out.
     """
-    by_name: dict[str, Technique] = {}
-    for technique in techniques:
-        name = type(technique).__name__
-        if name in by_name:
-            raise ValueError(
-                explain(f"{name} is listed twice", "it would act twice on the same thing", "Remove one of them")
-            )
-        by_name[name] = technique
-    for conflict in CONFLICTS:
-        first, second = by_name.get(conflict.first), by_name.get(conflict.second)
-        if first is not None and second is not None and conflict.when(first, second):
-            raise ValueError(explain(f"{conflict.first} + {conflict.second}", conflict.why, conflict.way_out))
+    listed = list(techniques)
+    for first, second in itertools.combinations(listed, 2):
+        if type(first) is type(second):
+            _refuse_twice(f"{type(first).__name__} is listed twice")
+    for technique in listed:
+        refuse_conflicts(technique, technique.conflicts(), [*listed, strategy])
+    for first, second in itertools.permutations(listed, 2):
+        if isinstance(first, type(second)):
+            _refuse_twice(f"{type(first).__name__} + {type(second).__name__}, which it is a kind of")
+
+
+def _refuse_twice(what: str) -> None:
+    raise ValueError(explain(what, "both would act on the same thing", "Remove one of them"))
+
+
+def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterable[object]) -> None:
+    """Refuse the first of ``others`` that ``one`` cannot be used beside.
+
+    Raises:
+        ValueError: both names · why · the cheapest way out.
+    """
+    for conflict, other in itertools.product(conflicts, others):
+        if other is not one and isinstance(other, conflict.other) and conflict.when(one, other):
+            names = f"{type(one).__name__} + {type(other).__name__}"
+            raise ValueError(explain(names, conflict.why, conflict.way_out))

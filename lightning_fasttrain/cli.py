@@ -318,8 +318,9 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _add_techniques(commands: Any) -> None:
-    parser = commands.add_parser("techniques", help="the table of techniques, as Markdown")
-    parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements go into the table")
+    parser = commands.add_parser("techniques", help="the table of techniques, as Markdown, or all about one of them")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code")
+    parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too")
     parser.set_defaults(run=_techniques)
 
 
@@ -327,11 +328,20 @@ def _techniques(options: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    from lightning_fasttrain.bench.techniques import markdown_table
+    from lightning_fasttrain._checks import one_of
+    from lightning_fasttrain.bench.doctor import facts
+    from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
 
+    known = {technique.__name__: technique for technique in techniques()}
+    try:
+        if options.name is not None:
+            one_of("technique", options.name, tuple(known))
+    except ValueError as error:
+        print(f"fasttrain techniques: {error}", file=sys.stderr)
+        return BAD_INPUT
     try:
         measured = json.loads(Path(options.ladder).read_text()) if options.ladder else None
-        print(markdown_table(measured))
+        print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
         print(f"fasttrain techniques: {options.ladder}: {reason}", file=sys.stderr)

@@ -13,21 +13,175 @@ import peft
 import torch
 
 import lightning_fasttrain as ft
+from examples.your_own_technique import WeightAverage
 from lightning_fasttrain import Technique
 from lightning_fasttrain._technique import check_together
-from tests import by_hand
-from tests.nets import TinyLM, concatenate, lm_loss
+from tests import by_hand, effects
+from tests.nets import TinyLM, as_loader, concatenate, lm_loss
 
 FOLDER = tempfile.mkdtemp()  # of this process: several may run tests at once
 atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
+@dataclass
+class Loop:
+    """A training loop by hand, as a user of Fabric, or of nothing at all, writes it; techniques take their places.
+
+    Attributes:
+        around: (number of an optimizer step, the batches of a step → a context that it runs in).
+        before_epoch: epoch → what is done before it.
+        after_backward, after_step, at_end: what is done then.
+    """
+
+    model: TinyLM
+    batches: Iterable[Any]
+    step: Callable[[Any], Any]
+    optimizer: Any
+    stack: ExitStack
+    fabric: Any = None
+    wrapped: Any = None
+    parts: int = 1
+    window: int = 1
+    around: list[tuple[int, Callable[[Any], Any]]] = field(default_factory=list)
+    before_epoch: list[Callable[[int], Any]] = field(default_factory=list)
+    after_backward: list[Callable[[], Any]] = field(default_factory=list)
+    after_step: list[Callable[[], Any]] = field(default_factory=list)
+    at_end: list[Callable[[], Any]] = field(default_factory=list)
+
+    def run(self, epochs: int) -> None:
+        batches, number = list(self.batches), 0
+        for epoch in range(epochs):
+            for act in self.before_epoch:
+                act(epoch)
+            for first in range(0, len(batches), self.window):
+                held = batches[first : first + self.window]
+                with ExitStack() as around:
+                    for _ in (around.enter_context(make(held)) for when, make in self.around if when == number):
+                        pass
+                    self.one_step(held)
+                number += 1
+        for act in self.at_end:
+            act()
+
+    def one_step(self, held: list[Any]) -> None:
+        backward, no_sync = torch.Tensor.backward, ExitStack
+        if self.fabric is not None:
+            backward, no_sync = self.fabric.backward, lambda: self.fabric.no_backward_sync(self.wrapped)
+        self.optimizer.zero_grad()
+        if self.window > 1:
+            ft.accumulate_window(self.step, held, self.parts, backward=backward, no_sync=no_sync)
+        elif self.parts > 1:
+            ft.accumulate_gradients(self.step, held[0], self.parts, backward=backward, no_sync=no_sync)
+        else:
+            backward(self.step(held[0]))
+        for act in self.after_backward:
+            act()
+        self.optimizer.step()
+        for act in self.after_step:
+            act()
+
+
+def applied(technique: Any, loop: Loop) -> None:
+    """``apply(model, techniques)`` has done it, for all at once and in order."""
+    assert type(technique).apply is not Technique.apply
+
+
+def splits(technique: Any, loop: Loop) -> None:
+    loop.parts = technique.n
+
+
+def takes_windows(technique: Any, loop: Loop) -> None:
+    loop.window = technique.factor_at(0)
+
+
+def prefetches(technique: Any, loop: Loop) -> None:
+    loop.batches = ft.prefetch_to_device(loop.batches, "cpu")
+
+
+def thaws(technique: Any, loop: Loop) -> None:
+    unfreezing = ft.Unfreezing(loop.model, technique.groups)
+    loop.before_epoch.append(lambda epoch: unfreezing.thaw_to(epoch + 1))
+
+
+def distils(technique: Any, loop: Loop) -> None:
+    loop.step = technique.distil(loop.step)
+
+
+def releases(technique: Any, loop: Loop) -> None:
+    loop.after_step.append(lambda: ft.release_gradients_(loop.model.parameters()))
+
+
+def clips(technique: Any, loop: Loop) -> None:
+    if loop.fabric is not None:
+        loop.after_backward.append(lambda: loop.fabric.clip_gradients(loop.wrapped, loop.optimizer, max_norm=0.5))
+        return
+    loop.step = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(loop.step)
+    loop.after_backward.append(lambda: torch.nn.utils.clip_grad_norm_(loop.model.parameters(), 0.5))
+
+
+def steps_in_backward(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(ft.optimize_in_backward_(loop.optimizer, clip_value=0.02))
+
+
+def times(technique: Any, loop: Loop) -> None:
+    timer = ft.StepTimer("cpu", warmup=0)
+    loop.after_step.append(timer.end_step)
+    loop.at_end.append(lambda: positive(timer.summary()["step_ms"]))
+
+
+def meters(technique: Any, loop: Loop) -> None:
+    peak = ft.PeakMemory("cpu", loop.model, loop.optimizer)
+    loop.around.append((1, lambda held: peak))
+    loop.at_end.append(lambda: positive(peak.peak_bytes))
+
+
+def records(technique: Any, loop: Loop) -> None:
+    made = []
+    loop.around.append((0, lambda held: made.append(ft.MemoryRecording(loop.model, loop.optimizer, held)) or made[0]))
+    loop.at_end.append(lambda: positive(made[0].record.peak_bytes))
+
+
+def saves_whole(technique: Any, loop: Loop) -> None:
+    def save_and_load() -> None:
+        path = f"{FOLDER}/loop.ckpt"
+        ft.AtomicCheckpointIO().save_checkpoint({"model": loop.model.state_dict()}, path)
+        found = ft.AtomicCheckpointIO().load_checkpoint(path)
+        positive(torch.equal(found["model"]["head.weight"], loop.model.head.weight))
+
+    loop.at_end.append(save_and_load)
+
+
+def can_resume(technique: Any, loop: Loop) -> None:
+    loader = loop.batches = ft.resumable(loop.batches)
+    loop.at_end.append(lambda: positive(len(ft.random_state()) and len(loader.state_dict())))
+
+
+def listens(technique: Any, loop: Loop) -> None:
+    flag = loop.stack.enter_context(ft.PreemptionFlag())
+    loop.after_step.append(lambda: positive(not flag.agreed()))
+
+
+def is_watched(technique: Any, loop: Loop) -> None:
+    watch = loop.stack.enter_context(ft.ProgressWatch(timeout_s=60))
+    loop.after_step.append(lambda: watch.beat("next batch"))
+
+
+def averages(technique: Any, loop: Loop) -> None:
+    loop.after_step.append(lambda: technique.update(loop.model))
+
+
+def positive(found: Any) -> None:
+    assert found > 0
+
+
 @dataclass(frozen=True)
 class Case:
-    """How a technique is made for the tests, and what it is compared with.
+    """How a technique is made for the tests, how it takes part in a loop, and what it is compared with.
 
     Attributes:
         make: a fresh technique.
+        loop: takes its place in a :class:`Loop`.
+        shows: asserts what can be seen of the class, and not of a plain run.
         tolerance: for the weights after training, relative; 0.0 means bitwise.
         settings: Trainer settings that it needs to show itself.
         optimizer: settings of the optimizer, likewise.
@@ -36,6 +190,8 @@ class Case:
     """
 
     make: Callable[[], Technique]
+    loop: Callable[[Any, Loop], None]
+    shows: Callable[[Callable[..., Any]], None]
     tolerance: float = 0.0
     settings: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
@@ -53,48 +209,79 @@ def pairs_of(batches: Sequence[Any]) -> list[Any]:
 
 CASES = [
     # data
-    Case(lambda: ft.MicroBatching(3), tolerance=1e-5),
-    Case(lambda: ft.TokenWeightedAccumulation(2), tolerance=1e-5, regroup=pairs_of),
-    Case(lambda: ft.DevicePrefetch()),
+    Case(lambda: ft.MicroBatching(3), splits, effects.runs_a_third_of_a_batch_at_a_time, tolerance=1e-5),
+    Case(
+        lambda: ft.TokenWeightedAccumulation(2),
+        takes_windows,
+        effects.steps_once_for_two_batches,
+        tolerance=1e-5,
+        regroup=pairs_of,
+    ),
+    Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
-    Case(lambda: ft.ActivationCheckpointing()),
-    Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER)),
-    Case(lambda: ft.CompileBlocks(backend="aot_eager"), tolerance=1e-5),
+    Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
+    Case(lambda: ft.ActivationOffload(min_mib=0, folder=FOLDER), applied, effects.activations_wait_in_files),
+    Case(lambda: ft.CompileBlocks(backend="aot_eager"), applied, effects.graphs_are_made, tolerance=1e-5),
     # finetune
-    Case(lambda: ft.QuantizedBase("int8"), by_hand=by_hand.QuantizedBase),
-    Case(lambda: ft.LoRA(rank=2), by_hand=by_hand.LoRA),
-    Case(lambda: ft.QLoRA(rank=2, kind="int8"), by_hand=by_hand.QLoRA),
-    Case(lambda: ft.IA3("up"), by_hand=by_hand.IA3),
-    Case(lambda: ft.Adapter(peft.RoadConfig(group_size=4), "blocks.*.down"), by_hand=by_hand.RoAd),
-    Case(lambda: ft.GradualUnfreezing(groups=["*"])),  # one group of everything is plain training
+    Case(lambda: ft.QuantizedBase("int8"), applied, effects.weights_take_a_byte, by_hand=by_hand.QuantizedBase),
+    Case(lambda: ft.LoRA(rank=2), applied, effects.only_thin_matrices_train, by_hand=by_hand.LoRA),
+    Case(
+        lambda: ft.QLoRA(rank=2, kind="int8"),
+        applied,
+        effects.only_thin_matrices_beside_bytes_train,
+        by_hand=by_hand.QLoRA,
+    ),
+    Case(lambda: ft.IA3("up"), applied, effects.only_factors_train, by_hand=by_hand.IA3),
+    Case(
+        lambda: ft.Adapter(peft.RoadConfig(group_size=4), "blocks.*.down"),
+        applied,
+        effects.only_rotations_train,
+        by_hand=by_hand.RoAd,
+    ),
+    Case(
+        lambda: ft.GradualUnfreezing(groups=["*"]), thaws, effects.the_lower_blocks_wait
+    ),  # one group of everything is plain training
     # loss
-    Case(lambda: ft.FusedLossHead("head"), tolerance=1e-5),
-    Case(lambda: ft.Distillation(TinyLM(depth=2), alpha=0.0, head="head")),  # with α = 0 the plain training
+    Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
+    Case(
+        lambda: ft.Distillation(TinyLM(depth=2), alpha=0.0, head="head"), distils, effects.the_teacher_has_a_say
+    ),  # with α = 0 the plain training
     # optim
-    Case(lambda: ft.EagerGradientRelease()),
+    Case(lambda: ft.EagerGradientRelease(), releases, effects.no_gradients_during_the_forward),
     Case(
         lambda: ft.FusedClipping(),
+        clips,
+        effects.a_fused_optimizer_is_clipped,
         tolerance=1e-5,
         settings={"gradient_clip_val": 0.5, "precision": "bf16-mixed"},
         optimizer={"fused": True},
     ),
-    Case(lambda: ft.OptimizerInBackward(), settings={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
+    Case(
+        lambda: ft.OptimizerInBackward(),
+        steps_in_backward,
+        effects.no_gradients_after_the_backward,
+        settings={"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"},
+    ),
     # run
-    Case(lambda: ft.MatmulPrecision("tf32")),  # on a CPU it changes nothing, and says so
-    Case(lambda: ft.StepMeter()),
-    Case(lambda: ft.MemoryMeter()),
+    Case(
+        lambda: ft.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
+    ),  # on a CPU it changes nothing, and says so
+    Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
+    Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
-    Case(lambda: ft.MemoryTimeline(f"{FOLDER}/memory", first_step=0)),
-    Case(lambda: ft.AtomicCheckpoints()),
-    Case(lambda: ft.ExactResume()),
-    Case(lambda: ft.Preemption()),
-    Case(lambda: ft.HangWatch()),
+    Case(lambda: ft.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
+    Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),
+    Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
+    Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
+    Case(lambda: ft.HangWatch(), is_watched, effects.a_thread_watches),
+    # a stranger's
+    Case(lambda: WeightAverage(0.5), averages, effects.the_average_is_another),
 ]
 BY_NAME = {case.name: case for case in CASES}
 
 
 def refused(cases: Iterable[Case]) -> str:
-    """What ``CONFLICTS`` has against these techniques together; empty if nothing."""
+    """What these techniques have against one another; empty if nothing."""
     try:
         check_together([case.make() for case in cases])
     except ValueError as error:
@@ -117,57 +304,15 @@ def by_hand_of(cases: Iterable[Case]) -> list[L.Callback]:
 def in_a_loop(
     model: TinyLM, batches: Sequence[Any], techniques: Sequence[Technique], *, epochs: int = 1, fabric: Any = None
 ) -> TinyLM:
-    """The same training by hand: what a user of Fabric, or of nothing at all, writes with our functions."""
-    has = {type(technique).__name__: technique for technique in techniques}
-    n = has["MicroBatching"].n if "MicroBatching" in has else 1
-    window = has["TokenWeightedAccumulation"].factor_at(0) if "TokenWeightedAccumulation" in has else 1
+    """The same training by hand, each technique by the functions that its row names."""
     with ExitStack() as stack:
-        on_model = [t for name, t in has.items() if t.surgery is not None or name == "MatmulPrecision"]
-        stack.enter_context(ft.apply(model, on_model))
-        step, optimizer = model.loss, model.configure_optimizers()
-        backward, no_sync, clip = torch.Tensor.backward, ExitStack, None
+        stack.enter_context(ft.apply(model, [t for t in techniques if type(t).apply is not Technique.apply]))
+        step, optimizer, wrapped = model.loss, model.configure_optimizers(), None
         if fabric is not None:
-            wrapped = fabric.setup_module(model)
-            optimizer = fabric.setup_optimizers(optimizer)
-            step, backward = (lambda batch: lm_loss(wrapped(batch["input_ids"]), batch)), fabric.backward
-            no_sync = lambda: fabric.no_backward_sync(wrapped)  # noqa: E731
-        if "FusedClipping" in has:
-            clip = lambda: (  # noqa: E731
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-                if fabric is None
-                else fabric.clip_gradients(wrapped, optimizer, max_norm=0.5)
-            )
-            if fabric is None:
-                step = torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(step)
-        if "OptimizerInBackward" in has:
-            stack.callback(ft.optimize_in_backward_(optimizer, clip_value=0.02))
-        if "Distillation" in has:
-            step = has["Distillation"].distil(step)
-        timer = ft.StepTimer("cpu") if "StepMeter" in has else None
-        for _ in range(epochs):
-            loader = ft.prefetch_to_device(batches, "cpu") if "DevicePrefetch" in has else batches
-            held: list[Any] = []
-            for i, batch in enumerate(loader):
-                held.append(batch)
-                if len(held) < window and i < len(batches) - 1:
-                    continue
-                meter: Any = ft.PeakMemory("cpu", model, optimizer) if "MemoryMeter" in has else ExitStack()
-                if "MemoryTimeline" in has and "MemoryMeter" not in has:  # torch runs one profiler at a time
-                    meter = ft.MemoryRecording(model, optimizer, held)
-                optimizer.zero_grad()
-                with meter:
-                    if window > 1:
-                        ft.accumulate_window(step, held, n, backward=backward, no_sync=no_sync)
-                    elif n > 1:
-                        ft.accumulate_gradients(step, batch, n, backward=backward, no_sync=no_sync)
-                    else:
-                        backward(step(batch))
-                if clip is not None:
-                    clip()
-                optimizer.step()
-                if "EagerGradientRelease" in has:
-                    ft.release_gradients_(model.parameters())
-                if timer is not None:
-                    timer.end_step(samples=len(batch["labels"]))
-                held = []
+            wrapped, optimizer = fabric.setup_module(model), fabric.setup_optimizers(optimizer)
+            step = lambda batch: lm_loss(wrapped(batch["input_ids"]), batch)  # noqa: E731
+        loop = Loop(model, as_loader(batches), step, optimizer, stack, fabric, wrapped)
+        for technique in techniques:
+            BY_NAME[type(technique).__name__].loop(technique, loop)
+        loop.run(epochs)
     return model

@@ -4,10 +4,14 @@ import copy
 import inspect
 import itertools
 import re
+from dataclasses import replace
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Exactness, Technique
@@ -34,8 +38,9 @@ def train(case: Case, techniques=None, *, net=TinyLM, batches=BATCHES, dropout=0
 
 def plain(case: Case, batches=BATCHES, epochs=1, callbacks=()):
     """The run without the technique; a fused optimizer needs it to clip, so the plain run is unfused."""
-    settings = Case(make=case.make, settings=case.settings)
-    return train(settings, [*by_hand_of([case]), *callbacks], batches=case.regroup(batches), epochs=epochs)[0]
+    return train(
+        replace(case, optimizer={}), [*by_hand_of([case]), *callbacks], batches=case.regroup(batches), epochs=epochs
+    )[0]
 
 
 def parts(module):
@@ -43,11 +48,34 @@ def parts(module):
     return list(module.state_dict()), [type(m) for m in module.modules()]
 
 
+def same(one, other):
+    """Whether two states are equal bit for bit."""
+    (leaves, shape), (others, other_shape) = tree_flatten(one), tree_flatten(other)
+    return shape == other_shape and all(np.array_equal(a, b) for a, b in zip(leaves, others, strict=True))
+
+
 def test_every_technique_has_a_row():
     classes = {name for name in ft.__all__ if inspect.isclass(getattr(ft, name))}
     public = {name for name in classes if issubclass(getattr(ft, name), Technique)}
     need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
-    assert public - {"Technique"} - need_hugging_face == set(BY_NAME)
+    assert public - {"Technique"} - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
+
+
+@each
+def test_shows_its_effect(case):
+    case.shows(type(case.make()))
+
+
+def hollow(kind):
+    """The same class, with its hooks and ``apply`` emptied."""
+    acts = [name for name in dir(kind) if name in ("apply", "attach") or name.startswith("on_")]
+    return type(kind.__name__, (kind,), {name: lambda self, *_: None for name in acts})
+
+
+@each
+def test_a_class_that_does_nothing_breaks_a_promise(case):
+    with pytest.raises((AssertionError, MisconfigurationException, RuntimeError)):
+        case.shows(hollow(type(case.make())))
 
 
 @each
@@ -105,11 +133,13 @@ def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
             if trainer.current_epoch == 0:
                 trainer.save_checkpoint(tmp_path / "half.ckpt")
 
-    whole, _ = train(case, [case.make(), Save()], epochs=2)
+    uninterrupted, cut = case.make(), case.make()
+    whole, _ = train(case, [uninterrupted, Save()], epochs=2)
     resumed = TinyLM(**case.optimizer)
-    t = trainer([case.make()], max_epochs=2, **case.settings)
+    t = trainer([cut], max_epochs=2, **case.settings)
     t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert largest_difference(weights(whole), weights(resumed)) == 0
+    assert same(cut.state_dict(), uninterrupted.state_dict())
 
 
 @each
@@ -164,8 +194,7 @@ def test_everything_is_put_back_after_the_run(case):
 
     switches = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     module, t = train(case)
-    unfused = case if case.optimizer == {} else Case(case.make, settings=case.settings)
-    bare, u = train(unfused, by_hand_of([case]))
+    bare, u = train(replace(case, optimizer={}), by_hand_of([case]))
     assert patched(t, module) == patched(u, bare)
     assert switches == (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
 
@@ -199,15 +228,15 @@ def reference_for(cases):
     batches, settings = BATCHES, {}
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
-    return train(Case(make=CASES[0].make, settings=settings), by_hand_of(cases), batches=batches)[0]
+    return train(replace(CASES[0], settings=settings), by_hand_of(cases), batches=batches)[0]
 
 
 @pytest.mark.parametrize(
     "pair", list(itertools.combinations(CASES, 2)), ids=lambda pair: "+".join(c.name for c in pair)
 )
 def test_every_pair_together(pair):
-    both = Case(
-        make=pair[0].make,
+    both = replace(
+        pair[0],
         settings={**pair[0].settings, **pair[1].settings},
         optimizer={**pair[0].optimizer, **pair[1].optimizer},
     )
@@ -225,14 +254,14 @@ def test_every_pair_together(pair):
 @pytest.mark.filterwarnings("ignore:.*7 recompilations")
 @pytest.mark.parametrize("turned", [False, True])
 def test_all_at_once_in_any_order(turned):
-    everything = Case(make=CASES[0].make, optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
+    everything = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
     techniques = [case.make() for case in TOGETHER]
     module, t = train(everything, techniques[::-1] if turned else techniques)
     assert t.global_step == 3
     assert largest_difference(weights(reference_for(TOGETHER)), weights(module)) <= 2e-2
-    in_float32 = Case(make=CASES[0].make, settings={"gradient_clip_val": 0.5}, optimizer={"fused": True})
+    in_float32 = replace(CASES[0], settings={"gradient_clip_val": 0.5}, optimizer={"fused": True})
     module, _ = train(in_float32, techniques[::-1] if turned else techniques)
-    clipped = Case(make=CASES[0].make, settings=in_float32.settings)
+    clipped = replace(CASES[0], settings=in_float32.settings)
     expected = reference_for([c for c in TOGETHER if c.name != "FusedClipping"] + [clipped])
     assert largest_difference(weights(expected), weights(module)) <= 1e-5
     unclipped = [c for c in TOGETHER if c.name != "FusedClipping"]
@@ -242,8 +271,8 @@ def test_all_at_once_in_any_order(turned):
 
 
 POLICIES = [
-    Case(lambda: ft.ActivationCheckpointing(ft.SelectiveOps())),
-    Case(lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
+    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.SelectiveOps())),
+    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
 ]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)
 

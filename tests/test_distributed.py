@@ -1,12 +1,11 @@
 """Two real processes with gloo: what claims DDP keeps its promises there. One launch serves all tests."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
 
@@ -14,16 +13,7 @@ ROOT = Path(__file__).parent.parent
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("ddp") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.ddp_scenarios", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_ranks("tests.ddp_scenarios", path, log=path.parent / "log", timeout_s=240)
     return json.loads(path.read_text())
 
 

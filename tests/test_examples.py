@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from examples import your_own_technique
 from tests.run_example import last_line
 
 
@@ -33,6 +34,12 @@ def test_two_processes_shard_save_and_go_on(script, tmp_path):
 def test_the_check_of_a_cluster_sees_both_ranks():
     torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     assert last_line("cluster/hello.py", launcher=torch_run).startswith("gloo: 2 ranks agree")
+
+
+def test_a_technique_of_your_own_is_worth_having(capsys):
+    your_own_technique.main()
+    last, average = (float(word.rstrip(",")) for word in capsys.readouterr().out.split() if word[:2] == "0.")
+    assert 0 < average < last / 2
 
 
 @pytest.mark.slow

@@ -6,10 +6,10 @@ import lightning as L
 import peft
 import pytest
 import torch
+from lightning.pytorch.strategies import SingleDeviceStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import CONFLICTS, Surgery, Technique
-from lightning_fasttrain._technique import Conflict
+from lightning_fasttrain import Surgery, Technique
 from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 
@@ -109,18 +109,48 @@ def test_listed_twice_is_refused_in_both_hosts():
         ft.apply(TinyLM(), [ft.ActivationCheckpointing(), ft.ActivationCheckpointing(ft.EveryBlock(2))])
 
 
-def test_conflicts_come_from_the_table(monkeypatch):
-    table = (Conflict("Early", "Late", "they were born enemies", "Use one of them"),)
-    monkeypatch.setattr("lightning_fasttrain._technique.CONFLICTS", table)
-    with pytest.raises(ValueError, match="Early \\+ Late: they were born enemies. Use one of them."):
-        ft.apply(TinyLM(), [Early([]), Late([])])
+class Enemy(Early):
+    @classmethod
+    def conflicts(cls):
+        return (ft.Conflict(Late, "they were born enemies", "Use one of them", lambda _, late: late.seen == []),)
 
 
-def test_every_conflict_names_techniques_that_exist():
-    assert CONFLICTS
-    for conflict in CONFLICTS:
-        for name in (conflict.first, conflict.second):
-            assert issubclass(getattr(ft, name), Technique)
+class LateToo(Late):
+    pass
+
+
+@pytest.mark.parametrize("other", [Late, LateToo])
+@pytest.mark.parametrize("turned", [False, True])
+def test_what_a_class_conflicts_with_is_refused_subclasses_too(other, turned):
+    both = [Enemy([]), other([])]
+    with pytest.raises(ValueError, match=rf"Enemy \+ {other.__name__}: they were born enemies. Use one of them."):
+        ft.apply(TinyLM(), both[::-1] if turned else both)
+
+
+def test_a_conflict_may_depend_on_settings_and_on_no_name():
+    class LoRA(Technique):
+        """A stranger's, that has nothing to do with ours."""
+
+        def apply(self, model):
+            return None
+
+    ft.apply(TinyLM(), [Enemy([]), Late(["another"])])
+    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), LoRA(), ft.IA3("up")])
+
+
+def test_a_technique_and_its_own_kind_are_one():
+    with pytest.raises(ValueError, match=r"LateToo \+ Late, which it is a kind of: .* Remove one of them"):
+        ft.apply(TinyLM(), [Late([]), LateToo([])])
+
+
+def test_a_strategy_is_refused_as_a_technique_is():
+    class AloneOnly(Technique):
+        @classmethod
+        def conflicts(cls):
+            return (ft.Conflict(SingleDeviceStrategy, "it hates to be alone", "Use two"),)
+
+    with pytest.raises(ValueError, match=r"AloneOnly \+ SingleDeviceStrategy: it hates to be alone. Use two."):
+        fit(TinyLM(), lm_batches(1), [AloneOnly()])
 
 
 def test_cuda_graphs_and_accumulation_are_refused_where_there_are_graphs(monkeypatch):

@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from rich.table import Table
 
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain.bench.machine import (
     GIB,
     bf16_slowdown,
@@ -72,6 +73,11 @@ def examine() -> list[Finding]:
         _triton(),
         *(_package(name, extra, purpose) for name, (extra, purpose) in _PACKAGES.items()),
     ]
+
+
+def facts() -> Facts:
+    """What techniques are told of this machine alone."""
+    return Facts("cuda" if torch.cuda.is_available() else "cpu", compiler=_compiler().status == "ok")
 
 
 def as_table(findings: list[Finding]) -> Table:

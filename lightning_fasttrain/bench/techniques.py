@@ -1,10 +1,16 @@
-"""The table of techniques, from the code: what each does, how exact it is, where it acts, what to call in a loop."""
+"""The table of techniques, and a card for each, from the code: what it does, when, how exact it is, how to use it."""
 
+import ast
+import doctest
 import inspect
+import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import yaml
+
 from lightning_fasttrain import data, finetune, loss, model, optim, run
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench.judge import TIME_WORTH
 
@@ -49,6 +55,88 @@ def markdown_table(ladder: Mapping[str, Any] | None = None) -> str:
             row.append(measured.get(technique.__name__, ""))
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def card(technique: type[Technique], ladder: Mapping[str, Any] | None = None, facts: Facts | None = None) -> str:
+    """All that a technique says about itself, for a terminal.
+
+    Args:
+        technique: a class.
+        ladder: as for :func:`markdown_table`.
+        facts: of the machine: it says if there is nothing to do on it.
+
+    Example:
+        >>> print(card(model.ActivationOffload))
+        ActivationOffload: saved activations wait in host memory, or on disk
+        <BLANKLINE>
+        when       activations of long sequences do not fit, and recomputing them would cost more than moving them; not
+                   on a CPU
+        exactness  exact
+        not with   CompileBlocks: CUDA graphs keep what they save in memory of their own, so moving it would free
+                   nothing. Use CompileBlocks(mode='max-autotune-no-cudagraphs').
+        Trainer    L.Trainer(callbacks=[ft.ActivationOffload(min_mib=4)])
+        mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]
+        loop       with offload_activations(model): ...
+        YAML       trainer: {callbacks: [{class_path: lightning_fasttrain.ActivationOffload, init_args: {min_mib: 4}}]}
+    """
+    name = technique.__name__
+    example = _example(technique)
+    made = f"ft.{ast.unparse(example)}"
+    measured = _measured(ladder).get(name) if ladder is not None else None
+    lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
+    idle = technique.why_not(facts) if facts is not None else None
+    lines += [("not here", idle)] if idle is not None else []
+    lines += [("measured", f"{measured}: time, peak memory")] if measured else []
+    lines += [("not with", f"{other}: {why}. {way_out}.") for other, why, way_out in conflicts_of(technique)]
+    lines += [
+        ("Trainer", f"L.Trainer(callbacks=[{made}])"),
+        ("mixin", f"class Net(ft.FastTrainMixin, L.LightningModule): techniques = [{made}]"),
+        ("loop", technique.in_a_loop),
+    ]
+    settings = _settings(technique, example)
+    if settings is not None:
+        spec = {"class_path": f"lightning_fasttrain.{name}", **({"init_args": settings} if settings else {})}
+        in_yaml = yaml.safe_dump({"callbacks": [spec]}, default_flow_style=True, sort_keys=False, width=1000)
+        lines.append(("YAML", f"trainer: {in_yaml.strip()}"))
+    code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
+    shown = [
+        (head, text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)) for head, text in lines
+    ]
+    return "\n".join([f"{name}: {technique.effect}", "", *(f"{head:<11}{text}" for head, text in shown)])
+
+
+def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
+    """What it cannot be used beside, by its own word or the other's: name, why, way out.
+
+    Example:
+        >>> [other for other, _, _ in conflicts_of(data.MicroBatching)]
+        ['CompileBlocks', 'OptimizerInBackward']
+    """
+    for conflict in technique.conflicts():
+        yield conflict.other.__name__, conflict.why, conflict.way_out
+    for other in techniques():
+        for conflict in other.conflicts() if other is not technique else ():
+            if issubclass(technique, conflict.other) and not issubclass(other, conflict.other):
+                yield other.__name__, conflict.why, conflict.way_out
+
+
+def _example(technique: type[Technique]) -> ast.Call:
+    """How its docstring makes one."""
+    for example in doctest.DocTestParser().get_examples(inspect.getdoc(technique) or ""):
+        for node in ast.walk(ast.parse(example.source)):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == technique.__name__:
+                return ast.Call(ast.Name(technique.__name__), node.args, node.keywords)
+    raise LookupError(f"the docstring of {technique.__name__} makes none")
+
+
+def _settings(technique: type[Technique], example: ast.Call) -> dict[str, Any] | None:
+    """The arguments of the example by name; None where one of them is an object."""
+    names = list(inspect.signature(technique).parameters)
+    given = dict(zip(names, example.args, strict=False)) | {keyword.arg: keyword.value for keyword in example.keywords}
+    try:
+        return {name: ast.literal_eval(value) for name, value in given.items()}
+    except ValueError:
+        return None
 
 
 def _as_code(text: str) -> str:

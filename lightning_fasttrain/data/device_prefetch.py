@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique, patch
 
@@ -180,7 +182,18 @@ class DevicePrefetch(Technique):
     """
 
     effect: ClassVar[str] = "the next batch is copied while this one is computed"
+    when: ClassVar[str] = "copying a batch takes time beside a step on a GPU; not on a CPU"
     in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.device == "cpu":
+            return "batches are on the CPU already"
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.prefetches = True
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         device = trainer.strategy.root_device

@@ -8,6 +8,7 @@ from torch import nn
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data._closure import BatchClosures
@@ -51,7 +52,9 @@ class MicroBatching(Technique):
     """
 
     effect: ClassVar[str] = "activations of one n-th of the batch at a time"
+    when: ClassVar[str] = "a batch does not fit; not with parts so small that the GPU waits for work"
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -70,6 +73,12 @@ class MicroBatching(Technique):
         self.found: CountTargets | None = None
         self.found_before: CountRule | None = None
         self.parts = 0  # of the last batch
+
+    def predict(self, step: PredictedStep) -> None:
+        if self.adaptive:
+            step.notes.append("MicroBatching('auto') is taken with the number of parts it begins with.")
+        if self.n > 1:
+            step.split = lambda batch: self.split(batch, self.n)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique, patch
 from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
@@ -56,7 +57,9 @@ class TokenWeightedAccumulation(Technique):
     """
 
     effect: ClassVar[str] = "several batches a step, every target weighed the same"
+    when: ClassVar[str] = "batches that are summed hold different numbers of targets; not for a batch that fits"
     in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -93,6 +96,9 @@ class TokenWeightedAccumulation(Technique):
     def factor_at(self, when: int) -> int:
         """The factor at an epoch or optimizer step, whichever the schedule is by."""
         return [factor for start, factor in self.schedule.items() if start <= when][-1]
+
+    def predict(self, step: PredictedStep) -> None:
+        step.window = max(self.schedule.values())
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -198,7 +204,7 @@ class TokenWeightedAccumulation(Technique):
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")
             return value.cpu()
 
-        # Where a strategy holds the gradient in pieces it is not saved: after a resume the window begins anew.
+        # Where a strategy holds the gradient in pieces it is not saved: after a resume the window starts over.
         batches = 0 if own_scaling(trainer.strategy) else self._batches
         state = {
             "reference": self.reference,

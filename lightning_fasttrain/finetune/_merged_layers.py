@@ -85,7 +85,7 @@ def take_out_adapters_(root: nn.Module, merge: bool) -> None:
             plain = copies[active[0]] if merge and active and active[0] in copies else module.original_module
         elif hasattr(type(module), "unload_and_optionally_merge_module"):
             plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
-            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these anew, at the end
+            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end
                 _put_first_(plain, "in_proj_weight")
                 _put_first_(plain.out_proj, "weight")
         else:

@@ -10,8 +10,10 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
 from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Technique, patch
 from lightning_fasttrain.finetune.freezing import (
@@ -214,7 +216,7 @@ class GradualUnfreezing(Technique):
     While the lower groups are frozen, the backward pass ends above them and the optimizer holds no state for them.
     Acts from ``on_train_start``, when the optimizer, DDP and a checkpoint have seen all parameters, and then on
     ``on_train_epoch_start`` or ``on_train_batch_start``. How many groups train follows from the epoch or the step
-    alone, so a resumed run has thawed what it had. Under DDP the model is wrapped anew at each change, since the
+    alone, so a resumed run has thawed what it had. Under DDP the model is wrapped again at each change, since the
     wrapper averages the gradients of what trained when it was made: a communication hook must be the strategy's own
     (``DDPStrategy(ddp_comm_hook=...)``). At the end, whatever trained before the run can train again.
 
@@ -236,7 +238,11 @@ class GradualUnfreezing(Technique):
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "the top trains first; the rest is thawed group by group, each epoch or every N steps"
+    when: ClassVar[str] = (
+        "a pretrained model forgets when all of it trains from the first step; not to save memory to the end"
+    )
     in_a_loop: ClassVar[str] = "Unfreezing(model).thaw_to(epoch + 1)"
+    predicted: ClassVar[bool] = True
 
     _unfreezing: Unfreezing | None = None
 
@@ -247,6 +253,15 @@ class GradualUnfreezing(Technique):
         check_groups(groups, blocks)
         self.groups = groups
         self.blocks = blocks
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.blocks == 0:
+            return "no repeated blocks were found: name what thaws together in groups="
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.leave_out(self, "everything trains, as it does in the end, so this is an upper bound")
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

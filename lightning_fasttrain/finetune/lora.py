@@ -15,7 +15,7 @@ from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.finetune._float32_adapters import let_round_
 from lightning_fasttrain.finetune._out_of_reach import listed
 from lightning_fasttrain.finetune.adapter_checkpoints import checkpoint_what_trains_
@@ -53,12 +53,19 @@ class Adapter(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ADAPT
     effect: ClassVar[str] = "trains a small adapter of any of PEFT's kinds beside the frozen model"
+    when: ClassVar[str] = "one of PEFT's other kinds suits the task better than LoRA"
     in_a_loop: ClassVar[str] = "add_adapter_(model, peft_config)"
+    predicted: ClassVar[bool] = True
 
     _resumed: dict[str, Any] | None = None
     _alone = False
     _looked = False
     _rounds = False  # DeepSpeed wants one dtype, and updates copies of its own in float32
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "adapters of two techniques have no common file, and would each freeze the other"
+        return (Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once for each name"),)
 
     def __init__(
         self,
@@ -166,6 +173,9 @@ class LoRA(Adapter):
     """
 
     effect: ClassVar[str] = "trains two thin matrices beside each frozen layer; rsLoRA, DoRA, PiSSA too"
+    when: ClassVar[str] = (
+        "you fine-tune, and gradients and optimizer states do not fit; not for training from the beginning"
+    )
     in_a_loop: ClassVar[str] = "apply(model, [LoRA(...)])"
 
     def __init__(
@@ -226,6 +236,7 @@ class IA3(Adapter):
     """
 
     effect: ClassVar[str] = "trains one factor for each output of each frozen layer"
+    when: ClassVar[str] = "LoRA's adapters are still too large: hundreds of times fewer parameters, for small tasks"
     in_a_loop: ClassVar[str] = "apply(model, [IA3(...)])"
 
     def __init__(

@@ -41,6 +41,7 @@ class PromptTuning(Adapter):
     """
 
     effect: ClassVar[str] = "trains a few virtual tokens before the input of a Hugging Face model"
+    when: ClassVar[str] = "a large model, a small task, and thousands of tasks to be kept; not for small models"
     in_a_loop: ClassVar[str] = "apply(model, [PromptTuning(...)])"
 
     def __init__(
@@ -96,6 +97,7 @@ class PrefixTuning(Adapter):
     """
 
     effect: ClassVar[str] = "trains a few virtual keys and values before every layer's of a Hugging Face model"
+    when: ClassVar[str] = "as PromptTuning, where virtual tokens before the input alone are too few"
     in_a_loop: ClassVar[str] = "apply(model, [PrefixTuning(...)])"
 
     def __init__(

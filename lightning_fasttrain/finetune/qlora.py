@@ -9,7 +9,8 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Surgery
+from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._technique import Conflict, Surgery
 from lightning_fasttrain.finetune.lora import LoRA
 from lightning_fasttrain.finetune.quantized_base import QuantizedBase
 from lightning_fasttrain.finetune.targets import ALL_LINEAR, Targets, find_targets
@@ -44,7 +45,13 @@ class QLoRA(LoRA):
 
     surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
     effect: ClassVar[str] = "LoRA on frozen weights in 4 bits"
+    when: ClassVar[str] = "you fine-tune, and even the frozen weights do not fit in 16 bits; slower than LoRA"
     in_a_loop: ClassVar[str] = "apply(model, [QLoRA(...)])"
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        way_out = "Use QLoRA alone, or QuantizedBase and the adapter of your choice"
+        return (Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out), *super().conflicts())
 
     def __init__(
         self,
@@ -74,6 +81,11 @@ class QLoRA(LoRA):
             rank, alpha, targets, variant=variant, dropout=dropout, train=train, name=name, checkpoint=checkpoint
         )
         self.base = QuantizedBase(kind, double_quant=double_quant, compute_dtype=compute_dtype, skip=skip)
+
+    def predict(self, step: PredictedStep) -> "QLoRA":
+        told = copy.copy(self)
+        told.base = self.base.predict(step)
+        return told
 
     def apply(self, model: nn.Module) -> None:
         base, skip = copy.copy(self.base), self.base.skip

@@ -1,5 +1,6 @@
 """The weights of a model's linear layers in 4 or 8 bits, frozen, while something else is trained."""
 
+import copy
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -10,8 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune._out_of_reach import out_of_reach, read_past, shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune._quantized_layer import (
@@ -312,7 +315,9 @@ class QuantizedBase(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
     effect: ClassVar[str] = "frozen weights in 4 or 8 bits: an eighth or a quarter of their memory"
+    when: ClassVar[str] = "frozen weights are most of the memory, and something else trains"
     in_a_loop: ClassVar[str] = "quantize_base_(model)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -325,6 +330,20 @@ class QuantizedBase(Technique):
         check_settings(kind, compute_dtype)
         self.kind, self.double_quant, self.compute_dtype, self.skip = kind, double_quant, compute_dtype, skip
         self.report: QuantizedReport | None = None
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.trains == 1:
+            return "all weights train, and what is quantised cannot: use QLoRA, or freeze most of them"
+        return None
+
+    def predict(self, step: PredictedStep) -> "QuantizedBase":
+        """A Trainer tells it the precision. Here is none, so a copy is told what it would be."""
+        if self.compute_dtype != "auto" or self.kind == "int8":
+            return self
+        told = copy.deepcopy(self)
+        told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
+        return told
 
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}

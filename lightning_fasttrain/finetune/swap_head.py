@@ -129,7 +129,7 @@ def _tied_with(model: nn.Module, old: nn.Module) -> str:
 
 
 def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:
-    """Their losses reshape the logits by what the config says, and their ties are made anew when a model is loaded."""
+    """Their losses reshape the logits by what the config says, and their ties are made again when a model is loaded."""
     library: Any = sys.modules.get("transformers.modeling_utils")
     if library is None:  # then no model is one of theirs
         return
@@ -142,7 +142,7 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
             _set_vocabulary(owner, config.get_text_config(), outputs)
         elif vars(owner).get("num_labels") == before:
             if (before == 1) != (outputs == 1):
-                config.problem_type = None  # regression or not: it is found anew from the first labels
+                config.problem_type = None  # regression or not: it is found again from the first labels
             owner.num_labels = config.num_labels = outputs
         ties = owner.all_tied_weights_keys
         mine = [key for key in ties if key.startswith(f"{relative}.")]

@@ -7,11 +7,13 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward
-from lightning_fasttrain._technique import Exactness, Surgery, Technique, patch
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique, patch
 from lightning_fasttrain.loss._distiller import (
     DistilledStep,
     Distiller,
@@ -138,7 +140,7 @@ class Distillation(Technique):
 
     Args:
         teacher: as for :func:`distilling`, like all that follow. A path or a function, unlike a module, is opened
-            anew in each run and each process, and let go of at its end.
+            again in each run and each process, and let go of at its end.
         student: qualified name in the ``LightningModule``.
         temperature: T.
         alpha: α.
@@ -163,7 +165,14 @@ class Distillation(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
     effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never whole"
+    when: ClassVar[str] = "there is a larger model with the same vocabulary to learn from"
     in_a_loop: ClassVar[str] = "with distilling(model, teacher) as distil: step = distil(step)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "it reads the weight of the student's head outside of the head, where each rank holds a piece of it"
+        return (Conflict(DeepSpeedStrategy, why, "Use stage=2 or less", lambda _, zero: zero.zero_stage_3),)
 
     def __init__(
         self,
@@ -228,6 +237,9 @@ class Distillation(Technique):
                 explain("distil(step)", "there is no model yet", "Call ft.apply(model, [distillation]) before")
             )
         return self._distiller(step)
+
+    def predict(self, step: PredictedStep) -> None:
+        step.leave_out(self, "the teacher and its loss are not counted, so this is a lower bound")
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None

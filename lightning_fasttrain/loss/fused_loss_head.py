@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
@@ -183,13 +184,21 @@ class FusedLossHead(Technique):
 
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
     effect: ClassVar[str] = "the loss without the logits, a few tokens at a time"
+    when: ClassVar[str] = "a large vocabulary makes logits most of the memory; not for a few classes"
     in_a_loop: ClassVar[str] = "fuse_loss_head_(model)"
+    predicted: ClassVar[bool] = True
 
     def __init__(self, head: str | None = None, *, chunk: int | None = None, backend: str = "auto") -> None:
         self.head = head
         self.chunk = None if chunk is None else positive_int("chunk", chunk)
         self.backend = one_of("backend", backend, BACKENDS)
         self._fused: dict[str, FusedHead] = {}
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.heads == 0:
+            return "no head was found that gives logits: name it in head="
+        return None
 
     def apply(self, model: nn.Module) -> Undo:
         fused = self._fused = fuse_loss_head_(model, self.head, chunk=self.chunk, backend=self.backend)

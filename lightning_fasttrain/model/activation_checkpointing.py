@@ -12,7 +12,9 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique, patch
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
@@ -23,7 +25,12 @@ class CheckpointPolicy(ABC):
     """Which blocks are recomputed, and what of them is kept.
 
     One of :class:`EveryBlock`, :class:`SelectiveOps` and :class:`~lightning_fasttrain.MemoryBudget`.
+
+    Attributes:
+        measures: whether it decides by measuring the first steps.
     """
+
+    measures: ClassVar[bool] = False
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
@@ -67,9 +74,9 @@ class EveryBlock(CheckpointPolicy):
 
 
 class SelectiveOps(CheckpointPolicy):
-    """In every block keep what is dear to recompute; recompute the rest: norms, activation functions, dropout, casts.
+    """In every block keep what is expensive to recompute; the rest is recomputed: norms, activations, dropout, casts.
 
-    Dear are the products with weights (matrix products, convolutions), hundreds of operations for each number that
+    Expensive are the products with weights (matrix products, convolutions), hundreds of operations for each number that
     they give, and fused attention. ``bmm`` is not: an attention that is written out would keep its [T, T] tables.
     Nothing random is kept, so neither is attention with dropout: what is left out of the recomputation would shift
     the random numbers of all that follows. Unless the block is compiled, each of its operations passes through Python
@@ -231,7 +238,9 @@ class ActivationCheckpointing(Technique):
 
     surgery: ClassVar[Surgery | None] = Surgery.CHECKPOINT
     effect: ClassVar[str] = "recomputes all blocks, every k-th, what is cheap, or just what a limit in GiB asks"
+    when: ClassVar[str] = "activations do not fit, and a step may take a third longer; try MicroBatching first"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
+    predicted: ClassVar[bool] = True
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:
         self.policy = _checked(policy)
@@ -240,6 +249,19 @@ class ActivationCheckpointing(Technique):
     def apply(self, model: nn.Module) -> Undo:
         undos = checkpoint_activations_(model, self.policy, self.blocks)
         return lambda: _all(undos.values())
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.blocks == 0:
+            return "no repeated blocks were found: name them in blocks="
+        return None
+
+    def predict(self, step: PredictedStep) -> "ActivationCheckpointing":
+        if self.policy.measures:
+            why = "it measures the first steps to choose what to recompute, and keeps to its budget in any case"
+            way_out = "Predict with EveryBlock() or SelectiveOps()"
+            raise ValueError(explain(f"ActivationCheckpointing({self.policy})", why, way_out))
+        return self
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CheckpointedForward)

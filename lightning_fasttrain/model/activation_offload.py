@@ -14,7 +14,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
@@ -318,7 +320,11 @@ class ActivationOffload(Technique):
 
     surgery: ClassVar[Surgery | None] = Surgery.OFFLOAD
     effect: ClassVar[str] = "saved activations wait in host memory, or on disk"
+    when: ClassVar[str] = (
+        "activations of long sequences do not fit, and recomputing them would cost more than moving them; not on a CPU"
+    )
     in_a_loop: ClassVar[str] = "with offload_activations(model): ..."
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -331,6 +337,17 @@ class ActivationOffload(Technique):
         self.settings = min_mib, in_flight_mib, folder
         self.blocks = blocks
         _Offload(*self.settings)  # complains now rather than in the first forward
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.device == "cpu":
+            return "what waits in host memory would wait where it is"
+        if facts.blocks == 0:
+            return "no repeated blocks were found: name them in blocks="
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.leave_out(self, "what waits in host memory is counted as if it stayed, so this is an upper bound")
 
     def apply(self, model: nn.Module) -> Undo:
         offload = _Offload(*self.settings)

@@ -146,7 +146,7 @@ class CheckpointedForward(WrappedForward):
 
 
 class Anew(AbstractContextManager[None]):
-    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes it anew."""
+    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes a new one."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
         self.make = make

@@ -11,10 +11,14 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, why_none_ran, wrapper_on, wrappers_on
-from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
+from lightning_fasttrain.model.activation_offload import ActivationOffload
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
 
@@ -229,7 +233,11 @@ class CompileBlocks(Technique):
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
     surgery: ClassVar[Surgery | None] = Surgery.COMPILE
     effect: ClassVar[str] = "blocks run as fused, compiled code"
+    when: ClassVar[str] = (
+        "a run is long enough to win back the minutes of compiling; not where shapes change at every step"
+    )
     in_a_loop: ClassVar[str] = "compile_blocks_(model)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -256,6 +264,17 @@ class CompileBlocks(Technique):
         self.report = CompileReport()
         self._watch: CompileWatch | None = None
         self._compiled: dict[str, CompiledForward | CompiledLoss] = {}
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"
+        way_out = "Use CompileBlocks(mode='max-autotune-no-cudagraphs')"
+        kept = "CUDA graphs keep what they save in memory of their own, so moving it would free nothing"
+        return (
+            Conflict(MicroBatching, why, f"{way_out}, or one micro-batch", _graphs_and_parts),
+            Conflict(TokenWeightedAccumulation, why, way_out, lambda compiled, _: compiled.uses_cuda_graphs),
+            Conflict(ActivationOffload, kept, way_out, lambda compiled, _: compiled.uses_cuda_graphs),
+        )
 
     @property
     def uses_cuda_graphs(self) -> bool:
@@ -288,6 +307,17 @@ class CompileBlocks(Technique):
 
         return undo
 
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.compiler is False:
+            return "torch.compile finds no compiler: see `fasttrain doctor`"
+        if facts.blocks == 0:
+            return "no repeated blocks were found: name them in blocks="
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
+
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CompiledForward)
 
@@ -308,7 +338,7 @@ class CompileBlocks(Technique):
             warn(
                 explain(
                     f"CompileBlocks: {self.report.recompiles} recompilations",
-                    "batches of ever new shapes are compiled anew until the compiler gives up on them",
+                    "batches of ever new shapes are compiled again until the compiler gives up on them",
                     "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)",
                 )
             )
@@ -316,3 +346,7 @@ class CompileBlocks(Technique):
             say("CompileBlocks: %s", self.report)
             if self.cache is not None and not save_compile_cache(self.cache):
                 note_once("CompileBlocks: the compiler left nothing to save in the cache")
+
+
+def _graphs_and_parts(compiled: CompileBlocks, micro: MicroBatching) -> bool:
+    return compiled.uses_cuda_graphs and (micro.adaptive or micro.n > 1)

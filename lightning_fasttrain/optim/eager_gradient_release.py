@@ -4,10 +4,12 @@ from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_fasttrain._messages import note_once
-from lightning_fasttrain._technique import Technique
+from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._technique import Conflict, Technique
 
 
 def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
@@ -52,7 +54,18 @@ class EagerGradientRelease(Technique):
     """
 
     effect: ClassVar[str] = "no gradients in memory during the forward"
+    when: ClassVar[str] = "gradients are a good part of the peak; nothing to gain where they are summed over batches"
     in_a_loop: ClassVar[str] = "release_gradients_(model.parameters())"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "DeepSpeed keeps buffers for the gradients in host memory, and needs them in the next step"
+        way_out = "Leave it out: the device holds no gradients then"
+        return (Conflict(DeepSpeedStrategy, why, way_out, lambda _, zero: _offloads(zero)),)
+
+    def predict(self, step: PredictedStep) -> None:
+        step.releases = True
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the strategy is known, say if it leaves nothing to do."""
@@ -66,3 +79,8 @@ class EagerGradientRelease(Technique):
         if not (trainer.strategy.handles_gradient_accumulation or trainer.fit_loop._should_accumulate()):
             for optimizer in trainer.optimizers:
                 release_gradients_(p for group in optimizer.param_groups for p in group["params"])
+
+
+def _offloads(strategy: DeepSpeedStrategy) -> bool:
+    assert isinstance(strategy.config, dict)  # Lightning reads a file at once
+    return "offload_optimizer" in strategy.config.get("zero_optimization", {})

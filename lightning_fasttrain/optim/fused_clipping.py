@@ -52,7 +52,9 @@ class FusedClipping(Technique):
     """
 
     effect: ClassVar[str] = "gradient clipping beside a fused optimizer in bf16"
+    when: ClassVar[str] = "you clip in mixed precision with a fused optimizer, which Lightning refuses"
     in_a_loop: ClassVar[str] = "nothing: fabric.clip_gradients and torch.nn.utils.clip_grad_norm_ work as they are"
+    predicted: ClassVar[bool] = True
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         undo = allow_fused_clipping_(trainer.precision_plugin)

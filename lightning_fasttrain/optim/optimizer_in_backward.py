@@ -15,9 +15,12 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Exactness, Technique, patch
+from lightning_fasttrain._technique import Conflict, Exactness, Technique, patch
+from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 
 
 def optimize_in_backward_(
@@ -200,13 +203,36 @@ class OptimizerInBackward(Technique):
     """
 
     effect: ClassVar[str] = "each gradient is used and freed as it arrives: never all of them in memory"
+    when: ClassVar[str] = (
+        "gradients are a good part of the peak, on one device; not with clipping by norm, or where gradients are summed"
+    )
     in_a_loop: ClassVar[str] = "optimize_in_backward_(optimizer)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "each gradient is used and freed during backward, so none is left to be summed over"
+        way_out = "Use one of them; ActivationCheckpointing saves activations beside OptimizerInBackward"
+        several_parts = lambda _, micro: micro.adaptive or micro.n > 1  # noqa: E731
+        return (
+            Conflict(MicroBatching, f"{why} micro-batches", way_out, several_parts),
+            Conflict(TokenWeightedAccumulation, f"{why} batches", "Use one of them"),
+        )
 
     def __init__(self, clip_norm: float | None = None) -> None:
         _refuse_not_positive("clip_norm", clip_norm)
         self.clip_norm = clip_norm
         if clip_norm is not None:
             self.exactness = Exactness.CHANGES_TRAINING
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.devices > 1:
+            return "the strategy averages or shards the gradients, so they must stay"
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.on_optimizer.append(lambda optimizer: optimize_in_backward_(optimizer, clip_norm=self.clip_norm))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

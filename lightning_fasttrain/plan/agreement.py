@@ -29,12 +29,12 @@ def for_all(
     spoilt = float(2**60)
     flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
     for cost in costs.values():
-        dear = spoilt if cost.dear_bytes is None else cost.dear_bytes
-        flat += [cost.saved_bytes, dear, cost.forward_ms, cost.cheap_ms]
+        expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes
+        flat += [cost.saved_bytes, expensive, cost.forward_ms, cost.cheap_ms]
     highest = iter(highest_of_all(flat, device))
     all_peaks = {name: int(next(highest)) for name in ("", *costs)}
     all_costs = {}
     for name in costs:
-        saved, dear, forward_ms, cheap_ms = (next(highest) for _ in range(4))
-        all_costs[name] = BlockCost(int(saved), None if dear == spoilt else int(dear), forward_ms, cheap_ms)
+        saved, expensive, forward_ms, cheap_ms = (next(highest) for _ in range(4))
+        all_costs[name] = BlockCost(int(saved), None if expensive == spoilt else int(expensive), forward_ms, cheap_ms)
     return all_costs, all_peaks

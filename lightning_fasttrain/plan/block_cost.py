@@ -1,4 +1,4 @@
-"""What one block saves for the backward and how long its forward takes, whole and by its dear operations."""
+"""What one block saves for the backward and how long its forward takes, whole and by its expensive operations."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,29 +24,30 @@ class BlockCost:
 
     Args:
         saved_bytes: storages that autograd keeps, without parameters and the block's inputs and outputs.
-        dear_bytes: results of the dear operations, without the block's outputs; None if they cannot be kept, because
-            the block changes one in place.
+        expensive_bytes: results of the expensive operations, without the block's outputs; None if they cannot be
+            kept, because the block changes one in place.
         forward_ms: duration of the forward, which is what recomputing the block adds.
-        cheap_ms: duration of what is left to recompute if the dear results are kept, with the cost of keeping them.
+        cheap_ms: duration of what is left to recompute if the expensive results are kept, with the cost of keeping
+            them.
     """
 
     saved_bytes: int
-    dear_bytes: int | None
+    expensive_bytes: int | None
     forward_ms: float
     cheap_ms: float
 
     def times(self, calls: int) -> "BlockCost":
         """The costs of a block that is called several times in one forward of the model."""
-        dear = None if self.dear_bytes is None else calls * self.dear_bytes
-        return BlockCost(calls * self.saved_bytes, dear, calls * self.forward_ms, calls * self.cheap_ms)
+        expensive = None if self.expensive_bytes is None else calls * self.expensive_bytes
+        return BlockCost(calls * self.saved_bytes, expensive, calls * self.forward_ms, calls * self.cheap_ms)
 
     def at_least(self, other: "BlockCost") -> "BlockCost":
         """The larger of both in everything: what holds for the batches of both."""
-        a, b = self.dear_bytes, other.dear_bytes
-        dear = None if a is None or b is None else max(a, b)
+        a, b = self.expensive_bytes, other.expensive_bytes
+        expensive = None if a is None or b is None else max(a, b)
         return BlockCost(
             max(self.saved_bytes, other.saved_bytes),
-            dear,
+            expensive,
             max(self.forward_ms, other.forward_ms),
             max(self.cheap_ms, other.cheap_ms),
         )
@@ -63,7 +64,7 @@ def measure_block(
 
     Args:
         forward: what replaces the block's ``forward``.
-        keeps: which operations are dear.
+        keeps: which operations are expensive.
         fixed: addresses of storages that do not count: those of the model's parameters and buffers.
         args: of the call.
         kwargs: of the call.
@@ -88,7 +89,7 @@ def measure_block(
     saved_bytes = sum(nbytes for address, nbytes in saved.items() if address not in neither)
     del outputs
     device = next((p.device for p in forward.module.parameters()), torch.device("cpu"))
-    whole, watched, dear = [], [], []
+    whole, watched, expensive = [], [], []
     for _ in range(_REPEATS):
         stopwatch = Stopwatch(device)
         with stopwatch.running():
@@ -98,14 +99,14 @@ def measure_block(
         with stopwatch.running(), mode:
             outputs = run()
         watched.append(stopwatch.ms())
-        dear.append(mode.stopwatch.ms())
+        expensive.append(mode.stopwatch.ms())
         results = _addresses(outputs)
         del outputs
-    dear_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
+    expensive_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
     forward_ms = min(whole)
     handling = 2 * max(min(watched) - forward_ms, 0.0)  # to keep in the forward, to give back in the recomputation
-    cheap_ms = max(forward_ms - min(dear) + handling, _LEAST * forward_ms)
-    return BlockCost(saved_bytes, None if mode.spoilt else dear_bytes, forward_ms, cheap_ms)
+    cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
+    return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
 
 
 def _addresses(nested: Any) -> set[int]:

@@ -147,6 +147,6 @@ def make_plan(
 
 def _choices(cost: BlockCost) -> list[tuple[str, int, float]]:
     choices = [(KEPT, cost.saved_bytes, 0.0), (RECOMPUTED, 0, cost.forward_ms)]
-    if cost.dear_bytes is not None and cost.dear_bytes < cost.saved_bytes and cost.cheap_ms < cost.forward_ms:
-        choices.append((SELECTIVE, cost.dear_bytes, cost.cheap_ms))
+    if cost.expensive_bytes is not None and cost.expensive_bytes < cost.saved_bytes and cost.cheap_ms < cost.forward_ms:
+        choices.append((SELECTIVE, cost.expensive_bytes, cost.cheap_ms))
     return choices

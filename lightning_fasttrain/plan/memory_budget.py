@@ -1,7 +1,7 @@
 """The blocks to recompute are chosen so that a step's peak stays within a limit, at the least extra time."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
@@ -17,10 +17,10 @@ class MemoryBudget(CheckpointPolicy):
 
     Recomputed or not, the training is the same bit for bit, so the first steps of the real training are measured. In
     the first, with every block recomputed, each block's forward is run a few times beside it: what it saves, how long
-    it takes, and both for its dear operations alone. In the second, which has the optimizer's state, the peak is
+    it takes, and both for its expensive operations alone. In the second, which has the optimizer's state, the peak is
     measured between each two blocks. From these follow, for every block, what may be held when its turn comes in the
     backward, so that the best choice among *kept*, *selective* and *recomputed* for each is a knapsack, which is
-    solved exactly. The third step checks the peak; should it be above the limit, the choice is made anew.
+    solved exactly. The third step checks the peak; should it be above the limit, the choice is made again.
 
     A later batch that is larger in some dimension is measured as well, and the choice holds for it and for those
     before; in distributed runs, where processes decide together, such a batch has every block recomputed.
@@ -46,6 +46,8 @@ class MemoryBudget(CheckpointPolicy):
         Ours. Related: Jain et al. 2020, "Checkmate", https://arxiv.org/abs/1910.02653, solves for single operations
         ahead of time; ``torch._functorch.config.activation_memory_budget`` takes a fraction, inside the compiler.
     """
+
+    measures: ClassVar[bool] = True
 
     def __init__(self, budget_gib: float | str = "fit") -> None:
         number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool) and budget_gib > 0

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Technique, apply, check_together
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.optim import release_gradients_
@@ -26,14 +27,6 @@ from lightning_fasttrain.plan.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnC
 from lightning_fasttrain.plan.assumed_numbers import AssumedNumbers
 from lightning_fasttrain.plan.fake_copy import Factory, fake_batch, fake_module, settle_
 from lightning_fasttrain.plan.memory_report import MemoryReport, report
-from lightning_fasttrain.plan.technique_effects import (
-    NOT_APPLIED,
-    Habits,
-    as_trained,
-    find_habits,
-    notes_on,
-    refuse_measured,
-)
 from lightning_fasttrain.plan.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.plan.unseen_on_cuda import CUDA_WORKSPACE
 
@@ -43,6 +36,7 @@ PRECISIONS: dict[str, Callable[[], Precision]] = {
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
 DEVICES = ("cpu", "cuda")
+_ASSUMED = "The code reads numbers out of tensors (.item()): 1 was assumed for each."
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
@@ -108,18 +102,18 @@ def predict_memory(
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
     check_together(techniques)
-    refuse_measured(techniques)
     on_cuda = device == "cuda"
+    planned = PredictedStep(precision, on_cuda)
+    surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
     # Code that reads truth values out of tensors may raise for one of the two.
     for truth in (True, False):
         trace = AllocationTrace(granule, workspace, KEPT, truth)
         try:
             with isolate_rng(include_cuda=False), _explained():
-                since = _trace_steps(trace, module, batch, loss, optimizer, techniques, precision, on_cuda)
-            return report(
-                trace.allocations, since, device=device, precision=precision, notes=notes_on(techniques, trace)
-            )
+                since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
+            notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
+            return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
         except Exception as error:
             if not trace.assumed:
                 raise
@@ -133,36 +127,45 @@ def predict_memory(
     ) from failure
 
 
+def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Technique]:
+    """Have each technique write its share into ``planned``; those to operate on the model with."""
+    for technique in techniques:
+        if not technique.predicted:  # of a stranger's class only what apply() does to the model is seen
+            name = type(technique).__name__
+            planned.notes.append(f"{name} is not known here: what its hooks keep or free is not counted.")
+    told = [technique.predict(planned) for technique in techniques]
+    return [technique for technique in told if technique is not None]
+
+
 def _trace_steps(
     trace: AllocationTrace,
     module: nn.Module | Factory,
     batch: Any,
     loss: Loss | None,
     optimizer: Callable[[Any], Optimizer] | None,
-    techniques: Sequence[Technique],
-    precision: str,
-    on_cuda: bool,
+    surgeons: Sequence[Technique],
+    planned: PredictedStep,
 ) -> int:
     """Run two steps under ``trace``; the time at which the second began."""
-    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[precision]()
-    surgeons = [t for t in techniques if t.surgery is not None and not isinstance(t, NOT_APPLIED)]
+    mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
-        dtype = torch.bfloat16 if precision == "bf16-true" else None
+        dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
         net = fake_module(module, mode, dtype)
         undo.enter_context(mode)
-        undo.enter_context(apply(net, [as_trained(t, precision, on_cuda) for t in surgeons]))
+        undo.enter_context(apply(net, surgeons))
         settle_(net, mode, dtype)  # what adapters have added
         trace.workspace = {**trace.workspace, **quantized_workspace()}
         with AssumedNumbers(truth=False):
             stepper = _make_optimizer(net, optimizer)
-        habits = find_habits(techniques, stepper)
+        for act in planned.on_optimizer:
+            act(stepper)
         undo.enter_context(trace)
         undo.enter_context(trace.watching(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         batches = [trace.marked(data, "inputs")]
-        if on_cuda and habits.prefetches:
+        if planned.on_cuda and planned.prefetches:
             batches.append(trace.marked(fake_batch(data, mode), "inputs"))
-        if on_cuda:
+        if planned.on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
             undo.enter_context(AsOnCuda())  # for the backward too, which runs blocks once more
@@ -170,18 +173,18 @@ def _trace_steps(
         since = 0
         for _ in range(2):
             since = trace.now
-            _step(trace, forward, batches[0], stepper, habits)
+            _step(trace, forward, batches[0], stepper, planned)
             _mark_state(trace, net, stepper)
     return since
 
 
 def _step(
-    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, habits: Habits
+    trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, planned: PredictedStep
 ) -> None:
     """One optimizer step, in the order of the Trainer or, with several parts, of our accumulation."""
-    parts = [batch] if habits.parts is None else list(habits.parts(batch))
+    parts = list(planned.split(batch))
     # Gradients are there from the second part on, so the later ones need no more.
-    parts = (parts * min(habits.window, 2))[:2]
+    parts = (parts * min(planned.window, 2))[:2]
     trace.phase = "forward"
     if len(parts) == 1:
         output = forward(batch)
@@ -199,7 +202,7 @@ def _step(
             del loss
     trace.phase = "optimizer step"
     optimizer.step()
-    if habits.releases:
+    if planned.releases:
         release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
 

@@ -266,7 +266,7 @@ class StepWatch:
             self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:
-        """Compare the peak with the limit; if it is above, decide anew for a lower one."""
+        """Compare the peak with the limit; if it is above, decide again for a lower one."""
         plan = self.plan
         assert plan is not None
         peak = int(highest_of_all([peak], self._device)[0])
@@ -274,7 +274,7 @@ class StepWatch:
             self._misses += 1  # go back ever further, and in the end to what is known to fit
             back = (peak - plan.limit_bytes) << self._misses
             self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
-            note_once("MemoryBudget: the peak was above the limit, and the choice is made anew")
+            note_once("MemoryBudget: the peak was above the limit, and the choice is made again")
             self._decide()
             return
         self._tell(plan.measured(peak, None))

@@ -60,7 +60,7 @@ def go_on_after_batch(trainer: L.Trainer, point: SavePoint, restore: Callable[[]
         undo()
         _no_restart(trainer)
         if point is not SavePoint.WITHIN:
-            trainer._logger_connector._first_loop_iter = True  # as after a batch, or what is logged next begins anew
+            trainer._logger_connector._first_loop_iter = True  # as after a batch, or what is logged next begins again
         restore()
         if point is SavePoint.ITERATION and loop._is_training_done:
             raise StopIteration  # which ends the epoch

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import ConcatDataset, RandomSampler, Subset
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.data import TokenWeightedAccumulation
 
 _OPTIMIZERS = "optimizers"
 _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
@@ -21,7 +22,7 @@ _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 def settings_of(trainer: L.Trainer) -> dict[str, Any]:
     """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
     scheduled = any(
-        isinstance(callback, GradientAccumulationScheduler) or type(callback).__name__ == "TokenWeightedAccumulation"
+        isinstance(callback, GradientAccumulationScheduler | TokenWeightedAccumulation)
         for callback in trainer.callbacks
     )
     return {

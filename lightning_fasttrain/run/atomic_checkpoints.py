@@ -161,9 +161,11 @@ class AtomicCheckpoints(Technique):
     """
 
     effect: ClassVar[str] = "a crash during a save never costs the last checkpoint"
+    when: ClassVar[str] = "a checkpoint is worth more than the second name that it is written under first: always"
     in_a_loop: ClassVar[str] = (
         "Fabric(plugins=[AtomicCheckpointIO()]), or AtomicCheckpointIO().save_checkpoint(state, path)"
     )
+    predicted: ClassVar[bool] = True
 
     def __init__(self, on_failed_save: str = "stop") -> None:
         self.on_failed_save = one_of("on_failed_save", on_failed_save, ("stop", "warn"))

@@ -16,6 +16,7 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.run._forgotten import forgotten_state, restore_forgotten
 from lightning_fasttrain.run._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run._loop_progress import (
@@ -76,7 +77,9 @@ class ExactResume(Technique):
     """
 
     effect: ClassVar[str] = "a killed run goes on bit for bit: data order, random states, metrics, open windows"
+    when: ClassVar[str] = "a run may be killed, and must end as if it had not been"
     in_a_loop: ClassVar[str] = "resumable(loader), and save random_state() with its state_dict()"
+    predicted: ClassVar[bool] = True
 
     def __init__(self, strict: bool = True) -> None:
         self.strict = strict
@@ -134,7 +137,7 @@ class ExactResume(Technique):
 
         def counting_run_start(data_fetcher: Any) -> None:
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
-                for held in (loader for loader in self._loaders if loader is not None):  # Lightning iterates anew
+                for held in (loader for loader in self._loaders if loader is not None):  # Lightning iterates again
                     held.count_from(0)
             run_start(data_fetcher)
 
@@ -323,7 +326,7 @@ def _held(loader: Any) -> ResumableLoader | None:
             explain(
                 f"ExactResume with a {type(loader).__name__} as training loader",
                 "an iterator cannot be read again up to where it was, so its position is not in checkpoints",
-                "Use a DataLoader, or an object whose __iter__ begins anew",
+                "Use a DataLoader, or an object whose __iter__ starts over",
             )
         )
         return None
@@ -344,7 +347,7 @@ def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch, and nobody else saves them."""
     if point in (SavePoint.EPOCH, SavePoint.WITHIN):
         return False
-    if any(type(callback).__name__ == "TokenWeightedAccumulation" for callback in trainer.callbacks):
+    if any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks):
         return False
     return trainer.fit_loop.epoch_loop._should_accumulate()
 

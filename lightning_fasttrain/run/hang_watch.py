@@ -43,7 +43,9 @@ class HangWatch(Technique):
     """
 
     effect: ClassVar[str] = "a run that hangs ends, and the rank that hangs is named with its stack"
+    when: ClassVar[str] = "a run has several processes, or nobody looks at it for hours"
     in_a_loop: ClassVar[str] = "ProgressWatch(timeout_s).beat(phase)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,

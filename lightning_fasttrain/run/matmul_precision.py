@@ -1,12 +1,14 @@
 """Float32 matrix products in TF32 or in full float32, set in one place and put back afterwards."""
 
 from contextlib import suppress
+from typing import ClassVar
 
 import lightning as L
 import torch
 from torch import nn
 
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness, Technique
@@ -115,11 +117,19 @@ class MatmulPrecision(Technique):
         As the function's. Lightning only advises to set it, and reads it by its old name (its issue 21256).
     """
 
-    exactness = Exactness.TOLERANCE
-    effect = "float32 matrix products on tensor cores"
+    exactness: ClassVar[Exactness] = Exactness.TOLERANCE
+    effect: ClassVar[str] = "float32 matrix products on tensor cores"
+    when: ClassVar[str] = "you train in float32 on a GPU with tensor cores; not in bf16, and not on a CPU"
+    predicted: ClassVar[bool] = True
 
     def __init__(self, precision: str = "tf32") -> None:
         self.precision = one_of("precision", precision, tuple(_OLD_WORD))
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.device == "cpu":
+            return "TF32 is a format of GPUs"
+        return None
 
     def apply(self, model: nn.Module) -> Undo:
         return matmul_precision_(self.precision)

@@ -156,7 +156,7 @@ class PeakMemory:
         self._freed.append((time.time_ns(), _HELD, -nbytes))  # the clock of the profiler's events
 
 
-_OPEN_ON_CUDA: list[PeakMemory] = []  # the allocator keeps one peak; who begins anew leaves it to the others
+_OPEN_ON_CUDA: list[PeakMemory] = []  # the allocator keeps one peak; who begins again leaves it to the others
 
 
 def _start_counting_anew(device: torch.device) -> None:
@@ -256,7 +256,9 @@ class MemoryMeter(Technique):
     """
 
     effect: ClassVar[str] = "peak memory of a step"
+    when: ClassVar[str] = "you want to know what fits"
     in_a_loop: ClassVar[str] = "PeakMemory(device, model, optimizer)"
+    predicted: ClassVar[bool] = True
 
     def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:
         self.every_n_steps = positive_int("every_n_steps", every_n_steps) if every_n_steps != 0 else 0

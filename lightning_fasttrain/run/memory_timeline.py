@@ -25,7 +25,7 @@ class MemoryTimeline(Technique):
 
     Acts between ``on_train_batch_start`` of the first recorded step and ``on_train_batch_end`` of the last; before
     and after, nothing is attached and nothing costs. The steps follow one another: validation after a step ends the
-    recording, and amid one lets it begin anew. With several processes each writes to a folder of its
+    recording, and amid one lets it start over. With several processes each writes to a folder of its
     own, ``rank0`` and so on. If memory runs out in a recorded step, the files are written and the error names the
     largest holders.
 
@@ -53,7 +53,9 @@ class MemoryTimeline(Technique):
     """
 
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
+    when: ClassVar[str] = "you want to know what memory is used for, and when"
     in_a_loop: ClassVar[str] = "MemoryRecording(model, optimizer, batch)"
+    predicted: ClassVar[bool] = True
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ def resumable(loader: Iterable[Any]) -> Any:
     them again, which takes its time and is said. Then the random state is put back as it was found.
 
     Kept are the generators of torch, Python and NumPy, those that the loader, its samplers and its dataset hold, and
-    with them the workers' seeds. ``persistent_workers`` are started anew for each pass, since what they drew in
+    with them the workers' seeds. ``persistent_workers`` are started again for each pass, since what they drew in
     earlier ones could not be had back. Not kept is other state of a dataset or sampler. What is read in this process
     and draws from the global generators all along, as an ``IterableDataset`` may, shares them with training and cannot
     be replayed: give it a generator of its own. Of torch's there is a warning.
@@ -82,7 +82,7 @@ class ResumableLoader:
                 explain(
                     f"loader={type(inner).__name__}",
                     "an iterator ends with its first pass, so a later process cannot read up to where it was",
-                    "Give a DataLoader, or an object whose __iter__ begins anew",
+                    "Give a DataLoader, or an object whose __iter__ starts over",
                 )
             )
         self.inner: Any = inner
@@ -102,7 +102,7 @@ class ResumableLoader:
         self._handed_out = self._repeats = 0
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
-        self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate anew before
+        self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate again before
         self._workers_seed: int | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -168,7 +168,7 @@ class ResumableLoader:
         inner = self.inner
         if not self._persistent:
             return iter(inner)
-        note_once("ExactResume: persistent workers are started anew for each pass, or their random numbers were lost")
+        note_once("ExactResume: persistent workers are started again for each pass, or their random numbers were lost")
         if inner._iterator is not None:
             inner._iterator._shutdown_workers()
             inner._iterator = None

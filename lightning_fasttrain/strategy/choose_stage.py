@@ -1,4 +1,4 @@
-"""Chooses the stage of ZeRO: the first, from the cheapest to the dearest, whose states fit."""
+"""Chooses the stage of ZeRO: the first, from the cheapest to the most expensive, whose states fit."""
 
 import os
 from collections.abc import Callable
@@ -82,7 +82,7 @@ def choose_stage(
     headroom: float = 0.1,
     sizes: ZeROSizes | None = None,
 ) -> StageChoice:
-    """Choose the first stage of ZeRO, from the cheapest in communication to the dearest, that fits.
+    """Choose the first stage of ZeRO, from the cheapest in communication to the most expensive, that fits.
 
     It fits if its states and the activations stay below (1 - ``headroom``) · ``free_bytes``, and what it keeps in
     host memory below as much of ``host_bytes``.

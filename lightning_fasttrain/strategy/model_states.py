@@ -11,9 +11,10 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain.strategy._held import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy._optimizer_state import MakeOptimizer, refuse_unshardable
 
-# From the cheapest to the dearest. 0 sends each gradient around once (all-reduce). 1 and 2 do so too, and then gather
-# the updated parameters; 2 sends in each micro-batch, 1 once a step. 3 gathers parameters in each forward and each
-# backward. Offload adds the host's link, which is slower than the one between devices, and a disk is slower still.
+# From the cheapest to the most expensive. 0 sends each gradient around once (all-reduce). 1 and 2 do so too, and
+# then gather the updated parameters; 2 sends in each micro-batch, 1 once a step. 3 gathers parameters in each forward
+# and each backward. Offload adds the host's link, which is slower than the one between devices, and a disk is slower
+# still.
 STAGES = ("0", "1", "2", "3", "2+offload", "3+offload", "3+nvme")
 
 _ALL_REDUCE_BUCKET = 500_000_000  # elements, fixed in DeepSpeed's engine for stage 0

@@ -182,7 +182,7 @@ def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
         raise ValueError(
             explain(
                 f"reshard_after_forward={reshard} over {size} shards",
-                "parameters are cut anew into equal parts, so it must divide the number of shards",
+                "parameters are cut again into equal parts, so it must divide the number of shards",
                 "Use True, or the number of devices of a node",
             )
         )

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain._technique import Surgery, Technique, check_together, refuse_conflicts, techniques_of
 from lightning_fasttrain.run.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy import _zero_engine as engines
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
-from lightning_fasttrain.strategy._zero_conflicts import refuse_conflicts
+from lightning_fasttrain.strategy._zero_conflicts import CONFLICTS_OF_ZERO
 from lightning_fasttrain.strategy._zero_engine import Engine
 from lightning_fasttrain.strategy._zero_stage import StageQuestion, choose_together, predicted_activations
 from lightning_fasttrain.strategy.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
@@ -171,8 +171,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             )
         if optimizer is not None:
             engines.refuse_unfit_optimizer(optimizer, self.stage)
-        zero = self._given_config.get("zero_optimization", {})
-        refuse_conflicts(trainer.callbacks, self.stage, offloaded="offload_optimizer" in zero)
+        check_together(techniques_of(trainer), self)  # once more: "auto" has chosen a stage only now
+        refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
         engines.fit_buckets(self._given_config, module, self.question.settings)
         probe_folders(trainer, [] if optimizer is None else [optimizer])  # which is whole, before DeepSpeed cuts it
 

@@ -21,7 +21,7 @@ def gradient_of_whole(net, batch):
 
 
 def random_batch(seed):
-    """Rows, lengths and padding drawn anew; one row in four holds no target at all."""
+    """Rows, lengths and padding drawn again; one row in four holds no target at all."""
     g = torch.Generator().manual_seed(seed)
     size, length = (int(torch.randint(2, 9, (), generator=g)) for _ in range(2))
     (batch,) = lm_batches(1, size, length, seed)

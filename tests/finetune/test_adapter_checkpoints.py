@@ -67,7 +67,7 @@ class Rest(torch.utils.data.Sampler):
 
 
 class Resumable(DataLoader):
-    """A loader that knows where in its epoch it is, as torchdata's does; without one Lightning begins anew."""
+    """A loader that knows where in its epoch it is, as torchdata's does; without one Lightning begins again."""
 
     def __init__(self):
         super().__init__(_Listed(BATCHES), batch_size=None, sampler=Rest())

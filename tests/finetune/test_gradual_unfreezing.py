@@ -3,11 +3,7 @@
 import copy
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning as L
 import pytest
@@ -21,6 +17,7 @@ from lightning_fasttrain.finetune.freezing import freeze_
 from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_ranks
 
 BATCHES = lm_batches(4)
 
@@ -449,16 +446,7 @@ def test_a_number_of_groups_that_is_none_is_refused(k):
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("ddp") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.finetune.ddp_unfreezing", str(path)],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_ranks("tests.finetune.ddp_unfreezing", path, log=path.parent / "log", timeout_s=120)
     return json.loads(path.read_text())
 
 

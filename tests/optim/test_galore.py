@@ -3,10 +3,6 @@
 import copy
 import io
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning as L
 import numpy as np
@@ -20,6 +16,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.optim import GaLoreAdamW, galore_groups, galore_state_bytes
 from lightning_fasttrain.optim.galore import _leading_subspace
 from tests.nets import TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_ranks
 
 BATCHES = lm_batches(5)
 
@@ -441,14 +438,8 @@ os._exit(0)  # without destructors: gloo's threads may abort a process that has 
 
 def test_two_processes_keep_the_same_weights(tmp_path):
     (tmp_path / "script.py").write_text(TWO_PROCESSES)
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(root)}
-    done = subprocess.run(
-        [*command, str(tmp_path / "script.py")], cwd=root, env=environment, capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("agreed") == 4
+    said = run_ranks(str(tmp_path / "script.py"), log=tmp_path / "log", timeout_s=200)
+    assert said.count("agreed") == 4
 
 
 # Which parameters

@@ -103,7 +103,7 @@ def test_a_blocks_bytes_by_hand():
     forward = next(iter(policy_forwards(policy, block)))
     cost = measure_block(forward, ft.SelectiveOps().keeps, fixed, (x,), {})
     assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
-    assert cost.dear_bytes == 4 * 5 * 32  # up; down is the block's output
+    assert cost.expensive_bytes == 4 * 5 * 32  # up; down is the block's output
     assert cost.cheap_ms >= 0
     assert cost.forward_ms > 0
 
@@ -132,7 +132,7 @@ def test_a_result_that_is_changed_in_place_cannot_be_kept():
     (forward,) = policy_forwards(MemoryBudget(1), block)
     fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
     cost = measure_block(forward, ft.SelectiveOps().keeps, fixed, (torch.randn(6, 4),), {})
-    assert cost.dear_bytes is None
+    assert cost.expensive_bytes is None
     assert cost.saved_bytes == 4 * 6 * 4
 
 
@@ -140,7 +140,7 @@ COSTS = {
     "a": BlockCost(100, 30, forward_ms=5.0, cheap_ms=1.0),
     "b": BlockCost(1000, None, forward_ms=7.0, cheap_ms=0.0),
     "c": BlockCost(400, 150, forward_ms=3.0, cheap_ms=2.5),
-    "d": BlockCost(50, 60, forward_ms=2.0, cheap_ms=0.5),  # keeping the dear results is no gain
+    "d": BlockCost(50, 60, forward_ms=2.0, cheap_ms=0.5),  # keeping the expensive results is no gain
 }
 
 
@@ -152,9 +152,9 @@ def test_the_plan_is_the_best_of_all(limit):
     for actions in itertools.product(("kept", "selective", "recomputed"), repeat=4):
         held, ms, peak = 0, 0.0, peaks[""]
         for action, (name, cost) in zip(actions, COSTS.items(), strict=True):
-            if action == "selective" and cost.dear_bytes is None:
+            if action == "selective" and cost.expensive_bytes is None:
                 break
-            held += {"kept": cost.saved_bytes, "selective": cost.dear_bytes, "recomputed": 0}[action]
+            held += {"kept": cost.saved_bytes, "selective": cost.expensive_bytes, "recomputed": 0}[action]
             ms += {"kept": 0.0, "selective": cost.cheap_ms, "recomputed": cost.forward_ms}[action]
             peak = max(peak, peaks[name] + held)
         else:

@@ -205,7 +205,7 @@ SETTINGS = {
     "several loaders": {"loader": two_loaders, "max_epochs": 3},
     "several until all end": {"loader": lambda: CombinedLoader(two_loaders(), "max_size")},
     "several without length": {"loader": lambda: {"a": DataLoader(Stream(), 2), "b": DataLoader(Stream(6), 2)}},
-    "loaders made anew": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
+    "loaders made again": {"reload_dataloaders_every_n_epochs": 2, "max_epochs": 3},
 }
 
 

@@ -37,7 +37,7 @@ class SignalAt(L.Callback):
 
 
 class Resumable:
-    """A loader that knows how far it is: without one, Lightning begins the epoch's data anew."""
+    """A loader that knows how far it is: without one, Lightning begins the epoch's data again."""
 
     def __init__(self, batches):
         self.batches, self.given = batches, 0

@@ -15,7 +15,8 @@ from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain.strategy.consolidate import consolidate
 from lightning_fasttrain.strategy.sharded_checkpoint import save_sharded
 from tests.nets import TinyLM, weights
-from tests.strategy.zero_launches import ROOT, launched
+from tests.ranks import ROOT
+from tests.strategy.zero_launches import launched
 
 STAGES = ("0", "1", "2", "3", "3+offload")
 

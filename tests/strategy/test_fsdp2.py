@@ -17,6 +17,7 @@ from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -41,16 +42,7 @@ def single(tmp_path_factory):
 @pytest.fixture(scope="module")
 def found(single):
     folder, _ = single
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.strategy.fsdp2_scenarios", str(folder / "found.json"), str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-6000:]
+    run_ranks("tests.strategy.fsdp2_scenarios", folder / "found.json", folder, log=folder / "log", timeout_s=240)
     return json.loads((folder / "found.json").read_text())
 
 

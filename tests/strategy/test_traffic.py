@@ -1,9 +1,6 @@
 """What is predicted against what two real processes hold and send with gloo. One launch serves all tests."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ from lightning_fasttrain.strategy._held import ZeROSizes, held_by
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states, sharded_groups
 from lightning_fasttrain.strategy.model_states import predict_model_states
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
+from tests.ranks import run_ranks
 from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for
 
 ROOT = Path(__file__).parents[2]
@@ -22,16 +20,7 @@ NAMES = [*ZERO, "ddp", "fsdp2 32-true", "fsdp2 bf16-mixed", "fsdp2 twice"]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     path = tmp_path_factory.mktemp("traffic") / "found.json"
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*command, "-m", "tests.strategy.traffic_scenarios", str(path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_ranks("tests.strategy.traffic_scenarios", path, log=path.parent / "log", timeout_s=240)
     return json.loads(path.read_text())
 
 

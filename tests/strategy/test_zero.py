@@ -17,7 +17,8 @@ from lightning_fasttrain.strategy.model_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero import ZeROStrategy
 from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
 from tests.nets import trainer
-from tests.strategy.zero_launches import ROOT, launched
+from tests.ranks import ROOT
+from tests.strategy.zero_launches import launched
 
 STAGES = ("0", "1", "2", "3")
 KINDS = [ZeROStrategy, FabricZeROStrategy]
@@ -231,7 +232,7 @@ def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(one, two):
         ("two optimizers", "multiple optimizers"),
         ("LBFGS", "closure several times a step"),
         ("Adafactor", "Adafactor with ZeRO"),
-        ("Distillation", "under ZeRO stage 3"),
+        ("Distillation", "Distillation + ZeROStrategy"),
         ("EagerGradientRelease", "needs them in the next step"),
         ("no manifest", "corrupt"),
         ("hostile", "objects of posix.system"),

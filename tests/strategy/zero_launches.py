@@ -3,36 +3,40 @@
 import functools
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent.parent
+from filelock import FileLock
 
+from tests.ranks import Ranks
 
 Found = dict[int, list[dict[str, Any]]]
-
-
-def launched(factory: Any) -> tuple[Found, Path]:
-    """What was found: number of processes → of each rank; and the folder with the checkpoints they left."""
-    return _launch(factory.getbasetemp() / "zero")
+COUNTS = (1, 2)
 
 
 @functools.cache
-def _launch(folder: Path) -> tuple[Found, Path]:
-    folder.mkdir()
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launches = {}
-    for ranks in (1, 2):
-        scenarios = [*command, f"--nproc-per-node={ranks}", "-m", "tests.strategy.zero_scenarios", str(folder)]
-        with open(folder / f"log-{ranks}", "w") as log:
-            launches[ranks] = subprocess.Popen(scenarios, cwd=ROOT, env=environment, stdout=log, stderr=log)
+def launched(factory: Any) -> tuple[Found, Path]:
+    """What was found: number of processes → of each rank; and the folder with the checkpoints they left.
+
+    Of several workers of pytest-xdist the first launches, and the others wait for what it finds.
+    """
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    shared = factory.getbasetemp().parent if several else factory.getbasetemp()
+    folder = shared / "zero"
+    with FileLock(shared / "zero.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            _launch(folder)
+    return {count: json.loads((folder / f"found-{count}.json").read_text()) for count in COUNTS}, folder
+
+
+def _launch(folder: Path) -> None:
+    launches = [
+        Ranks("tests.strategy.zero_scenarios", folder, log=folder / f"log-{count}", count=count) for count in COUNTS
+    ]
     try:
-        for ranks, launch in launches.items():
-            assert launch.wait(timeout=420) == 0, (folder / f"log-{ranks}").read_text()[-4000:]
+        for ranks in launches:
+            ranks.wait(timeout_s=420)
     finally:
-        for launch in launches.values():
-            launch.terminate()  # torchrun ends its processes
-    return {ranks: json.loads((folder / f"found-{ranks}.json").read_text()) for ranks in launches}, folder
+        for ranks in launches:
+            ranks.stop()

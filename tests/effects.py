@@ -1,0 +1,263 @@
+"""What can be seen of each technique and not of a plain run: each function fails for a class that does nothing.
+
+A function is given the technique's class, makes one as it likes, runs it, and asserts what must be seen.
+"""
+
+import logging
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import peft
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_fasttrain._messages import log, note_once
+from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+
+BATCHES = lm_batches(5)
+Kind = Callable[..., Any]
+
+
+class Probe(L.Callback):
+    """Keeps what ``look(trainer, module)`` says whenever Lightning calls one hook."""
+
+    def __init__(self, hook: str, look: Callable[[L.Trainer, Any], Any]) -> None:
+        self.seen: list[Any] = []
+        setattr(self, hook, lambda trainer, module, *_: self.seen.append(look(trainer, module)))
+
+
+def probed(technique: Any, hook: str, look: Callable[[L.Trainer, Any], Any], net: Any = None) -> list[Any]:
+    probe = Probe(hook, look)
+    fit(net or TinyLM(), BATCHES, [technique, probe])
+    assert probe.seen
+    return probe.seen
+
+
+def all_none(module: Any) -> bool:
+    return all(parameter.grad is None for parameter in module.parameters())
+
+
+def trained(module: Any) -> list[str]:
+    return [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+
+
+# data
+
+
+def runs_a_third_of_a_batch_at_a_time(kind: Kind) -> None:
+    rows, net = [], TinyLM()
+    net.embed.register_forward_pre_hook(lambda module, inputs: rows.append(len(inputs[0])))
+    fit(net, BATCHES, [kind(3)])
+    assert max(rows) == len(BATCHES[0]["labels"]) // 3
+
+
+def steps_once_for_two_batches(kind: Kind) -> None:
+    t = trainer([kind(2)])
+    t.fit(TinyLM(), as_loader(BATCHES))
+    assert t.global_step == 3
+
+
+def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
+    """There is nothing to copy; that it copies is shown where there is a GPU, in ``test_device_prefetch.py``."""
+    said, handler = [], logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    note_once.cache_clear()
+    log.addHandler(handler)
+    try:
+        fit(TinyLM(), BATCHES, [kind()])
+    finally:
+        log.removeHandler(handler)
+    assert any("batches are on the CPU already" in line for line in said)
+
+
+# model
+
+
+def runs_blocks_twice(kind: Kind) -> None:
+    calls, net = [], TinyLM()
+    net.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    fit(net, BATCHES, [kind()])
+    assert len(calls) == 2 * len(BATCHES)
+
+
+def activations_wait_in_files(kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        files = probed(
+            kind(min_mib=0, folder=folder), "on_before_backward", lambda *_: len(list(Path(folder).rglob("*")))
+        )
+    assert max(files) > 0
+
+
+def graphs_are_made(kind: Kind) -> None:
+    counted = torch._dynamo.utils.counters
+    counted.clear()
+    fit(TinyLM(), BATCHES, [kind(backend="aot_eager")])
+    assert counted["stats"]["unique_graphs"] > 0
+
+
+# finetune
+
+
+def weights_take_a_byte(kind: Kind) -> None:
+    net = fit(TinyLM(), BATCHES, [kind("int8")])
+    assert {block.up.weight.dtype for block in net.blocks} == {torch.int8}
+
+
+def only_thin_matrices_train(kind: Kind) -> None:
+    net = fit(TinyLM(), BATCHES, [kind(rank=2)])
+    assert all("lora_" in name for name in trained(net))
+
+
+def only_thin_matrices_beside_bytes_train(kind: Kind) -> None:
+    net = fit(TinyLM(), BATCHES, [kind(rank=2, kind="int8")])
+    assert all("lora_" in name for name in trained(net))
+    assert net.blocks[0].up.base_layer.weight.dtype == torch.int8
+
+
+def only_factors_train(kind: Kind) -> None:
+    assert all("ia3_" in name for name in trained(fit(TinyLM(), BATCHES, [kind("up")])))
+
+
+def only_rotations_train(kind: Kind) -> None:
+    adapter = kind(peft.RoadConfig(group_size=4), "blocks.*.down")
+    assert all("road_" in name for name in trained(fit(TinyLM(), BATCHES, [adapter])))
+
+
+def the_lower_blocks_wait(kind: Kind) -> None:
+    before = weights(TinyLM())
+    after = weights(fit(TinyLM(), BATCHES, [kind(groups=["blocks.2", "blocks.1", "blocks.0"])]))
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert "blocks.2.up.weight" in moved
+    assert not any(name.startswith(("blocks.0", "blocks.1")) for name in moved)
+
+
+# loss
+
+
+def logits_are_never_made(kind: Kind) -> None:
+    kinds, net = set(), TinyLM()
+    net.register_forward_hook(lambda module, inputs, output: kinds.add(type(output)))
+    fit(net, BATCHES, [kind("head")])
+    assert kinds
+    assert torch.Tensor not in kinds
+
+
+def the_teacher_has_a_say(kind: Kind) -> None:
+    t = trainer([kind(TinyLM(depth=2), head="head")])
+    t.fit(TinyLM(), as_loader(BATCHES))
+    assert "distillation/kl" in t.callback_metrics
+
+
+# optim
+
+
+def no_gradients_during_the_forward(kind: Kind) -> None:
+    seen, net = [], TinyLM()
+    net.embed.register_forward_hook(lambda *_: seen.append(all_none(net)))
+    fit(net, BATCHES, [kind()])
+    assert all(seen)
+
+
+def a_fused_optimizer_is_clipped(kind: Kind) -> None:
+    """Lightning refuses to."""
+    t = trainer([kind()], gradient_clip_val=0.5, precision="bf16-mixed")
+    t.fit(TinyLM(fused=True), as_loader(BATCHES))
+
+
+def no_gradients_after_the_backward(kind: Kind) -> None:
+    net = TinyLM()
+    before = weights(net)
+    assert all(probed(kind(), "on_after_backward", lambda _, module: all_none(module), net))
+    assert largest_difference(before, weights(net)) > 0
+
+
+# run
+
+
+def products_are_set_to_tf32(kind: Kind) -> None:
+    settings = probed(kind("tf32"), "on_train_batch_start", lambda *_: torch.backends.cuda.matmul.fp32_precision)
+    assert set(settings) == {"tf32"}
+
+
+def a_step_has_a_time(kind: Kind) -> None:
+    meter = kind(warmup=1)
+    fit(TinyLM(), BATCHES, [meter])
+    assert meter.summary().get("step_ms", 0) > 0
+
+
+def a_step_has_a_peak(kind: Kind) -> None:
+    meter = kind()
+    fit(TinyLM(), BATCHES, [meter])
+    assert meter.peak_bytes is not None
+
+
+def a_step_has_a_picture(kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fit(TinyLM(), BATCHES, [kind(folder, first_step=0)])
+        assert Path(folder, "memory_timeline.html").exists()
+
+
+def a_damaged_checkpoint_is_not_loaded(kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "end.ckpt")
+        net = fit(TinyLM(), BATCHES, [kind(), Probe("on_train_end", lambda t, _: t.save_checkpoint(path))])
+        file, held = bytearray(path.read_bytes()), net.head.weight.detach().numpy().tobytes()
+        file[file.index(held) + 3] ^= 1
+        path.write_bytes(file)
+        refused = False
+        try:
+            trainer([kind()]).validate(TinyLM(), as_loader(BATCHES), ckpt_path=path, verbose=False, weights_only=True)
+        except Exception as error:
+            refused = "damaged" in str(error) or "corrupt" in str(error)
+    assert refused
+
+
+def shuffled(seed: int) -> DataLoader:
+    torch.manual_seed(seed)
+    return DataLoader(as_loader(BATCHES).dataset, batch_size=None, shuffle=True)
+
+
+def an_epoch_goes_on_where_it_was_cut(kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "half.ckpt")
+
+        def save(t: L.Trainer, _: Any) -> None:
+            if t.global_step == 2:
+                t.save_checkpoint(path)
+
+        whole, resumed = TinyLM(), TinyLM()
+        trainer([kind(), Probe("on_train_batch_end", save)]).fit(whole, shuffled(seed=1))
+        trainer([kind()]).fit(resumed, shuffled(seed=2), ckpt_path=path, weights_only=True)
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+
+
+def a_run_that_is_told_to_go_saves_and_goes(kind: Kind) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        preemption, code = kind(folder), None
+        try:
+            fit(TinyLM(), BATCHES, [preemption, Probe("on_before_backward", lambda *_: preemption.request())])
+        except SystemExit as error:
+            code = error.code
+        assert code == 143
+        assert len(list(Path(folder).glob("preempted-*.ckpt"))) == 1
+
+
+def a_thread_watches(kind: Kind) -> None:
+    names = probed(kind(), "on_train_batch_start", lambda *_: [thread.name for thread in threading.enumerate()])
+    assert all("fasttrain-hang-watch" in those for those in names)
+
+
+# a stranger's
+
+
+def the_average_is_another(kind: Kind) -> None:
+    average, net = kind(0.5), TinyLM()
+    fit(net, BATCHES, [average])
+    last = weights(net)["head.weight"]
+    with average.in_use(net):
+        assert not torch.equal(last, net.head.weight)
+    assert torch.equal(last, net.head.weight)
