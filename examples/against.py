@@ -226,7 +226,7 @@ def main():
     result = {
         "hardware": hardware(),
         "versions": versions() | {name: package_version(name) for name in ("transformers", "accelerate")},
-        "command": shlex.join(["python", "examples/against.py", *sys.argv[1:]]),
+        "command": without_paths(shlex.join(["python", "examples/against.py", *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "settings": settings,
         "rows": [],

@@ -26,6 +26,7 @@ import torch
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.bench.process import without_paths
 from lightning_fasttrain.bench.sizes import size_named
 from lightning_fasttrain.model import compile_blocks_, load_compile_cache, save_compile_cache
 
@@ -110,7 +111,7 @@ def main():
         return
     print("blocks compiled  cold s    CPU s  again s    CPU s  cache KiB")
     result = {
-        "command": shlex.join(["python", "examples/compile_cold_start.py", *sys.argv[1:]]),
+        "command": without_paths(shlex.join(["python", "examples/compile_cold_start.py", *sys.argv[1:]])),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "hardware": hardware(),
         "versions": versions(),

@@ -6,8 +6,7 @@ from typing import Any
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import CorruptCheckpoint, ForeignObjects, first_line, local_path
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, patch
 
 
 def guard_loading(strategy: Any) -> Undo:

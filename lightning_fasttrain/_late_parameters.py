@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain._host import FabricModule
 from lightning_fasttrain._messages import explain
 
 _WAY_OUT = "Call it first, then make the optimizer, and then call fabric.setup"
@@ -62,7 +62,7 @@ class LateParameters:
         new = [parameter for parameter in trained if id(parameter) not in known]
         if not new:
             return self.hooks
-        if isinstance(self.model, _FabricModule):
+        if isinstance(self.model, FabricModule):
             raise RuntimeError(
                 explain(
                     f"{what} after fabric.setup",

@@ -96,3 +96,28 @@ def first_line(error: BaseException) -> str:
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
+
+
+def patch(target: object, name: str, value: Any) -> Undo:
+    """Set an attribute on one *instance* and return how to restore it; the class is never touched.
+
+    Example:
+        >>> class Thing:
+        ...     def answer(self): return 41
+        >>> thing = Thing()
+        >>> undo = patch(thing, "answer", lambda: 42)
+        >>> thing.answer(), undo(), thing.answer()
+        (42, None, 41)
+    """
+    missing = object()
+    previous = vars(target).get(name, missing)
+    setattr(target, name, value)
+
+    def undo() -> None:
+        if previous is missing:
+            if name in vars(target):
+                delattr(target, name)
+        else:
+            setattr(target, name, previous)
+
+    return undo

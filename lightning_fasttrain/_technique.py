@@ -19,7 +19,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._surgery import Undo, patch
 
 
 class Exactness(Enum):
@@ -264,31 +264,6 @@ def _is_empty(technique: Technique, hook: str) -> bool:
 def _push(undo: ExitStack, action: Undo | None) -> None:
     if action is not None:
         undo.callback(action)
-
-
-def patch(target: object, name: str, value: Any) -> Undo:
-    """Set an attribute on one *instance* and return how to restore it; the class is never touched.
-
-    Example:
-        >>> class Thing:
-        ...     def answer(self): return 41
-        >>> thing = Thing()
-        >>> undo = patch(thing, "answer", lambda: 42)
-        >>> thing.answer(), undo(), thing.answer()
-        (42, None, 41)
-    """
-    missing = object()
-    previous = vars(target).get(name, missing)
-    setattr(target, name, value)
-
-    def undo() -> None:
-        if previous is missing:
-            if name in vars(target):
-                delattr(target, name)
-        else:
-            setattr(target, name, previous)
-
-    return undo
 
 
 def _after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], Any]) -> None:

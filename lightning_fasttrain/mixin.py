@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._technique import Technique, is_operated_on, patch
+from lightning_fasttrain._surgery import patch
+from lightning_fasttrain._technique import Technique, is_operated_on
 
 
 class FastTrainMixin:

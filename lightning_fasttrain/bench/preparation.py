@@ -91,7 +91,7 @@ def prepare(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
     wanted = chosen(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
-    reasons = {rung.name: _cannot_run(rung, device, units) for rung in wanted}
+    reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)
@@ -99,8 +99,8 @@ def prepare(
         size_name=size if isinstance(size, str) else "custom",
         size=resized,
         tokens=tokens,
-        rungs=tuple(rung for rung in wanted if reasons[rung.name] is None),
-        skipped=tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name] is not None),
+        rungs=tuple(rung for rung in wanted if not reasons[rung.name]),
+        skipped=tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name]),
         baselines=tuple(name for name in (STRONG, BARE) if names is None or name in names),
         out=folder,
         each=each,
@@ -148,10 +148,10 @@ def fast_bf16(device: str) -> bool:
     return device == "cuda" or bool(bf16_units())
 
 
-def _cannot_run(rung: Rung, device: str, fast_bf16: bool) -> str | None:
-    """Why a rung means nothing here; None if it can be run."""
+def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
+    """Why a rung means nothing here; empty if it can be run."""
     if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
-        return None
+        return ""
     if rung.needs == "bf16":
         slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
         return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"

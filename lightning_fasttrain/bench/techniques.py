@@ -132,7 +132,8 @@ def _example(technique: type[Technique]) -> ast.Call:
 def _settings(technique: type[Technique], example: ast.Call) -> dict[str, Any] | None:
     """The arguments of the example by name; None where one of them is an object."""
     names = list(inspect.signature(technique).parameters)
-    given = dict(zip(names, example.args, strict=False)) | {keyword.arg: keyword.value for keyword in example.keywords}
+    given = dict(zip(names, example.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in example.keywords if keyword.arg is not None}
     try:
         return {name: ast.literal_eval(value) for name, value in given.items()}
     except ValueError:

@@ -15,13 +15,18 @@ import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
 from lightning.pytorch.strategies import ParallelStrategy
-from lightning.pytorch.trainer import call
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_fasttrain._host import (
+    call_strategy,
+    plain_closure,
+    replace_closures,
+    replaced_closures,
+    zero_grad_of_batch,
+)
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
 from lightning_fasttrain.data._part_logs import PartLogs
 from lightning_fasttrain.data._part_weights import PartWeights, add_counts
 from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, some_rows
@@ -40,16 +45,15 @@ _MANY = 2**16  # parts to give up at, where a user's own split function knows th
 
 
 class BatchClosures:
-    """Replaces ``automatic_optimization._make_closure`` while a run uses our accumulation."""
+    """Makes the closures of Lightning's automatic optimization while a run uses our accumulation."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
-        self.loop = trainer.fit_loop.epoch_loop.automatic_optimization
         self.micro: MicroBatching | None = None
         self.window: TokenWeightedAccumulation | None = None
         self.logs = PartLogs()
         self.counted: CountTargets | None = None  # what the first batch showed
-        self._restore = patch(self.loop, "_make_closure", self)
+        self._restore = replace_closures(trainer, self)
 
     @classmethod
     def join(
@@ -86,7 +90,7 @@ class BatchClosures:
                     "Find the number on one process, and give it: MicroBatching(8)",
                 )
             )
-        joined = vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
+        joined = replaced_closures(trainer)
         closures = joined if isinstance(joined, cls) else cls(trainer)
         closures.micro = micro or closures.micro
         closures.window = window or closures.window
@@ -101,8 +105,8 @@ class BatchClosures:
 
     def __call__(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
         if self._is_plain():
-            return type(self.loop)._make_closure(self.loop, kwargs, optimizer, batch_idx)
-        zero_grad = self.loop._make_zero_grad_fn(batch_idx, optimizer)
+            return plain_closure(self.trainer, kwargs, optimizer, batch_idx)
+        zero_grad = zero_grad_of_batch(self.trainer, batch_idx, optimizer)
         return Closure(step_fn=lambda: self._run(kwargs, optimizer, zero_grad))
 
     def _is_plain(self) -> bool:
@@ -202,7 +206,7 @@ class BatchClosures:
                 inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
                 with strategy.block_backward_sync() if inner else nullcontext():
                     self.logs.part = i
-                    output = call._call_strategy_hook(trainer, "training_step", part, *rest)
+                    output = call_strategy(trainer, "training_step", part, *rest)
                     if output is None:
                         self._refuse_none()
                         outputs.append(None)
@@ -214,7 +218,7 @@ class BatchClosures:
                     weighed = weights.weigh(loss, i)
                     if self.window is None and trainer.accumulate_grad_batches > 1:
                         weighed = weighed / trainer.accumulate_grad_batches
-                    call._call_strategy_hook(trainer, "backward", weighed, optimizer)
+                    call_strategy(trainer, "backward", weighed, optimizer)
                     del output, loss, weighed  # their graph must be gone before the next part is run
         self._forget_missing(outputs, list(counts), total, optimizer)
         return outputs

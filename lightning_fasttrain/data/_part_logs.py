@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
+from lightning_fasttrain._host import logging_as
 from lightning_fasttrain._messages import warn
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.data._part_weights import PartWeights, add_counts
 
 
@@ -66,8 +67,7 @@ class PartLogs:
             yield
         finally:
             restore()
-        fx_name, pl_module._current_fx_name = pl_module._current_fx_name, "training_step"
-        try:
+        with logging_as(pl_module, "training_step"):
             for name, seen in calls.items():
                 last_value, kwargs = seen[-1][1:]
                 if isinstance(last_value, Metric):
@@ -81,8 +81,6 @@ class PartLogs:
                 pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
             for key, state in earlier.items():
                 _put_back(self._metrics[key], state)
-        finally:
-            pl_module._current_fx_name = fx_name
 
     def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: tuple[Any, int] | None) -> None:
         """Make the metric's step value that of the whole batch."""

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.data._put_back import remember
 from lightning_fasttrain.data._step_parts import loss_of
 from lightning_fasttrain.data._trial_mode import SeenLoss, TrialMode, autocast_device

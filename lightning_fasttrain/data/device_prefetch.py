@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 
 
 def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_taken
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
 from lightning_fasttrain.data.count_targets import (
     Count,
@@ -118,8 +119,7 @@ class TokenWeightedAccumulation(Technique):
         self._asked_for = -1
         self._begin_window()
         leave = BatchClosures.join(trainer, pl_module, window=self)
-        epoch_loop = trainer.fit_loop.epoch_loop
-        restore = patch(epoch_loop, "_should_accumulate", self._should_accumulate)
+        restore = decide_when_a_step_goes_on(trainer, self._window_goes_on)
         zero_grad = pl_module.optimizer_zero_grad
 
         def optimizer_zero_grad(epoch: int, batch_idx: int, optimizer: Optimizer) -> None:
@@ -145,7 +145,7 @@ class TokenWeightedAccumulation(Technique):
             self._trainer.current_epoch if self.by == "epoch" else self._trainer.fit_loop.epoch_loop.global_step
         )
 
-    def _should_accumulate(self) -> bool:
+    def _window_goes_on(self) -> bool:
         """Lightning's question, asked before, during and after the step of a batch: does the window go on after it?"""
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
@@ -154,13 +154,13 @@ class TokenWeightedAccumulation(Technique):
             self._asked_for = batch
             if self._batches == 0:
                 self._factor = self._trainer.accumulate_grad_batches = self._factor_now()
-            self._goes_on = self._batches + 1 < self._factor and not loop._num_ready_batches_reached()
+            self._goes_on = self._batches + 1 < self._factor and not is_last_batch_taken(self._trainer)
         return self._goes_on
 
     @property
     def holds_one_batch(self) -> bool:
         """Whether windows are one batch on one rank: then its weight cancels."""
-        return not self._should_accumulate() and self._factor == self._world_size == 1
+        return not self._window_goes_on() and self._factor == self._world_size == 1
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -184,7 +184,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         self._targets = self._targets + targets
         self._batches += 1
-        if self._should_accumulate():
+        if self._window_goes_on():
             return
         if is_sum(self.found):
             self._targets = 1 / self._trainer.world_size  # of the mean over ranks, the sum

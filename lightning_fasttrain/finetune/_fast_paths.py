@@ -6,8 +6,7 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._surgery import WrappedForward, wrapper_on, wrappers_on
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import WrappedForward, patch, wrapper_on, wrappers_on
 
 # What torch looks at before it takes the fast path, and at nothing else.
 _SWITCHES: dict[type[nn.Module], tuple[str, Any]] = {

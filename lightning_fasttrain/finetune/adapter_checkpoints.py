@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import CorruptCheckpoint
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.finetune.adapters import adapter_parameters
 from lightning_fasttrain.finetune.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from lightning_fasttrain._heads import find_heads, is_a
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.finetune._adapter_checks import (
     check_config,
     check_layers,

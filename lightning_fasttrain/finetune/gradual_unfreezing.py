@@ -12,10 +12,11 @@ from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain._host import wrap_again
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Exactness, Technique, patch
+from lightning_fasttrain._technique import Exactness, Technique
 from lightning_fasttrain.finetune.freezing import (
     Chosen,
     Named,
@@ -315,19 +316,7 @@ class GradualUnfreezing(Technique):
         unfreezing.thaw_to(k)
         say("GradualUnfreezing: %d of %d groups train", unfreezing.thawed, len(unfreezing.groups))
         if isinstance(trainer.strategy, DDPStrategy):
-            _wrap_anew(trainer.strategy)
-
-
-def _wrap_anew(strategy: DDPStrategy) -> None:
-    """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
-    strategy.model = strategy.lightning_module
-    # The processes agree already; to send the first one's buffers round would change those that are each one's own.
-    restore = patch(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs})
-    try:
-        strategy.configure_ddp()
-    finally:
-        restore()
-    strategy._pl_static_graph_delay_done = False  # as for any new wrapper
+            wrap_again(trainer.strategy)
 
 
 def _refuse_sharded(strategy: Strategy) -> None:

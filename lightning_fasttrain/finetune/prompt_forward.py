@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo, WrappedForward
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, WrappedForward, patch
 
 # What a model returns along its sequence, which virtual tokens make longer.
 _LONGER = {

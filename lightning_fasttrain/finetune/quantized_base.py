@@ -4,7 +4,6 @@ import copy
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-import lightning as L
 import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -13,6 +12,7 @@ from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
@@ -273,7 +273,7 @@ def _unfit(layer: nn.Linear) -> str:
 def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: torch.Tensor) -> torch.dtype:
     if isinstance(wanted, torch.dtype):
         return wanted
-    trainer = model._trainer if isinstance(model, L.LightningModule) else None
+    trainer = trainer_of(model)
     precision = "" if trainer is None else str(trainer.precision)
     device = weight.device if trainer is None else trainer.strategy.root_device
     if precision.startswith("bf16"):

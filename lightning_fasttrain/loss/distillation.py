@@ -10,10 +10,11 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
+from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward
-from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique, patch
+from lightning_fasttrain._surgery import Undo, WrappedForward, patch
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.loss._distiller import (
     DistilledStep,
     Distiller,
@@ -288,7 +289,7 @@ class _LoggedStep(DistilledStep):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         output = super().__call__(*args, **kwargs)
         module: Any = self.distiller.model
-        if output is not None and module._trainer is not None:
+        if output is not None and trainer_of(module) is not None:
             for name, value in self.distiller.parts.items():
                 module.log(f"distillation/{name}", value, on_step=True, on_epoch=False)
         return output

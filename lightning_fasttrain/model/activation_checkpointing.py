@@ -15,8 +15,8 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, why_none_ran, wrapper_on
-from lightning_fasttrain._technique import Surgery, Technique, patch
+from lightning_fasttrain._surgery import Undo, patch, why_none_ran, wrapper_on
+from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 

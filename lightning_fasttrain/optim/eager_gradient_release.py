@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
+from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Conflict, Technique
@@ -76,7 +77,7 @@ class EagerGradientRelease(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the first after the optimizer has stepped."""
-        if not (trainer.strategy.handles_gradient_accumulation or trainer.fit_loop._should_accumulate()):
+        if not (trainer.strategy.handles_gradient_accumulation or step_goes_on(trainer)):
             for optimizer in trainer.optimizers:
                 release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 

@@ -6,8 +6,8 @@ import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
 from lightning_fasttrain._messages import note_once
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 
 
 def allow_fused_clipping_(precision: Precision) -> Undo | None:

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 import lightning as L
 import torch.distributed as dist
-from lightning.fabric.wrappers import _FabricOptimizer
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -16,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._host import FabricOptimizer
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Conflict, Exactness, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 
 
@@ -69,7 +69,7 @@ def optimize_in_backward_(
         https://arxiv.org/abs/2306.09782. PyTorch's tutorial on the same makes one optimizer a parameter; here there
         is one optimizer as before, so that its checkpoints and schedulers stay as they are.
     """
-    if isinstance(optimizer, _FabricOptimizer | LightningOptimizer):
+    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
         optimizer = optimizer.optimizer
     _refuse_unfit(optimizer)
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):

@@ -6,7 +6,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision, Precision
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Technique, apply, check_together
@@ -244,8 +244,7 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
                 "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)",
             )
         )
-    configured: Any = net.configure_optimizers()
-    optimizers = _configure_optimizers(configured)[0]
+    optimizers = configured_optimizers(net)
     if len(optimizers) != 1 or not net.automatic_optimization:
         raise ValueError(
             explain(

@@ -16,7 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._messages import explain, note_once, say
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Anew, CheckpointedForward
 from lightning_fasttrain.plan.agreement import for_all, highest_of_all, world_size

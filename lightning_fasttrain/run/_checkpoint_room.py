@@ -17,8 +17,7 @@ from lightning_fasttrain._checkpoint_choice import sweep
 from lightning_fasttrain._files import TEMPORARY
 from lightning_fasttrain._messages import explain, log, warn
 from lightning_fasttrain._reading import is_remote
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, patch
 
 GIB = 2**30
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._host import is_last_batch_taken
+from lightning_fasttrain._surgery import Undo, patch
 
 
 class SavePoint(StrEnum):
@@ -88,7 +88,7 @@ def go_on_after_epoch(trainer: L.Trainer) -> None:
 def end_epoch_of_plateau_schedules(trainer: L.Trainer) -> None:
     """The one thing that follows the hooks at the end of an epoch and changes training."""
     fit_loop, epochs = trainer.fit_loop, trainer.fit_loop.epoch_progress.current
-    if fit_loop.epoch_loop._num_ready_batches_reached():
+    if is_last_batch_taken(trainer):
         now = epochs.completed
         epochs.completed = epochs.processed - 1  # which is `trainer.current_epoch`, by which they count
         fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)

@@ -12,10 +12,11 @@ from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._guarded_loading import guard_loading
+from lightning_fasttrain._host import is_last_batch_taken, step_goes_on, validation_loaders
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.run._forgotten import forgotten_state, restore_forgotten
 from lightning_fasttrain.run._loader_randomness import generator_state, generators_of, set_generator_state
@@ -158,7 +159,9 @@ class ExactResume(Technique):
         mine = {
             "random": random_state(),
             "loaders": self._positions(trainer, point),
-            "validation": [[generator_state(g) for g in generators_of(loader)] for loader in _validation(trainer)],
+            "validation": [
+                [generator_state(g) for g in generators_of(loader)] for loader in validation_loaders(trainer)
+            ],
             **metrics_state(trainer, pl_module, point),
         }
         checkpoint[KEY] = {
@@ -182,9 +185,7 @@ class ExactResume(Technique):
 
     def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[Any]:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
-        ended = point is SavePoint.EPOCH or (
-            point is not SavePoint.WITHIN and trainer.fit_loop.epoch_loop._num_ready_batches_reached()
-        )
+        ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
         follows_user = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
         positions: list[Any] = []
         for held in self._loaders:
@@ -274,7 +275,7 @@ class ExactResume(Technique):
         for held, between in self._between:
             _load(held, between)  # again: Lightning may have fetched a batch ahead
         self._between.clear()
-        loaders = _validation(trainer)
+        loaders = validation_loaders(trainer)
         for loader, states in zip(loaders, mine["validation"], strict=False):
             _set_generators(loader, states)
         self._validation = [] if loaders else list(mine["validation"])
@@ -333,11 +334,6 @@ def _held(loader: Any) -> ResumableLoader | None:
     return _Held(loader)
 
 
-def _validation(trainer: L.Trainer) -> list[Any]:
-    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
-    return [] if combined is None else combined.flattened
-
-
 def _set_generators(loader: Any, states: list[Any]) -> None:
     for generator, state in zip(generators_of(loader), states, strict=False):
         set_generator_state(generator, state)
@@ -349,7 +345,7 @@ def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
         return False
     if any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks):
         return False
-    return trainer.fit_loop.epoch_loop._should_accumulate()
+    return step_goes_on(trainer)
 
 
 def _sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, ClassVar
 
@@ -13,8 +14,9 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 
+from lightning_fasttrain._host import surround_teardown
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.progress_watch import ProgressWatch, positive_times, write_to_stderr
 
 
@@ -83,17 +85,15 @@ class HangWatch(Technique):
     def _watch_the_end(self, trainer: L.Trainer, watch: ProgressWatch) -> None:
         """What else is called on an exception may wait for ranks that wait for this one."""
         watch.fail(sys.exception() or RuntimeError("unknown"))
-        lightnings = trainer._teardown
 
-        def teardown() -> None:
-            restore()
+        def watched(teardown: Callable[[], None]) -> None:
             try:
-                lightnings()
+                teardown()
             finally:
                 self._watch = None
                 watch.__exit__()
 
-        restore = patch(trainer, "_teardown", teardown)
+        surround_teardown(trainer, watched)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: the error is shown before any rank can be made to wait."""

@@ -10,8 +10,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
-from lightning_fasttrain._surgery import Undo, WrappedForward
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, WrappedForward, patch
 
 _MODULE = "lightning_fasttrain module "  # before the name of a module, in the name of its range
 _NODE = "autograd::engine::evaluate_function: "  # the other names are torch's own

@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._host import is_time_to_log, step_for_loggers, step_goes_on
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
@@ -296,7 +297,7 @@ class MemoryMeter(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped, or the step goes on with another batch."""
-        if trainer.fit_loop._should_accumulate():
+        if step_goes_on(trainer):
             return
         self._in_step = False
         if self._open is None:
@@ -307,10 +308,10 @@ class MemoryMeter(Technique):
         on_cpu = peak.device.type == "cpu"
         if on_cpu:
             self._due = self._step + self.every_n_steps if self.every_n_steps else math.inf
-        if on_cpu or trainer._logger_connector.should_update_logs:
+        if on_cpu or is_time_to_log(trainer):
             for logger in trainer.loggers:
-                step = trainer.fit_loop.epoch_loop._batches_that_stepped
-                logger.log_metrics({"memory_meter/peak_mib": self.peak_bytes / 2**20}, step=step)
+                peak_mib = {"memory_meter/peak_mib": self.peak_bytes / 2**20}
+                logger.log_metrics(peak_mib, step=step_for_loggers(trainer))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: validation amid an accumulating step is no part of it; the next whole step is measured."""

@@ -11,12 +11,12 @@ from math import inf
 from typing import Any, NamedTuple
 
 import torch
-from lightning.fabric.wrappers import _FabricModule
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_fasttrain._host import FabricModule
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain.run.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.memory_files import check_kinds, save_memory_record
@@ -83,7 +83,7 @@ class MemoryRecording:
         kinds: Sequence[str] = ("html", "json"),
     ) -> None:
         check_kinds(kinds)
-        while isinstance(model, _FabricModule | DistributedDataParallel):
+        while isinstance(model, FabricModule | DistributedDataParallel):
             model = model.module
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type not in ("cpu", "cuda"):

@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
@@ -103,7 +104,7 @@ class MemoryTimeline(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped, or the step goes on with another batch."""
-        if trainer.fit_loop._should_accumulate():
+        if step_goes_on(trainer):
             return
         self._in_step = False
         if self._open is not None:

@@ -12,9 +12,10 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._host import cluster_environment, step_goes_on
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.preemption_flag import PreemptionFlag, a_code, catchable, name_of
 
 
@@ -97,7 +98,7 @@ class Preemption(Technique):
             nonlocal steps
             after_batch(data_fetcher)
             # Searches for a learning rate or a batch size run this loop too, without callbacks.
-            if epoch_loop._should_accumulate() or self not in trainer.callbacks:
+            if step_goes_on(trainer) or self not in trainer.callbacks:
                 return
             if not pl_module.automatic_optimization:
                 stepped, steps = trainer.global_step != steps, trainer.global_step
@@ -162,7 +163,7 @@ class Preemption(Technique):
 
 
 def _refuse_requeue_signal(trainer: L.Trainer, signals: tuple[int, ...]) -> None:
-    environment = trainer._accelerator_connector.cluster_environment
+    environment = cluster_environment(trainer)
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         requeue = environment.requeue_signal or signal.SIGUSR1
         if requeue in signals:

@@ -6,10 +6,10 @@ from itertools import islice
 from typing import Any
 
 import torch
-from lightning.fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
+from lightning_fasttrain._host import passes_of, set_passes_of, without_fabric
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain.run._loader_randomness import generator_state, generators_of, set_generator_state
@@ -86,7 +86,7 @@ class ResumableLoader:
                 )
             )
         self.inner: Any = inner
-        loader: Any = inner._dataloader if isinstance(inner, _FabricDataLoader) else inner
+        loader: Any = without_fabric(inner)
         torchs = isinstance(loader, DataLoader)
         if torchs and loader.persistent_workers and loader is not inner:
             raise ValueError(
@@ -196,11 +196,10 @@ class ResumableLoader:
 
     def _calls(self) -> int:
         """Fabric takes the number of passes so far for the epoch, which decides the order of a DistributedSampler."""
-        return self.inner._num_iter_calls if isinstance(self.inner, _FabricDataLoader) else 0
+        return passes_of(self.inner)
 
     def _set_calls(self, calls: int) -> None:
-        if isinstance(self.inner, _FabricDataLoader):
-            self.inner._num_iter_calls = calls
+        set_passes_of(self.inner, calls)
 
     def _data_generators(self) -> list[Any]:
         return generators_of(getattr(self.inner, "dataset", self.inner))

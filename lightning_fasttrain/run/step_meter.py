@@ -14,9 +14,10 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._host import is_time_to_log, step_for_loggers
 from lightning_fasttrain._messages import say
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 _KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step
@@ -228,11 +229,11 @@ class StepMeter(Technique):
         samples, tokens = count_batch(batch)
         profiler.samples += samples
         profiler.tokens += tokens
-        if profiler.stepped and trainer.loggers and trainer._logger_connector.should_update_logs:
+        if profiler.stepped and trainer.loggers and is_time_to_log(trainer):
             summary = profiler.timer.summary(last=int(trainer.log_every_n_steps), wait=False)
             metrics = {f"step_meter/{name}": value for name, value in summary.items()}
             for logger in trainer.loggers if metrics else ():
-                logger.log_metrics(metrics, step=trainer.fit_loop.epoch_loop._batches_that_stepped)
+                logger.log_metrics(metrics, step=step_for_loggers(trainer))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook, like ``on_train_epoch_end``: until the next training batch is asked for, nothing is timed."""

@@ -9,7 +9,6 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.core.optimizer import _configure_optimizers
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
@@ -17,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._checks import require
+from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain._messages import explain
 
 MakeOptimizer = Callable[[Any], Optimizer]
@@ -79,8 +79,7 @@ def optimizer_of(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None)
                 "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)",
             )
         )
-    configured: Any = module.configure_optimizers()
-    optimizers = _configure_optimizers(configured)[0]
+    optimizers = configured_optimizers(module)
     if len(optimizers) != 1:
         raise ValueError(
             explain(

@@ -13,8 +13,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.finetune._float32_adapters import let_round_
 from lightning_fasttrain.strategy._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy._zero_groups import leave_out_idle_groups, refuse_replaced, without_phantom_step

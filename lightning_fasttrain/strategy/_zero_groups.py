@@ -7,7 +7,7 @@ from typing import Any
 from torch.optim import Adagrad, Optimizer
 
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._technique import patch
+from lightning_fasttrain._surgery import patch
 
 Group = dict[str, Any]
 

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain._checks import require
+from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say, wide_enough
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._technique import Technique
@@ -225,8 +226,7 @@ def _show(choice: Any) -> None:
 
 def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:
     """Bytes of activations of one step on one batch of the training loader; 0, and it is said, if not to be had."""
-    source = trainer.fit_loop._data_source
-    loader = source.dataloader() if source.is_defined() else None
+    loader = training_loader(trainer)
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         say("ZeRO stage: chosen without activations, as a batch of this loader cannot be had without using it up")
         return 0

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._reading import local_path
 from lightning_fasttrain._run_mark import KEY, mark_of, step_in
@@ -218,7 +219,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 explain("storage_options", f"{type(self).__name__} writes folders by itself", "Leave them out")
             )
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
-        if trainer is not None and trainer.training and trainer.fit_loop._should_accumulate():
+        if trainer is not None and trainer.training and step_goes_on(trainer):
             warn(
                 "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
                 "batches of the window before it do not count. Save after steps, or at an epoch's end."

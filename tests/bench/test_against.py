@@ -1,6 +1,7 @@
 """What examples/against.py makes of the runs: rows, judgement, table."""
 
 import importlib
+import json
 
 import pytest
 
@@ -69,3 +70,13 @@ def test_without_a_rival_nothing_is_judged(against):
 def test_the_table_has_a_line_for_each_side(against):
     lines = against.markdown_table({"rows": against.summarise(rounds("lightning", [1500, 2500, 2000], 1234.4))})
     assert lines.splitlines()[2] == "| Lightning Trainer | 2,000 (1,500–2,500) | 500 | 1,234 | 0e+00 |"
+
+
+def test_the_table_of_rivals_is_what_was_measured(against):
+    """To mend it: ``python examples/against.py --table examples/results/against_cpu.json``, between the two marks."""
+    readme = (ROOT / "README.md").read_text()
+    result = json.loads((ROOT / "examples" / "results" / "against_cpu.json").read_text())
+    assert readme.split("<!-- rivals -->\n")[1].split("\n<!-- /rivals -->")[0] == against.markdown_table(result)
+    rows = {row["side"]: row for row in result["rows"]}
+    assert all(row["rounds"] == 3 for row in rows.values())
+    assert f"{rows['ours-lean']['peak_mib'] / rows['hf-all']['peak_mib']:.2f} times what Hugging Face's three" in readme

@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._technique import Technique, patch
+from lightning_fasttrain._surgery import patch
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run._per_rank import packed, unpacked
 from lightning_fasttrain.run.exact_resume import KEY, ExactResume
 

@@ -1,6 +1,5 @@
 """One launch of one process and one of two, side by side, for all tests of ZeRO and of its checkpoints."""
 
-import functools
 import json
 import os
 from pathlib import Path
@@ -14,7 +13,6 @@ Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)
 
 
-@functools.cache
 def launched(factory: Any) -> tuple[Found, Path]:
     """What was found: number of processes → of each rank; and the folder with the checkpoints they left.
 

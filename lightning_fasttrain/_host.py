@@ -1,0 +1,162 @@
+"""Floor: the door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
+
+What only one place asks for stays there: positions in Lightning's loops in ``run/_loop_progress.py``, its logged
+metrics in ``run/_running_metrics.py``, and what subclasses of its strategies override in ``strategy/``. All private
+names are listed in ``tests/test_host.py``, which fails when Lightning lacks one, or when another file uses one.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer import call
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain._surgery import Undo, patch
+
+FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
+
+
+# What is going on
+
+
+def step_goes_on(trainer: L.Trainer) -> bool:
+    """Whether the gradients of this batch are summed with those of the next."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def is_last_batch_taken(trainer: L.Trainer) -> bool:
+    """Whether the training loaders have no more batches for this epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def is_time_to_log(trainer: L.Trainer) -> bool:
+    """Whether ``log_every_n_steps`` says so for this step."""
+    return trainer._logger_connector.should_update_logs
+
+
+def step_for_loggers(trainer: L.Trainer) -> int:
+    """The number of the step, as Lightning gives it to loggers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def trainer_of(module: nn.Module) -> L.Trainer | None:
+    """The Trainer that a module is attached to."""
+    return module._trainer if isinstance(module, L.LightningModule) else None
+
+
+def training_loader(trainer: L.Trainer) -> Any:
+    """What the user gave to train on, made if it has to be; None if there is nothing."""
+    source = trainer.fit_loop._data_source
+    return source.dataloader() if source.is_defined() else None
+
+
+def validation_loaders(trainer: L.Trainer) -> list[Any]:
+    """Those of the validation within ``fit``, once they are made."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else combined.flattened
+
+
+def cluster_environment(trainer: L.Trainer) -> Any:
+    """Who started the processes."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def configured_optimizers(module: L.LightningModule) -> list[Optimizer]:
+    """What ``configure_optimizers`` gives, in whichever of the forms that Lightning allows."""
+    configured: Any = module.configure_optimizers()
+    return _configure_optimizers(configured)[0]
+
+
+# The step
+
+
+def decide_when_a_step_goes_on(trainer: L.Trainer, decide: Callable[[], bool]) -> Undo:
+    """Have ``decide`` answer :func:`step_goes_on`, for Lightning too."""
+    return patch(trainer.fit_loop.epoch_loop, "_should_accumulate", decide)
+
+
+def replace_closures(trainer: L.Trainer, make: Callable[..., Closure]) -> Undo:
+    """Have ``make(kwargs, optimizer, batch_idx)`` make the closure of each batch."""
+    return patch(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
+
+
+def replaced_closures(trainer: L.Trainer) -> Any:
+    """What :func:`replace_closures` was given; None if Lightning makes its own."""
+    return vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
+
+
+def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+    """The closure that Lightning itself makes."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
+
+
+def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+    """What zeroes the gradients in a batch's closure; None where they are summed with earlier ones."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
+
+
+def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+    """Call a method of the strategy as Lightning does: profiled, and with ``self.log`` knowing where it is."""
+    return call._call_strategy_hook(trainer, hook, *arguments)
+
+
+@contextmanager
+def logging_as(module: L.LightningModule, hook: str) -> Iterator[None]:
+    """``self.log`` as if it was called in ``hook``."""
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+# The run
+
+
+def surround_teardown(trainer: L.Trainer, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have ``run(teardown)`` end the run that is going on."""
+    own = trainer._teardown
+
+    def teardown() -> None:
+        restore()
+        run(own)
+
+    restore = patch(trainer, "_teardown", teardown)
+
+
+def wrap_again(strategy: DDPStrategy) -> None:
+    """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
+    strategy.model = strategy.lightning_module
+    # The processes agree already; to send the first one's buffers round would change those that are each one's own.
+    restore = patch(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs})
+    try:
+        strategy.configure_ddp()
+    finally:
+        restore()
+    strategy._pl_static_graph_delay_done = False  # as for any new wrapper
+
+
+# Fabric
+
+
+def without_fabric(loader: Any) -> Any:
+    """The loader that Fabric has wrapped; any other as it is."""
+    return loader._dataloader if isinstance(loader, _FabricDataLoader) else loader
+
+
+def passes_of(loader: Any) -> int:
+    """How often Fabric's loader was iterated over, which it tells samplers as the epoch; 0 for any other."""
+    return loader._num_iter_calls if isinstance(loader, _FabricDataLoader) else 0
+
+
+def set_passes_of(loader: Any, passes: int) -> None:
+    if isinstance(loader, _FabricDataLoader):
+        loader._num_iter_calls = passes

@@ -1,0 +1,166 @@
+"""Everything that the package takes from Lightning and torchmetrics although they keep it to themselves.
+
+A new Lightning that lacks a name fails here first, with the file to read.
+"""
+
+import ast
+import functools
+import inspect
+from pathlib import Path
+
+import lightning.fabric.loggers.logger
+import pytest
+
+import lightning_fasttrain
+
+PACKAGE = Path(lightning_fasttrain.__file__).parent
+FABRIC, PYTORCH = "lightning.fabric", "lightning.pytorch"
+LOOPS, CONNECTORS = f"{PYTORCH}.loops", f"{PYTORCH}.trainer.connectors"
+
+# name → (the module of the host that has it, the files of the package that use it)
+NAMES = {
+    # the door
+    "_FabricDataLoader": (f"{FABRIC}.wrappers", ["_host"]),
+    "_FabricModule": (f"{FABRIC}.wrappers", ["_host"]),
+    "_FabricOptimizer": (f"{FABRIC}.wrappers", ["_host"]),
+    "_accelerator_connector": (f"{PYTORCH}.trainer.trainer", ["_host"]),
+    "_batches_that_stepped": (f"{LOOPS}.training_epoch_loop", ["_host"]),
+    "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["_host"]),
+    "_combined_loader": (f"{LOOPS}.fit_loop", ["_host", "run/exact_resume"]),
+    "_configure_optimizers": (f"{PYTORCH}.core.optimizer", ["_host"]),
+    "_current_fx_name": (f"{PYTORCH}.core.module", ["_host"]),
+    "_data_source": (f"{LOOPS}.fit_loop", ["_host"]),
+    "_dataloader": (f"{FABRIC}.wrappers", ["_host"]),
+    "_ddp_kwargs": (f"{PYTORCH}.strategies.ddp", ["_host"]),
+    "_make_closure": (f"{LOOPS}.optimization.automatic", ["_host"]),
+    "_make_zero_grad_fn": (f"{LOOPS}.optimization.automatic", ["_host"]),
+    "_num_iter_calls": (f"{FABRIC}.wrappers", ["_host"]),
+    "_num_ready_batches_reached": (f"{LOOPS}.training_epoch_loop", ["_host"]),
+    "_pl_static_graph_delay_done": (f"{PYTORCH}.strategies.ddp", ["_host"]),
+    "_should_accumulate": (f"{LOOPS}.training_epoch_loop", ["_host"]),
+    "_teardown": (f"{PYTORCH}.trainer.trainer", ["_host"]),
+    "_trainer": (f"{PYTORCH}.core.module", ["_host"]),
+    "_logger_connector": (f"{PYTORCH}.trainer.trainer", ["_host", "run/_loop_progress", "run/_running_metrics"]),
+    # positions in loops
+    "_first_loop_iter": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/_loop_progress"]),
+    "_has_run": (f"{LOOPS}.evaluation_loop", ["run/_loop_progress"]),
+    "_is_training_done": (f"{LOOPS}.training_epoch_loop", ["run/_loop_progress"]),
+    "_restarting": (f"{LOOPS}.loop", ["run/_loop_progress"]),
+    "_resuming_from_checkpoint": (f"{LOOPS}.loop", ["run/_loop_progress"]),
+    "_skip_next_val": (f"{LOOPS}.training_epoch_loop", ["run/_loop_progress"]),
+    # loaders under way
+    "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/exact_resume"]),
+    "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/exact_resume"]),
+    "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/exact_resume"]),
+    "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/exact_resume"]),
+    "_iterator": (f"{PYTORCH}.utilities.combined_loader", ["run/exact_resume", "run/resumable_loader"]),  # torch's too
+    # metrics that were logged
+    "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/_running_metrics"]),
+    "_ResultMetric": (f"{CONNECTORS}.logger_connector.result", ["run/_running_metrics"]),
+    "_Sync": (f"{CONNECTORS}.logger_connector.result", ["run/_running_metrics"]),
+    "_callback_metrics": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/_running_metrics"]),
+    "_results": (f"{LOOPS}.training_epoch_loop", ["run/_running_metrics"]),
+    "_computed": ("torchmetrics.metric", ["data/_part_logs", "data/_put_back", "run/_running_metrics"]),
+    "_copy_state_dict": ("torchmetrics.metric", ["data/_part_logs", "data/_put_back", "run/_running_metrics"]),
+    "_forward_cache": ("torchmetrics.metric", ["data/_part_logs"]),
+    "_reduce_states": ("torchmetrics.metric", ["data/_part_logs"]),
+    "_update_count": ("torchmetrics.metric", ["data/_part_logs", "data/_put_back", "run/_running_metrics"]),
+    # what checkpoints forget
+    "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/_forgotten"]),
+    "_last_global_step_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/_forgotten"]),
+    # signals and processes
+    "_ChildProcessObserver": (f"{FABRIC}.strategies.launchers.subprocess_script", ["run/preemption_flag"]),
+    "_SubprocessScriptLauncher": (f"{PYTORCH}.strategies.launchers.subprocess_script", ["run/hang_watch"]),
+    "_broadcast_sigterm_tensor": (f"{LOOPS}.training_epoch_loop", ["run/preemption"]),
+    "_child_processes": (f"{FABRIC}.strategies.launchers.subprocess_script", ["run/preemption_flag"]),
+    "_signal_connector": (f"{PYTORCH}.trainer.trainer", ["run/preemption"]),
+    # functions and types of strategies
+    "_BackwardSyncControl": (f"{FABRIC}.strategies.strategy", ["strategy/fsdp2_fabric", "strategy/zero_fabric"]),
+    "_Stateful": (f"{FABRIC}.utilities.types", ["strategy/fsdp2_fabric"]),
+    "_optimizers_to_device": (f"{FABRIC}.utilities.optimizer", ["strategy/fsdp2"]),
+    "_update_properties": (f"{FABRIC}.utilities.device_dtype_mixin", ["strategy/fsdp2"]),
+}
+
+# the same, for what subclasses of its strategies override or call on themselves
+INHERITED = {
+    "_configure_launcher": (f"{PYTORCH}.strategies.ddp", ["strategy/zero", "strategy/zero_fabric"]),
+    "_format_config": (f"{FABRIC}.strategies.deepspeed", ["strategy/zero_fabric"]),
+    "_init_config_if_needed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero"]),
+    "_init_deepspeed_distributed": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero", "strategy/zero_fabric"]),
+    "_init_optimizers": (f"{PYTORCH}.strategies.deepspeed", ["strategy/zero"]),
+    "_set_world_ranks": (f"{FABRIC}.strategies.ddp", ["strategy/zero_fabric"]),
+    "_setup_distributed": (f"{PYTORCH}.strategies.model_parallel", ["strategy/fsdp2", "strategy/fsdp2_fabric"]),
+    "_timeout": (f"{PYTORCH}.strategies.ddp", ["strategy/fsdp2", "strategy/zero", "strategy/zero_fabric"]),
+}
+
+
+def foreign_names(tree):
+    """(name, line) of what the module reads or sets on other objects, imports from the host, or patches by name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            yield node.attr, node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("lightning."):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("patch", "getattr", "setattr", "hasattr"):
+            yield from ((one.value, node.lineno) for one in node.args[1:2] if isinstance(one, ast.Constant))
+
+
+@functools.cache
+def uses():
+    """Private name → the files that use it."""
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for name, _ in foreign_names(ast.parse(file.read_text())):
+            if name.startswith("_") and not name.startswith("__"):
+                found.setdefault(name, set()).add(file.relative_to(PACKAGE).with_suffix("").as_posix())
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_host_has_it_and_one_door_leads_there(name):
+    host, files = NAMES[name]
+    source = inspect.getsource(__import__(host, fromlist=["any"]))
+    assert name in source, f"{host} has no {name} any more: mend {', '.join(files)}"
+    assert uses()[name] == set(files)
+
+
+@pytest.mark.parametrize("name", INHERITED)
+def test_the_host_has_what_its_subclasses_override(name):
+    host, files = INHERITED[name]
+    assert name in inspect.getsource(__import__(host, fromlist=["any"])), f"{host} has no {name} any more"
+    for file in files:
+        assert name in (PACKAGE / f"{file}.py").read_text(), file
+
+
+@functools.cache
+def names_of_lightning():
+    """Every private name that Lightning's own classes and modules define."""
+    found = set()
+    for root in (Path(lightning.__file__).parent / part for part in ("fabric", "pytorch")):
+        for file in root.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                    found.add(node.name)
+                elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                    found.add(node.attr)
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def own_names():
+    """What the package's own classes define."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                found.add(node.attr if ast.unparse(node.value) == "self" else "")
+    return found
+
+
+TORCHS = {"_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"}  # of the same names
+
+
+def test_no_name_of_lightning_is_used_that_is_not_listed():
+    used = {name for name in uses() if name in names_of_lightning()}
+    assert used - set(NAMES) - set(INHERITED) - own_names() - TORCHS == set()
