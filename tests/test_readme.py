@@ -55,6 +55,14 @@ def test_the_table_of_the_chunked_loss_is_what_was_measured():
         assert cells == [f"{row['step_ms']:.0f} ms, {row['added_mib']:.0f} MiB" for row in found]
 
 
+def test_the_cold_start_is_what_was_measured():
+    rows = json.loads((ROOT / "examples" / "results" / "compile_cold_start_cpu.json").read_text())["rows"]
+    blocks, whole = (row for row in rows if row["blocks"] == 24)
+    cold = f"{blocks['cold']['s']:.0f} s by blocks and {whole['cold']['s']:.0f} s whole"
+    again = f"{blocks['again']['s']:.0f} s and {whole['again']['s']:.0f} s with the saved cache"
+    assert f"at 24 blocks, {cold}, {again} |" in README
+
+
 def test_the_comparison_of_strategies_is_what_the_command_prints(capsys):
     command, _, written = README.split("$ fasttrain shard")[1].split("```")[0].partition("\n")
     assert main(["shard", *command.split()]) == 0
