@@ -157,7 +157,10 @@ def _measured(ladder: Mapping[str, Any]) -> dict[str, str]:
             factors = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
             found.setdefault(new[0], {})[rung["name"]] = factors
         below = rung if rung["carried"] else below
-    return {
-        name: "; ".join(factors if len(rungs) == 1 else f"{rung} {factors}" for rung, factors in rungs.items())
-        for name, rungs in found.items()
-    }
+    return {name: _of_rungs(rungs) for name, rungs in found.items()}
+
+
+def _of_rungs(factors: dict[str, str]) -> str:
+    if len(factors) == 1:
+        return next(iter(factors.values()))
+    return "; ".join(f"{rung} {found}" for rung, found in factors.items())

@@ -123,13 +123,13 @@ def add_adapter_(
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)
-    named = targets not in (None, "all-linear")
+    besides = f", and {', '.join(whole)} whole" if whole else ""
+    if targets in (None, "all-linear"):
+        besides += f"; heads left as they are: {', '.join(heads)}" if heads else ""
+        besides += told_without_adapter(model, found)
     say(
-        "%s '%s': %d layers (%s)%s%s%s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, len(found), _kinds(found),
-        f", and {', '.join(whole)} whole" if whole else "",
-        f"; heads left as they are: {', '.join(heads)}" if heads and not named else "",
-        "" if named else told_without_adapter(model, found),
+        "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
+        config.peft_type.value, name, len(found), _kinds(found), besides,
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return list(found)

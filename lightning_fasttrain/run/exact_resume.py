@@ -1,6 +1,6 @@
 """A run that was killed goes on, from its last checkpoint, bit for bit as if nothing had happened."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -102,39 +102,20 @@ class ExactResume(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         self._begin()
         self._patches.callback(guard_loading(trainer.strategy))
-        if trainer.state.fn != TrainerFn.FITTING:
-            return self._patches.close
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._take_places(trainer, pl_module)
+        return self._patches.close
+
+    def _take_places(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         fit_loop, strategy = trainer.fit_loop, trainer.strategy
         setup_data, process = fit_loop.setup_data, strategy.process_dataloader
         run_start = fit_loop.epoch_loop.on_run_start
 
-        def wrapping_setup_data() -> None:
+        def restoring_setup_data() -> None:
             if self._begins_epoch:  # after on_train_start, before on_train_epoch_start
                 self._begins_epoch = False
                 self._restore(trainer, pl_module)
-            before, self._wrapping, self._about = (self._loaders, self._about), [], []
-            try:
-                setup_data()
-            finally:
-                made, self._wrapping = self._wrapping, None
-            if not made:
-                self._loaders, self._about = before
-            else:
-                self._loaders = made
-            self._positioned = self._positioned or (bool(made) and self._mine is not None)
-
-        def wrapping_process(loader: Any) -> Any:
-            if self._wrapping is None:
-                if self._validation:
-                    _set_generators(loader, self._validation.pop(0))
-                return process(loader)
-            held = _held(loader)
-            self._wrapping.append(held)
-            self._about.append(None if held is None else about_loader(loader))
-            if self._restored is not None and not self._positioned:
-                self._check(about_loader(loader), len(self._wrapping) - 1)
-                self._set_position(held, len(self._wrapping) - 1)
-            return process(loader if held is None else held)
+            self._hold_loaders_of(setup_data)
 
         def counting_run_start(data_fetcher: Any) -> None:
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
@@ -142,10 +123,36 @@ class ExactResume(Technique):
                     held.count_from(0)
             run_start(data_fetcher)
 
-        self._patches.callback(patch(fit_loop, "setup_data", wrapping_setup_data))
-        self._patches.callback(patch(strategy, "process_dataloader", wrapping_process))
+        self._patches.callback(patch(fit_loop, "setup_data", restoring_setup_data))
+        self._patches.callback(patch(strategy, "process_dataloader", lambda loader: process(self._hold(loader))))
         self._patches.callback(patch(fit_loop.epoch_loop, "on_run_start", counting_run_start))
-        return self._patches.close
+
+    def _hold_loaders_of(self, setup_data: Callable[[], None]) -> None:
+        """Run Lightning's ``setup_data``, and keep the training loaders that it makes, if it makes any."""
+        before, self._wrapping, self._about = (self._loaders, self._about), [], []
+        try:
+            setup_data()
+        finally:
+            made, self._wrapping = self._wrapping, None
+        if made:
+            self._loaders = made
+            self._positioned = self._positioned or self._mine is not None
+        else:
+            self._loaders, self._about = before
+
+    def _hold(self, loader: Any) -> Any:
+        """What takes the place of a loader of this run: of a training loader one that knows where it is."""
+        if self._wrapping is None:
+            if self._validation:
+                _set_generators(loader, self._validation.pop(0))
+            return loader
+        held = _held(loader)
+        self._wrapping.append(held)
+        self._about.append(None if held is None else about_loader(loader))
+        if self._restored is not None and not self._positioned:
+            self._check(about_loader(loader), len(self._wrapping) - 1)
+            self._set_position(held, len(self._wrapping) - 1)
+        return loader if held is None else held
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: called on all processes, whoever writes the file."""

@@ -3,7 +3,7 @@
 import math
 import time
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import lightning as L
@@ -210,23 +210,31 @@ def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
 
 def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
     if isinstance(held, Tensor):
-        if is_traceable_wrapper_subclass(held):  # a sharded or quantised tensor is made of others
-            yield from _storages([getattr(held, name) for name in held.__tensor_flatten__()[0]])
-        elif held.layout is torch.sparse_coo:
-            yield from _storages((held._indices(), held._values()))
-        elif held.layout is torch.strided and not is_lazy(held):
-            yield held.untyped_storage()
-    elif isinstance(held, nn.Module):
-        for parameter in held.parameters():
-            yield from _storages((parameter, parameter.grad))
-        yield from _storages([*held.buffers(), *(tensor for _, tensor in quantized_tensors(held))])
-    elif isinstance(held, Optimizer):
-        yield from _storages(held.state)
-    elif isinstance(held, Mapping):
-        yield from _storages(list(held.values()))
-    elif isinstance(held, list | tuple):
-        for part in held:
-            yield from _storages(part)
+        yield from _storages_of_tensor(held)
+        return
+    for part in _parts_of(held):
+        yield from _storages(part)
+
+
+def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):  # a sharded or quantised tensor is made of others
+        yield from _storages([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+    elif tensor.layout is torch.sparse_coo:
+        yield from _storages((tensor._indices(), tensor._values()))
+    elif tensor.layout is torch.strided and not is_lazy(tensor):
+        yield tensor.untyped_storage()
+
+
+def _parts_of(held: Any) -> Iterable[Any]:
+    if isinstance(held, nn.Module):
+        gradients = [parameter.grad for parameter in held.parameters()]
+        quantized = [tensor for _, tensor in quantized_tensors(held)]
+        return [*held.parameters(), *gradients, *held.buffers(), *quantized]
+    if isinstance(held, Optimizer):
+        return held.state.values()
+    if isinstance(held, Mapping):
+        return held.values()
+    return held if isinstance(held, list | tuple) else ()
 
 
 class MemoryMeter(Technique):

@@ -228,37 +228,55 @@ class _Gone(NamedTuple):
     address: int
 
 
+class _Addresses:
+    """Follows what is at each address, as changes and notes tell, in the order of time.
+
+    Attributes:
+        allocations: all that there were; ``phases`` has the phase in which each began.
+    """
+
+    def __init__(self, ms: Callable[[int], float], on_cuda: bool) -> None:
+        self.ms, self.on_cuda = ms, on_cuda
+        self.allocations: list[Allocation] = []
+        self.phases: list[str] = []
+        self._live: dict[int, Allocation] = {}
+
+    def read(self, it: Change | _Seen | _Gone) -> None:
+        match it:
+            case Change() if it.nbytes > 0:
+                self._take(*it)
+            case _Seen():
+                self._see(it)
+            case _ if it.address in self._live:
+                self._live.pop(it.address).end_ms = self.ms(it.ns)
+            case Change() if self.on_cuda:
+                self.allocations.append(Allocation(-it.nbytes, 0.0, self.ms(it.ns), name=_BEFORE))
+                self.phases.append("")
+
+    def _take(self, ns: int, address: int, nbytes: int, place: Place) -> None:
+        if address in self._live:  # given back where no profiler looks, by another thread
+            self._live[address].end_ms = self.ms(ns)
+        self._live[address] = Allocation(nbytes, self.ms(ns), category="", module=place.module, op=place.op)
+        self.allocations.append(self._live[address])
+        self.phases.append(place.phase)
+
+    def _see(self, it: _Seen) -> None:
+        if it.watched and it.address not in self._live:
+            self._take(it.ns, it.address, -(-it.nbytes // 512) * 512 if self.on_cuda else it.nbytes, Place())
+        if it.address in self._live and not self._live[it.address].category:
+            self._live[it.address].category, self._live[it.address].name = it.category, it.name
+
+
 def _allocations(
     events: Events, notes: list[_Seen | _Gone], ms: Callable[[int], float], before_bytes: int | None, failed_ms: float
 ) -> list[Allocation]:
     """Follow what is at each address; ``before_bytes`` were in use at entry, which only CUDA knows."""
-    allocations: list[Allocation] = []
-    phases: list[str] = []
-    live: dict[int, Allocation] = {}
-
-    def take(ns: int, address: int, nbytes: int, place: Place) -> None:
-        if address in live:  # given back where no profiler looks, by another thread
-            live[address].end_ms = ms(ns)
-        live[address] = Allocation(nbytes, ms(ns), category="", module=place.module, op=place.op)
-        allocations.append(live[address])
-        phases.append(place.phase)
-
+    addresses = _Addresses(ms, on_cuda=before_bytes is not None)
     for it in sorted([*events.changes, *notes], key=lambda it: it.ns):
-        match it:
-            case Change() if it.nbytes > 0:
-                take(*it)
-            case _Seen():
-                if it.watched and it.address not in live:
-                    take(it.ns, it.address, it.nbytes if before_bytes is None else -(-it.nbytes // 512) * 512, Place())
-                if it.address in live and not live[it.address].category:
-                    live[it.address].category, live[it.address].name = it.category, it.name
-            case _ if it.address in live:
-                live.pop(it.address).end_ms = ms(it.ns)
-            case Change() if before_bytes is not None:
-                allocations.append(Allocation(-it.nbytes, 0.0, ms(it.ns), name=_BEFORE))
-                phases.append("")
+        addresses.read(it)
+    allocations = addresses.allocations
     backward_ms = [*map(ms, events.backward_ns), failed_ms]
-    for allocation, phase in zip(allocations, phases, strict=True):
+    for allocation, phase in zip(allocations, addresses.phases, strict=True):
         if not allocation.category:
             allocation.category = _category(allocation, phase, backward_ms)
     rest = (before_bytes or 0) - sum(a.nbytes for a in allocations if a.begin_ms == 0)

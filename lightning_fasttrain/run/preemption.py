@@ -69,6 +69,7 @@ class Preemption(Technique):
         self.every = positive_int("every", every)
         self._flag: PreemptionFlag | None = None
         self._going = False
+        self._steps = 0
 
     def request(self) -> None:
         """Tell this rank to go, as a signal would; for programs that hear of it in another way."""
@@ -88,46 +89,48 @@ class Preemption(Technique):
             epoch_loop.on_advance_end,
             fit_loop.on_advance_end,
         )
-        steps = trainer.global_step
+        self._steps = trainer.global_step
 
         def register_signal_handlers() -> None:
             lightnings()
             flag.__enter__()
 
         def on_batch_over(data_fetcher: Any) -> None:
-            nonlocal steps
             after_batch(data_fetcher)
-            # Searches for a learning rate or a batch size run this loop too, without callbacks.
-            if step_goes_on(trainer) or self not in trainer.callbacks:
-                return
-            if not pl_module.automatic_optimization:
-                stepped, steps = trainer.global_step != steps, trainer.global_step
-                if not stepped:
-                    return
-            self._going = flag.agreed()
-            if self._going and not epoch_loop.done:
-                self._save_and_exit(trainer)
+            if self._at_boundary(trainer, pl_module):
+                self._going = flag.agreed()
+                if self._going and not epoch_loop.done:
+                    self._save_and_exit(trainer)
 
         def on_epoch_over() -> None:
             after_epoch()
             if self._going:
                 self._save_and_exit(trainer)
 
-        def leave() -> None:
-            failed = trainer.state.status == TrainerStatus.INTERRUPTED
-            # On the way out further signals are heard and ignored, until Lightning puts its originals back.
-            if not (failed and self._going):
-                flag.__exit__(Exception if failed else None)
-            self._flag = None
-
         undo = ExitStack()
-        undo.callback(leave)
+        undo.callback(self._leave, trainer)
         undo.callback(patch(connector, "register_signal_handlers", register_signal_handlers))
         undo.callback(patch(epoch_loop, "on_advance_end", on_batch_over))
         undo.callback(patch(fit_loop, "on_advance_end", on_epoch_over))
         if signal.SIGTERM in self.signals:
             undo.callback(patch(epoch_loop, "_broadcast_sigterm_tensor", lambda: None))
         return undo.close
+
+    def _leave(self, trainer: L.Trainer) -> None:
+        flag, self._flag = self._flag, None
+        assert flag is not None
+        failed = trainer.state.status == TrainerStatus.INTERRUPTED
+        # On the way out further signals are heard and ignored, until Lightning puts its originals back.
+        if not (failed and self._going):
+            flag.__exit__(Exception if failed else None)
+
+    def _at_boundary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+        """Whether the batch that is over was the last one of an optimizer step."""
+        # Searches for a learning rate or a batch size run this loop too, without callbacks.
+        if step_goes_on(trainer) or self not in trainer.callbacks:
+            return False
+        before, self._steps = self._steps, trainer.global_step
+        return pl_module.automatic_optimization or before != self._steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the last before the first step. What came until now is acted on here."""

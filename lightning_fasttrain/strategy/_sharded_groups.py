@@ -81,15 +81,10 @@ def fsdp2_states(
     for group in held.groups:
         shapes = [_cut(shape, held.ranks) for shape in group.shapes]
         state += state_bytes(held.optimizer, group, shapes, held.dtype_of(group))
-    away = shards + trained + state if offload else 0
-    return ModelStates(
-        "fsdp2+offload" if offload else "fsdp2",
-        parameters=whole + held.extras + (0 if offload else shards),
-        gradients=waiting + (0 if offload else trained),
-        optimizer=0 if offload else state,
-        buffers=root.gathered + 3 * widest + 2 * gradients,
-        host=away,
-    )
+    parameters, buffers = whole + held.extras, root.gathered + 3 * widest + 2 * gradients
+    if offload:
+        return ModelStates("fsdp2+offload", parameters, waiting, 0, buffers, host=shards + trained + state)
+    return ModelStates("fsdp2", parameters + shards, waiting + trained, state, buffers)
 
 
 def ddp_states(held: Held) -> ModelStates:

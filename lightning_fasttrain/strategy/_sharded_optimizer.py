@@ -126,9 +126,9 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         name, _, key = path.rpartition("/")
         state.setdefault(numbers[name], {})[key] = value
     now = optimizer.state_dict()["param_groups"]
-    if [sorted(held[n] for n in group["params"]) for group in now] != [
-        sorted(g["params"]) for g in plain["param_groups"]
-    ]:
+    names_now = [sorted(held[number] for number in group["params"]) for group in now]
+    names_then = [sorted(group["params"]) for group in plain["param_groups"]]
+    if names_now != names_then:
         raise ValueError(
             explain(
                 f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters",

@@ -520,6 +520,8 @@ def test_gpu_the_host_never_waits():
         x = x.requires_grad_()
         torch.cuda.set_sync_debug_mode("error")
         try:
+            with pytest.raises(RuntimeError, match="synchronizing"):
+                x.sum().item()
             net(x).pow(2).mean().backward()
         finally:
             torch.cuda.set_sync_debug_mode("default")
