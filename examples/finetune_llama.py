@@ -104,15 +104,15 @@ def main() -> None:
 
     fit(module, prose, options.seconds / 2, [ft.LoRA(rank=16)])
     measure("with the adapter for prose")
-    with ft.base_model(module):
+    with ft.finetune.base_model(module):
         measure("without it again")
     assert rows["without it again"] == rows["trained on code"]
 
     console.print(sample(module, "The statement "), style="dim", markup=False)
-    with ft.base_model(module):
+    with ft.finetune.base_model(module):
         console.print(sample(module, "The statement "), style="dim", markup=False)
 
-    ft.unload_adapters_(module)
+    ft.finetune.unload_adapters_(module)
     measure("merged")
     assert list(module.state_dict()) == list(Writer(lr=0).state_dict())
 

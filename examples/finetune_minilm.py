@@ -95,18 +95,18 @@ def train(way: str, steps: int, held_out: int) -> tuple[TopicOf, dict]:
     }[way]
     module = TopicOf(lr=1e-4 if way == "whole" else 1e-3)
     if way == "head only":
-        ft.freeze_except_(module, "classifier")
+        ft.finetune.freeze_except_(module, "classifier")
     trainer = L.Trainer(
         accelerator="cpu", max_steps=steps, logger=False, enable_checkpointing=False, callbacks=[*techniques, meter]
     )
     trainer.fit(module, training)
-    trained, total = ft.count_parameters(module)
+    trained, total = ft.finetune.count_parameters(module)
     return module, {
         "way": way,
         "accuracy": accuracy_of(module, test),
         "trained share": trained / total,
         "peak MiB": meter.peak_bytes / MIB,
-        "MiB on disk": sum(t.numel() * t.element_size() for t in ft.trained_state(module).values()) / MIB,
+        "MiB on disk": sum(t.numel() * t.element_size() for t in ft.finetune.trained_state(module).values()) / MIB,
     }
 
 
@@ -124,11 +124,11 @@ def main() -> None:
         module, row = train(way, options.steps, options.held_out)
         if "LoRA" in way:
             with tempfile.TemporaryDirectory() as folder:
-                ft.save_adapter(module, folder)
+                ft.finetune.save_adapter(module, folder)
                 row["MiB on disk"] = sum(file.stat().st_size for file in Path(folder).iterdir()) / MIB
                 base = TopicOf()
                 if way == "QLoRA":
-                    ft.quantize_base_(base)
+                    ft.finetune.quantize_base_(base)
                 again = peft.PeftModel.from_pretrained(base, folder)  # PEFT knows nothing of us
                 reloaded[way] = accuracy_of(again.base_model.model, test)
                 assert reloaded[way] == row["accuracy"], (reloaded[way], row["accuracy"])

@@ -72,7 +72,7 @@ def main():
     loss = fabric.all_reduce(loss, reduce_op="sum")  # each rank has its share of the mean over all tokens
     if fabric.is_global_zero:
         newest = ft.newest_checkpoint(options.folder)
-        weights = ft.consolidate(newest, Path(options.folder) / "weights.safetensors")
+        weights = ft.strategy.consolidate(newest, Path(options.folder) / "weights.safetensors")
         print(f"loss {loss:.5f} after {state['step']} steps on {fabric.world_size} ranks; weights: {weights.path}")
     fabric.barrier()
     torch.distributed.destroy_process_group()

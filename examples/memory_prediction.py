@@ -78,7 +78,7 @@ def measured_bytes(specimen, device, checkpointing, parts, precision):
 
     step()
     step()
-    with ft.PeakMemory(device, module, optimizer, batch) as peak:
+    with ft.run.PeakMemory(device, module, optimizer, batch) as peak:
         step()
     return peak.peak_bytes
 

@@ -68,7 +68,9 @@ def main():
     model = Net(GPTConfig(vocabulary=256, context=128, layers=4, heads=4, width=64))
     trainer.fit(model, loader, ckpt_path=ft.newest_checkpoint(options.folder))
     if trainer.is_global_zero:
-        weights = ft.consolidate(ft.newest_checkpoint(options.folder), Path(options.folder) / "weights.safetensors")
+        weights = ft.strategy.consolidate(
+            ft.newest_checkpoint(options.folder), Path(options.folder) / "weights.safetensors"
+        )
         loss = trainer.callback_metrics["loss"]
         print(f"loss {loss:.5f} after {trainer.global_step} steps on {world_size} ranks; weights: {weights.path}")
     trainer.strategy.barrier()

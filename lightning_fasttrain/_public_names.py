@@ -16,7 +16,7 @@ def read_rooms() -> dict[str, str]:
     assert stub is not None
     rooms = {}
     for statement in ast.parse(stub).body:
-        if isinstance(statement, ast.ImportFrom):
+        if isinstance(statement, ast.ImportFrom) and statement.module != PACKAGE:  # which has the rooms themselves
             rooms |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
     return rooms
 

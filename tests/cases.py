@@ -99,7 +99,7 @@ def prefetches(technique: Any, loop: Loop) -> None:
 
 
 def thaws(technique: Any, loop: Loop) -> None:
-    unfreezing = ft.Unfreezing(loop.model, technique.groups)
+    unfreezing = ft.finetune.Unfreezing(loop.model, technique.groups)
     loop.before_epoch.append(lambda epoch: unfreezing.thaw_to(epoch + 1))
 
 
@@ -124,28 +124,30 @@ def steps_in_backward(technique: Any, loop: Loop) -> None:
 
 
 def times(technique: Any, loop: Loop) -> None:
-    timer = ft.StepTimer("cpu", warmup=0)
+    timer = ft.run.StepTimer("cpu", warmup=0)
     loop.after_step.append(timer.end_step)
     loop.at_end.append(lambda: positive(timer.summary()["step_ms"]))
 
 
 def meters(technique: Any, loop: Loop) -> None:
-    peak = ft.PeakMemory("cpu", loop.model, loop.optimizer)
+    peak = ft.run.PeakMemory("cpu", loop.model, loop.optimizer)
     loop.around.append((1, lambda held: peak))
     loop.at_end.append(lambda: positive(peak.peak_bytes))
 
 
 def records(technique: Any, loop: Loop) -> None:
     made = []
-    loop.around.append((0, lambda held: made.append(ft.MemoryRecording(loop.model, loop.optimizer, held)) or made[0]))
+    loop.around.append(
+        (0, lambda held: made.append(ft.run.MemoryRecording(loop.model, loop.optimizer, held)) or made[0])
+    )
     loop.at_end.append(lambda: positive(made[0].record.peak_bytes))
 
 
 def saves_whole(technique: Any, loop: Loop) -> None:
     def save_and_load() -> None:
         path = f"{FOLDER}/loop.ckpt"
-        ft.AtomicCheckpointIO().save_checkpoint({"model": loop.model.state_dict()}, path)
-        found = ft.AtomicCheckpointIO().load_checkpoint(path)
+        ft.run.AtomicCheckpointIO().save_checkpoint({"model": loop.model.state_dict()}, path)
+        found = ft.run.AtomicCheckpointIO().load_checkpoint(path)
         positive(torch.equal(found["model"]["head.weight"], loop.model.head.weight))
 
     loop.at_end.append(save_and_load)
@@ -157,12 +159,12 @@ def can_resume(technique: Any, loop: Loop) -> None:
 
 
 def listens(technique: Any, loop: Loop) -> None:
-    flag = loop.stack.enter_context(ft.PreemptionFlag())
+    flag = loop.stack.enter_context(ft.run.PreemptionFlag())
     loop.after_step.append(lambda: positive(not flag.agreed()))
 
 
 def is_watched(technique: Any, loop: Loop) -> None:
-    watch = loop.stack.enter_context(ft.ProgressWatch(timeout_s=60))
+    watch = loop.stack.enter_context(ft.run.ProgressWatch(timeout_s=60))
     loop.after_step.append(lambda: watch.beat("next batch"))
 
 

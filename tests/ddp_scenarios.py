@@ -149,7 +149,7 @@ def main(path):
 
     net = TinyLM()
     one_sample = {name: value[:1] for name, value in RANK0[0].items()}
-    found["rule"] = str(ft.find_count(net.loss, (one_sample, RANK1[0])[rank]))
+    found["rule"] = str(ft.data.find_count(net.loss, (one_sample, RANK1[0])[rank]))
 
     rank_zero_has_one = [one_sample, *RANK0[1:3]] if rank == 0 else RANK1[:3]
     plain, expected, *_ = run([], rank_zero_has_one)
@@ -161,7 +161,7 @@ def main(path):
         return torch.nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
     try:
-        ft.find_count(in_batch, (one_sample, RANK1[0])[rank])
+        ft.data.find_count(in_batch, (one_sample, RANK1[0])[rank])
     except ValueError as error:
         found["refused"] = str(error)
 

@@ -85,12 +85,12 @@ def good(tmp_path_factory):
         (folder / name).mkdir()
         t.save_checkpoint(folder / name / "a.ckpt")
     net = Net()
-    ft.save_sharded(folder / "shards" / "a.ckpt", net.state_dict(), _optimizer(net), {"global_step": 3})
+    ft.strategy.save_sharded(folder / "shards" / "a.ckpt", net.state_dict(), _optimizer(net), {"global_step": 3})
     (folder / "zero" / "a.ckpt" / "checkpoint").mkdir(parents=True)
     _write_zero(folder / "zero" / "a.ckpt" / "checkpoint")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    ft.add_adapter_(model, peft.LoraConfig(r=2), "0")
-    ft.save_adapter(model, folder / "adapter" / "a.ckpt")
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "0")
+    ft.finetune.save_adapter(model, folder / "adapter" / "a.ckpt")
     (folder / "model" / "a.ckpt").mkdir(parents=True)
     safetensors.save_file(_linear().state_dict(), folder / "model" / "a.ckpt" / "model.safetensors")
     with checkpoint_folder(folder / "whole" / "a.ckpt") as whole:
@@ -126,35 +126,35 @@ def resume(callback):
 def load_shards(path):
     net = Net()
     optimizer = net.configure_optimizers()
-    return ft.load_sharded_(path, net, {"o": optimizer})
+    return ft.strategy.load_sharded_(path, net, {"o": optimizer})
 
 
 def load_adapter(path):
-    return ft.load_adapter_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), path, check_base=False)
+    return ft.finetune.load_adapter_(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), path, check_base=False)
 
 
 def load_quantized(path):
     pytest.importorskip("bitsandbytes")
-    return ft.load_quantized(_linear, path, device="cpu")
+    return ft.finetune.load_quantized(_linear, path, device="cpu")
 
 
 # What reads: the good thing it is given, and which file of it is spoiled.
 FILES = {
     "newest_checkpoint": ("atomic", "", lambda path: ft.newest_checkpoint(path.parent)),
     "verify_checkpoint": ("atomic", "", verify_checkpoint),
-    "AtomicCheckpointIO": ("atomic", "", lambda path: ft.AtomicCheckpointIO().load_checkpoint(path)),
+    "AtomicCheckpointIO": ("atomic", "", lambda path: ft.run.AtomicCheckpointIO().load_checkpoint(path)),
     "fit, AtomicCheckpoints": ("atomic", "", lambda path: resume(ft.AtomicCheckpoints())(path)),
     "fit, ExactResume": ("exact", "", lambda path: resume(ft.ExactResume())(path)),
     "fit, LoRA": ("lora", "", lambda path: resume(ft.LoRA(rank=2, targets="0"))(path)),
     "rest of shards": ("shards", REST, load_shards),
     "piece of shards": ("shards", "__0_0.distcp", load_shards),
     "index of shards": ("shards", ".metadata", load_shards),
-    "full_checkpoint": ("shards", ".metadata", ft.full_checkpoint),
+    "full_checkpoint": ("shards", ".metadata", ft.strategy.full_checkpoint),
     "manifest": ("whole", MANIFEST, verify_checkpoint),
     "ZeRO's model": ("zero", "checkpoint/mp_rank_00_model_states.pt",
-                     lambda path: ft.consolidate(path, path.parent.parent / "out.safetensors")),
+                     lambda path: ft.strategy.consolidate(path, path.parent.parent / "out.safetensors")),
     "consolidate": ("zero", "checkpoint/zero_pp_rank_0_mp_rank_00_optim_states.pt",
-                    lambda path: ft.consolidate(path, path.parent.parent / "out.safetensors")),
+                    lambda path: ft.strategy.consolidate(path, path.parent.parent / "out.safetensors")),
     "load_adapter_": ("adapter", WEIGHTS, load_adapter),
     "adapter's settings": ("adapter", CONFIG, load_adapter),
     "load_quantized": ("model", "model.safetensors", load_quantized),

@@ -124,7 +124,7 @@ def test_adapters_are_seen_in_evaluation_and_merged(family):
         for factor in factors:
             factor.normal_(std=2.0)
         adapted = family.loss(model, family.batch)
-        ft.merge_adapters_(model)
+        ft.finetune.merge_adapters_(model)
         merged = family.loss(model, family.batch)
     assert factors
     assert abs(float(adapted - plain)) > 1e-5
@@ -138,7 +138,7 @@ def test_the_peak_is_predicted_within_five_percent(family):
     sgd = lambda parameters: torch.optim.SGD(parameters, lr=0.0, momentum=0.9)  # noqa: E731
     optimizer = sgd(model.parameters())
     for _ in range(2):
-        with ft.PeakMemory("cpu", model, optimizer, batch) as meter:
+        with ft.run.PeakMemory("cpu", model, optimizer, batch) as meter:
             loss = family.loss(model, batch)
             optimizer.zero_grad()
             loss.backward()

@@ -83,7 +83,7 @@ def test_a_wrong_name_is_an_attribute_error():
 
 def test_things_are_pickled_by_their_own_name():
     assert pickle.loads(pickle.dumps(ft.EveryBlock)) is ft.EveryBlock
-    assert pickle.loads(pickle.dumps(ft.split_batch)) is ft.split_batch
+    assert pickle.loads(pickle.dumps(ft.data.split_batch)) is ft.data.split_batch
 
 
 ORDERS = {

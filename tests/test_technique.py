@@ -272,8 +272,8 @@ def test_adapters_that_come_after_the_optimizer_are_refused_at_its_first_step():
 @pytest.mark.parametrize(
     "change",
     [
-        lambda model: ft.add_adapter_(model, peft.LoraConfig(r=2), ["up"]),
-        lambda model: ft.swap_head_(model, VOCAB, "head"),
+        lambda model: ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), ["up"]),
+        lambda model: ft.finetune.swap_head_(model, VOCAB, "head"),
     ],
     ids=["add_adapter_", "swap_head_"],
 )

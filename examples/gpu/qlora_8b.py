@@ -106,7 +106,7 @@ class Clock:
 
 def ours(options, data, device, techniques):
     module = Module(build(options, device))
-    ft.quantize_base_(module)
+    ft.finetune.quantize_base_(module)
     clock = Clock()
 
     class Tick(L.Callback):
@@ -133,7 +133,7 @@ def theirs(options, data, device):
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     model = build(options, device)
-    ft.quantize_base_(model)
+    ft.finetune.quantize_base_(model)
     model.is_loaded_in_4bit = True
     model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
     model = peft.get_peft_model(model, peft.LoraConfig(r=16, lora_alpha=32, target_modules="all-linear"))

@@ -41,12 +41,12 @@ def accumulate_gradients(
     Args:
         step: a part of the batch → its mean loss (or sum), or a mapping with a ``"loss"``. Runs n times, and some more
             in the first call.
-        batch: anything :func:`~lightning_fasttrain.split_batch` takes.
+        batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
         n: number of parts.
         count: what c_i is. ``"auto"`` finds it in the first call with this step, by comparing gradients: see
-            :func:`~lightning_fasttrain.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``, ``"sum"``
-            (the parts' losses are added), or a function: batch → the number of terms its mean loss averages over, or
-            the sum of their weights.
+            :func:`~lightning_fasttrain.data.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
+            ``"sum"`` (the parts' losses are added), or a function: batch → the number of terms its mean loss averages
+            over, or the sum of their weights.
         check: refuse, in the first call, a loss that cannot be split by ``count``. False goes on, and says with
             ``"auto"`` how far off it is.
         backward: ``fabric.backward`` under Fabric.

@@ -113,7 +113,7 @@ def count_targets(batch: Any, ignore_index: int = -100) -> Tensor | int:
     never count the first target of a row: use :func:`count_next_tokens` with them.
 
     Args:
-        batch: any batch that :func:`~lightning_fasttrain.split_batch` takes.
+        batch: any batch that :func:`~lightning_fasttrain.data.split_batch` takes.
         ignore_index: the label that the loss leaves out; for another one, ``partial(count_targets, ignore_index=0)``.
 
     Returns:

@@ -44,7 +44,7 @@ def find_count(
 
     Args:
         step: a part of the batch → its loss, or a mapping with a ``"loss"``.
-        batch: anything :func:`~lightning_fasttrain.split_batch` takes, of at least two samples.
+        batch: anything :func:`~lightning_fasttrain.data.split_batch` takes, of at least two samples.
         n: the number of parts that batches will be split into: one part is known to fit.
         count: a rule to check instead of finding one.
         check: False takes the nearest rule, and says how far it is off.

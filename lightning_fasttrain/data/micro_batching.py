@@ -30,12 +30,12 @@ class MicroBatching(Technique):
     Args:
         n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
             one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
-            :func:`~lightning_fasttrain.split_until_it_fits`. The number found is kept, also in checkpoints.
+            :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints.
         count: by what the parts are weighed, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"`` finds
             it on the first batch, and logs it in one line.
-        split: how to split a batch, for batches that :func:`~lightning_fasttrain.split_batch` refuses.
+        split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
         check: stop on the first batch if ``count`` does not split the loss exactly; see
-            :func:`~lightning_fasttrain.find_count`.
+            :func:`~lightning_fasttrain.data.find_count`.
 
     Raises:
         TypeError: n is not a whole number.

@@ -26,7 +26,7 @@ def load_prompts_(
     trainable: bool,
     fingerprint: Fingerprint | None,
 ) -> list[str]:
-    """As :func:`~lightning_fasttrain.load_adapter_`, for files of virtual tokens; returns the model's name."""
+    """As :func:`~lightning_fasttrain.finetune.load_adapter_`, for files of virtual tokens; returns the model's name."""
     what, kind = f"the adapter in {source}", config.peft_type.value
     root, prefix = _language_model(model)
     if fingerprint is not None:

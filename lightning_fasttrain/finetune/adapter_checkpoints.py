@@ -25,8 +25,8 @@ def trained_state(model: nn.Module) -> dict[str, Tensor]:
     Example:
         >>> import peft, lightning_fasttrain as ft
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        >>> _ = ft.add_adapter_(net, peft.LoraConfig(r=2), "0")
-        >>> list(ft.trained_state(net))
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> list(ft.finetune.trained_state(net))
         ['0.lora_A.default.weight', '0.lora_B.default.weight']
     """
     state = model.state_dict()

@@ -107,10 +107,10 @@ def load_adapter_(
 ) -> list[str]:
     """Load an adapter from a folder of :func:`save_adapter` or of PEFT into ``model``, in place, and use it.
 
-    Where there is none of this name it is added, as by :func:`~lightning_fasttrain.add_adapter_`; else the weights of
-    the one that is there are replaced. All is checked before anything changes: settings, names and shapes, and that
-    the base has the weights that the adapter was trained beside; files of PEFT say nothing about those. A base in
-    another precision is the same one; of a quantised one and its original just the names are compared.
+    Where there is none of this name it is added, as by :func:`~lightning_fasttrain.finetune.add_adapter_`; else the
+    weights of the one that is there are replaced. All is checked before anything changes: settings, names and shapes,
+    and that the base has the weights that the adapter was trained beside; files of PEFT say nothing about those. A
+    base in another precision is the same one; of a quantised one and its original just the names are compared.
 
     Nothing in the folder is executed, imported, downloaded or used as a pattern: pickles are refused unopened, and the
     layers are those that the tensors are named after.

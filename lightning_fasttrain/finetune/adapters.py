@@ -52,8 +52,8 @@ def add_adapter_(
     Args:
         model: any module. What it returns is bitwise unchanged by an adapter that starts at zero, as LoRA does.
         config: one of PEFT's, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled in.
-        targets: which layers, as for :func:`~lightning_fasttrain.find_targets`; by default ``config.target_modules``,
-            and "all-linear" where that is None.
+        targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; by default
+            ``config.target_modules``, and "all-linear" where that is None.
         train: names of further modules that train whole, such as a new head; they are saved with the adapter.
         name: of this adapter, among several.
 

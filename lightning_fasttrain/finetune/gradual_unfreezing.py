@@ -43,9 +43,10 @@ class Unfreezing:
     Args:
         model: any module. Nothing is frozen before the first ``thaw_to``.
         groups: what belongs together, from the top down, as for
-            :func:`~lightning_fasttrain.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. What no group
-            names is the last. By default: the heads (:func:`~lightning_fasttrain.find_heads`) and what the
-            model lists after its blocks; each block with what lies between it and the next; what comes before them.
+            :func:`~lightning_fasttrain.finetune.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. What
+            no group names is the last. By default: the heads (:func:`~lightning_fasttrain.finetune.find_heads`) and
+            what the model lists after its blocks; each block with what lies between it and the next; what comes before
+            them.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
 
     Raises:
@@ -223,18 +224,18 @@ class GradualUnfreezing(Technique):
 
     Args:
         every: ``"epoch"``, or a number of optimizer steps, as ``trainer.global_step`` counts them.
-        groups: as for :class:`~lightning_fasttrain.Unfreezing`.
-        blocks: as for :class:`~lightning_fasttrain.Unfreezing`.
+        groups: as for :class:`~lightning_fasttrain.finetune.Unfreezing`.
+        blocks: as for :class:`~lightning_fasttrain.finetune.Unfreezing`.
 
     Raises:
         TypeError, ValueError: ``every`` is neither; ``groups`` is no list of groups; in ``fit``: a strategy that shards
-            parameters, or what :class:`~lightning_fasttrain.Unfreezing` raises.
+            parameters, or what :class:`~lightning_fasttrain.finetune.Unfreezing` raises.
 
     Example:
         >>> slowly, by_name = GradualUnfreezing(every=500), GradualUnfreezing(groups=["head", "blocks.2", "blocks.1"])
 
     Source:
-        See :class:`~lightning_fasttrain.Unfreezing`.
+        See :class:`~lightning_fasttrain.finetune.Unfreezing`.
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
@@ -242,7 +243,7 @@ class GradualUnfreezing(Technique):
     when: ClassVar[str] = (
         "a pretrained model forgets when all of it trains from the first step; not to save memory to the end"
     )
-    in_a_loop: ClassVar[str] = "Unfreezing(model).thaw_to(epoch + 1)"
+    in_a_loop: ClassVar[str] = "finetune.Unfreezing(model).thaw_to(epoch + 1)"
     predicted: ClassVar[bool] = True
 
     _unfreezing: Unfreezing | None = None

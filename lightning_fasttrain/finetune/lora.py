@@ -31,7 +31,7 @@ class Adapter(Technique):
     precision, also with ``precision="bf16-true"``, but for DeepSpeed, which has copies in float32 of its own.
 
     Args:
-        config: one of PEFT's, as for :func:`~lightning_fasttrain.add_adapter_`; so are the following.
+        config: one of PEFT's, as for :func:`~lightning_fasttrain.finetune.add_adapter_`; so are the following.
         targets: which layers.
         train: names of further modules that train whole.
         name: of this adapter, among several.
@@ -39,7 +39,7 @@ class Adapter(Technique):
             on one device and under DDP; ``"full"``: they hold the whole model.
 
     Raises:
-        TypeError, ValueError: as :func:`~lightning_fasttrain.add_adapter_`, when the run begins.
+        TypeError, ValueError: as :func:`~lightning_fasttrain.finetune.add_adapter_`, when the run begins.
         ModuleNotFoundError: PEFT is not installed.
 
     Example:
@@ -47,14 +47,14 @@ class Adapter(Technique):
         >>> sparse = Adapter(peft.ShiraConfig(r=8), targets=["q_proj", "v_proj"])
 
     Source:
-        See :func:`~lightning_fasttrain.add_adapter_`.
+        See :func:`~lightning_fasttrain.finetune.add_adapter_`.
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ADAPT
     effect: ClassVar[str] = "trains a small adapter of any of PEFT's kinds beside the frozen model"
     when: ClassVar[str] = "one of PEFT's other kinds suits the task better than LoRA"
-    in_a_loop: ClassVar[str] = "add_adapter_(model, peft_config)"
+    in_a_loop: ClassVar[str] = "finetune.add_adapter_(model, peft_config)"
     predicted: ClassVar[bool] = True
 
     _resumed: dict[str, Any] | None = None
@@ -147,10 +147,11 @@ class LoRA(Adapter):
     Args:
         rank: r, of A [r, in] and B [out, r].
         alpha: numerator of the scale.
-        targets: which layers, as for :func:`~lightning_fasttrain.find_targets`; heads are left out of "all-linear".
+        targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; heads are left out of
+            "all-linear".
         variant: ``"lora"``; ``"rslora"``, scaled by alpha/√rank; ``"dora"``, direction and magnitude apart, slower;
             ``"pissa"``, begins with the largest singular vectors of W instead of zero, and needs W in full precision.
-            LoRA+ is a matter of learning rates: :func:`~lightning_fasttrain.lora_plus_groups`.
+            LoRA+ is a matter of learning rates: :func:`~lightning_fasttrain.optim.lora_plus_groups`.
         dropout: of the adapter's input, as a share.
         train: names of further modules that train whole and are saved with it, such as a new head.
         name: of this adapter, among several.

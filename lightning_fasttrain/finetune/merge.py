@@ -104,7 +104,7 @@ def merge_adapters_(
     Example:
         >>> import peft, torch, lightning_fasttrain as ft
         >>> net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
-        >>> _ = ft.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
         >>> before = net(x)
         >>> print(merge_adapters_(net))
         default merged into 1 layers
@@ -135,7 +135,7 @@ def unmerge_adapters_(model: nn.Module) -> None:
         >>> import peft, torch, lightning_fasttrain as ft
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
         >>> before = net[0].weight.detach().clone()
-        >>> _ = ft.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
         >>> _ = merge_adapters_(net)
         >>> unmerge_adapters_(net)
         >>> torch.equal(net[0].base_layer.weight, before)
@@ -188,7 +188,7 @@ def unload_adapters_(
     Example:
         >>> import peft, torch, lightning_fasttrain as ft
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        >>> _ = ft.add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
         >>> unload_adapters_(net)
         Sequential(
           (0): Linear(in_features=4, out_features=4, bias=True)

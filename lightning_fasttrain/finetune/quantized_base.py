@@ -91,11 +91,11 @@ def quantize_base_(
     their memory stays. One layer after another is quantised, with temporaries of three times its float32 size; of six
     times in fp4 on a CPU.
 
-    Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.find_heads`), what shares its weight
-    with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such as
-    ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as experts
-    in one tensor: if these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight`` instead of
-    calling the layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
+    Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
+    weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
+    as ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as
+    experts in one tensor: if these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight``
+    instead of calling the layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
 
     Args:
         model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.
@@ -294,7 +294,7 @@ class QuantizedBase(Technique):
     after the run, since what was rounded away cannot come back.
 
     Args:
-        kind: as for :func:`~lightning_fasttrain.quantize_base_`.
+        kind: as for :func:`~lightning_fasttrain.finetune.quantize_base_`.
         double_quant: as there.
         compute_dtype: as there.
         skip: as there.
@@ -309,14 +309,14 @@ class QuantizedBase(Technique):
         >>> techniques = [QuantizedBase("nf4", skip=["**.router"])]
 
     Source:
-        See :func:`~lightning_fasttrain.quantize_base_`.
+        See :func:`~lightning_fasttrain.finetune.quantize_base_`.
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
     effect: ClassVar[str] = "frozen weights in 4 or 8 bits: an eighth or a quarter of their memory"
     when: ClassVar[str] = "frozen weights are most of the memory, and something else trains"
-    in_a_loop: ClassVar[str] = "quantize_base_(model)"
+    in_a_loop: ClassVar[str] = "finetune.quantize_base_(model)"
     predicted: ClassVar[bool] = True
 
     def __init__(

@@ -22,10 +22,10 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
 
     Args:
         model: any module; layers that carry an adapter already count as what they were.
-        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.find_heads`) and those
-            of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified name or the
-            end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any number, a
-            compiled regular expression for the whole name, a class, a class name.
+        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.finetune.find_heads`)
+            and those of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified
+            name or the end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any
+            number, a compiled regular expression for the whole name, a class, a class name.
 
     Returns:
         Qualified name → layer, in the model's own order.

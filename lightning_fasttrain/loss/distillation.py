@@ -53,15 +53,15 @@ def distilling(
     device and in its autocast, in its own dtype. It draws no random numbers. It is in neither the model's
     ``state_dict`` nor its parameters, and DDP does not see it. It is not run where gradients are off, as in validation.
 
-    Logits are compared a few tokens at a time, see :func:`~lightning_fasttrain.linear_kl_divergence`: of the teacher
-    they never exist if its head is a plain ``nn.Linear`` that is known; of the student neither, beside
+    Logits are compared a few tokens at a time, see :func:`~lightning_fasttrain.loss.linear_kl_divergence`: of the
+    teacher they never exist if its head is a plain ``nn.Linear`` that is known; of the student neither, beside
     :func:`~lightning_fasttrain.fuse_loss_head_`.
 
     Averages are taken over the positions that count. These are, by the first of the following that has their shape:
 
     1. ``labels`` other than -100 that the student is called with (or ``targets``, ``shift_labels``), moved by one
        where it is a causal model of Hugging Face's, whose own loss does so;
-    2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.count_targets` finds them;
+    2. the batch's ``labels`` or ``targets``, as :func:`~lightning_fasttrain.data.count_targets` finds them;
     3. the ``attention_mask`` (``decoder_attention_mask`` with encoder and decoder) of the student's arguments or of
        the batch;
     4. none: all count.
@@ -167,7 +167,7 @@ class Distillation(Technique):
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
     effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never whole"
     when: ClassVar[str] = "there is a larger model with the same vocabulary to learn from"
-    in_a_loop: ClassVar[str] = "with distilling(model, teacher) as distil: step = distil(step)"
+    in_a_loop: ClassVar[str] = "with loss.distilling(model, teacher) as distil: step = distil(step)"
     predicted: ClassVar[bool] = True
 
     @classmethod

@@ -48,7 +48,7 @@ class FusedClipping(Technique):
         >>> clipping = FusedClipping()
 
     Source:
-        See :func:`~lightning_fasttrain.allow_fused_clipping_`.
+        See :func:`~lightning_fasttrain.optim.allow_fused_clipping_`.
     """
 
     effect: ClassVar[str] = "gradient clipping beside a fused optimizer in bf16"

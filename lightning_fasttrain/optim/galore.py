@@ -28,10 +28,10 @@ class GaLoreAdamW(Optimizer):
     gets the sign with which it points along the one before, as the sign that a library gives it means nothing.
 
     Groups that have a ``rank`` are projected, and all others are updated as by ``torch.optim.AdamW``, bit for bit;
-    :func:`~lightning_fasttrain.galore_groups` makes both. A plain optimizer in all else: schedulers, clipping,
+    :func:`~lightning_fasttrain.optim.galore_groups` makes both. A plain optimizer in all else: schedulers, clipping,
     accumulation, loss scalers, :func:`~lightning_fasttrain.optimize_in_backward_`. Its state is tensors only, in the
-    parameters' dtype, of a size known before (:func:`~lightning_fasttrain.galore_state_bytes`), and resumes exactly.
-    Under DDP each process finds the same P for itself, from the gradient that they share.
+    parameters' dtype, of a size known before (:func:`~lightning_fasttrain.optim.galore_state_bytes`), and resumes
+    exactly. Under DDP each process finds the same P for itself, from the gradient that they share.
 
     Args:
         params: groups. Those to be projected hold matrices only, and have ``rank``, and if they want ``update_every``

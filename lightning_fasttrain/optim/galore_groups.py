@@ -24,9 +24,9 @@ def galore_groups(
 ) -> list[dict[str, Any]]:
     """Two groups for GaLore: the matrices of the model's blocks, which are projected, and all other parameters.
 
-    They are for :class:`~lightning_fasttrain.GaLoreAdamW`. As in the paper, embeddings, the head, norms and biases are
-    not projected. Neither are matrices for which ``rank`` is so high that it would save nothing, and this is said.
-    A parameter that several modules share is listed once.
+    They are for :class:`~lightning_fasttrain.optim.GaLoreAdamW`. As in the paper, embeddings, the head, norms and
+    biases are not projected. Neither are matrices for which ``rank`` is so high that it would save nothing, and this
+    is said. A parameter that several modules share is listed once.
 
     Args:
         model: any module, also one on the meta device, for :func:`galore_state_bytes`.
@@ -35,7 +35,7 @@ def galore_groups(
         scale: factor of the projected updates.
         blocks: whose matrices are projected: a class, a class name, a pattern of names, or several
             (:func:`~lightning_fasttrain.find_blocks`); by default the repeated blocks of the model.
-        subspace: ``"exact"`` or ``"sketched"``, see :class:`~lightning_fasttrain.GaLoreAdamW`.
+        subspace: ``"exact"`` or ``"sketched"``, see :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
         frozen: also list parameters that are frozen now. They need no memory until they are thawed.
 
     Returns:
@@ -50,7 +50,7 @@ def galore_groups(
         [('galore', 8), ('plain', 16)]
 
     Source:
-        See :class:`~lightning_fasttrain.GaLoreAdamW`.
+        See :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
     """
     settings = {"rank": rank, "update_every": update_every, "scale": scale, "subspace": subspace}
     check_settings(settings)
@@ -85,7 +85,7 @@ def galore_groups(
 def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
     """Bytes of state that GaLore will have for these groups, once each parameter has had a gradient.
 
-    Exactly, for :class:`~lightning_fasttrain.GaLoreAdamW`. A group without a rank counts as AdamW's, so that
+    Exactly, for :class:`~lightning_fasttrain.optim.GaLoreAdamW`. A group without a rank counts as AdamW's, so that
     ``galore_state_bytes([{"params": parameters}])`` is AdamW's state. Frozen parameters count nothing. A step holds
     a little more for its duration: copies of the projected gradients and of their updates, and in the step of a
     refresh one gradient in float32 with its subspace's equations.
@@ -105,7 +105,7 @@ def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
         18436
 
     Source:
-        Table 1 of the paper, see :class:`~lightning_fasttrain.GaLoreAdamW`.
+        Table 1 of the paper, see :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
     """
     return sum(
         parameter.element_size() * _numbers(parameter, group.get("rank")) + STEP_BYTES

@@ -28,8 +28,9 @@ def layer_decay_groups(
     With L blocks, the head learns at ``lr``, block i (the first is 1) at lr · decay^(L + 1 − i), and the stem at
     lr · decay^(L + 1). The stem is what the model lists before its first block (embeddings, the first convolution),
     the head what it lists after the last one (the final norm, the classifier) and what
-    :func:`~lightning_fasttrain.find_heads` finds elsewhere, and what lies between two blocks goes with the earlier one.
-    Which is which is said in one line. A parameter that several modules share is listed once, where the model names it
+    :func:`~lightning_fasttrain.finetune.find_heads` finds elsewhere, and what lies between two blocks goes with the
+    earlier one. Which is which is said in one line. A parameter that several modules share is listed once, where the
+    model names it
     first: a head that is tied to the embeddings is in the stem.
 
     Norms, biases, embeddings and the stem's bare tensors (position embeddings, a class token) have no weight decay.

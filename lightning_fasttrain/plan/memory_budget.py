@@ -31,7 +31,7 @@ class MemoryBudget(CheckpointPolicy):
             CUDA what the allocator holds for others in the process counts too. ``"fit"`` is 92% of what is free.
 
     Attributes:
-        plan: the :class:`~lightning_fasttrain.CheckpointPlan`; None until it is made, after two optimizer steps.
+        plan: the :class:`~lightning_fasttrain.plan.CheckpointPlan`; None until it is made, after two optimizer steps.
 
     Raises:
         ValueError: ``budget_gib`` is not above 0. At the second optimizer step, if even with every block recomputed

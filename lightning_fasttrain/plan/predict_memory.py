@@ -59,7 +59,7 @@ def predict_memory(
     the last step's gradients are still there during the forward. So a model far larger than this machine can be
     asked about; it takes seconds.
 
-    Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.PeakMemory` would measure it.
+    Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.run.PeakMemory` would measure it.
     Not counted: what the process and CUDA's context take, fragmentation, and most of what kernels allocate for
     themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in; and on CUDA one cuBLAS workspace, sums
     over rows, and attention, but not cuDNN's. Code is run eagerly: for
@@ -95,7 +95,7 @@ def predict_memory(
         (20000004, 'forward', 4000000)
 
     Source:
-        Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.PeakMemory` on the CPU by
+        Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.run.PeakMemory` on the CPU by
         ``examples/memory_prediction.py``. What differs on CUDA follows PyTorch's documentation and sources; a test
         for machines with a GPU holds it against the caching allocator.
     """

@@ -163,7 +163,7 @@ class AtomicCheckpoints(Technique):
     effect: ClassVar[str] = "a crash during a save never costs the last checkpoint"
     when: ClassVar[str] = "a checkpoint is worth more than the second name that it is written under first: always"
     in_a_loop: ClassVar[str] = (
-        "Fabric(plugins=[AtomicCheckpointIO()]), or AtomicCheckpointIO().save_checkpoint(state, path)"
+        "Fabric(plugins=[run.AtomicCheckpointIO()]), or run.AtomicCheckpointIO().save_checkpoint(state, path)"
     )
     predicted: ClassVar[bool] = True
 

@@ -46,7 +46,7 @@ class HangWatch(Technique):
 
     effect: ClassVar[str] = "a run that hangs ends, and the rank that hangs is named with its stack"
     when: ClassVar[str] = "a run has several processes, or nobody looks at it for hours"
-    in_a_loop: ClassVar[str] = "ProgressWatch(timeout_s).beat(phase)"
+    in_a_loop: ClassVar[str] = "run.ProgressWatch(timeout_s).beat(phase)"
     predicted: ClassVar[bool] = True
 
     def __init__(

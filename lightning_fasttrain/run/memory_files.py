@@ -26,7 +26,7 @@ def save_memory_record(
     """Write a record to ``folder``, in one file for each kind; each is whole or not there.
 
     Args:
-        record: of :class:`~lightning_fasttrain.MemoryRecording`.
+        record: of :class:`~lightning_fasttrain.run.MemoryRecording`.
         folder: is made if it is missing.
         kinds: "html", a page to explore, which loads nothing from elsewhere; "json", everything, for
             :meth:`MemoryRecord.from_json`; "png", a picture; "txt", the table.

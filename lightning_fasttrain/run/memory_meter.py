@@ -266,7 +266,7 @@ class MemoryMeter(Technique):
 
     effect: ClassVar[str] = "peak memory of a step"
     when: ClassVar[str] = "you want to know what fits"
-    in_a_loop: ClassVar[str] = "PeakMemory(device, model, optimizer)"
+    in_a_loop: ClassVar[str] = "run.PeakMemory(device, model, optimizer)"
     predicted: ClassVar[bool] = True
 
     def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:

@@ -39,8 +39,8 @@ class MemoryRecording:
 
     Torch's profiler notes the allocations, on the CPU and on CUDA alike, and ranges are put around the forwards of
     the modules; both end with the block, and slow it down. Times are the host's. As for
-    :class:`~lightning_fasttrain.PeakMemory`, of what was there before the CPU knows only what is given here; on CUDA
-    the rest is among the temporaries. What happens inside a compiled module is told of it as a whole.
+    :class:`~lightning_fasttrain.run.PeakMemory`, of what was there before the CPU knows only what is given here; on
+    CUDA the rest is among the temporaries. What happens inside a compiled module is told of it as a whole.
 
     When memory runs out, the record shows the moment of it, and the error's message gains the three largest holders.
     They are in the message itself rather than in a note to the traceback, as job logs often keep nothing else.
@@ -49,11 +49,11 @@ class MemoryRecording:
         model: whose parameters, gradients and modules are named.
         optimizers: one or several, whose state is named.
         batch: of the first step.
-        save_to: a folder for what :func:`~lightning_fasttrain.save_memory_record` writes at the end of the block.
+        save_to: a folder for what :func:`~lightning_fasttrain.run.save_memory_record` writes at the end of the block.
         kinds: of files, for the same.
 
     Attributes:
-        record: a :class:`~lightning_fasttrain.MemoryRecord` once the block has ended, well or out of memory.
+        record: a :class:`~lightning_fasttrain.run.MemoryRecord` once the block has ended, well or out of memory.
 
     Raises:
         ValueError: the model is neither on the CPU nor on CUDA.

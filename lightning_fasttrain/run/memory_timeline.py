@@ -35,10 +35,10 @@ class MemoryTimeline(Technique):
         first_step: steps before the recording, in which optimizer state and compiled code come to be. On the CPU it
             shares torch's one profiler with ``MemoryMeter``, which by default is done by then.
         steps: how many to record.
-        kinds: of files, as for :func:`~lightning_fasttrain.save_memory_record`.
+        kinds: of files, as for :func:`~lightning_fasttrain.run.save_memory_record`.
 
     Attributes:
-        record: a :class:`~lightning_fasttrain.MemoryRecord`; None until there is one.
+        record: a :class:`~lightning_fasttrain.run.MemoryRecord`; None until there is one.
 
     Raises:
         TypeError, ValueError: ``first_step`` is not a whole number of at least 0, ``steps`` of at least 1, or a kind
@@ -50,12 +50,12 @@ class MemoryTimeline(Technique):
         >>> timeline.record  # after `Trainer(callbacks=[timeline]).fit(model)`: print it for a table
 
     Source:
-        See :class:`~lightning_fasttrain.MemoryRecording`.
+        See :class:`~lightning_fasttrain.run.MemoryRecording`.
     """
 
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
     when: ClassVar[str] = "you want to know what memory is used for, and when"
-    in_a_loop: ClassVar[str] = "MemoryRecording(model, optimizer, batch)"
+    in_a_loop: ClassVar[str] = "run.MemoryRecording(model, optimizer, batch)"
     predicted: ClassVar[bool] = True
 
     def __init__(

@@ -53,7 +53,7 @@ class Preemption(Technique):
 
     effect: ClassVar[str] = "SIGTERM on any rank: all save one checkpoint at the same step and exit with 143"
     when: ClassVar[str] = "a cluster says so before it ends a run; not where SLURM requeues by the same signal"
-    in_a_loop: ClassVar[str] = "PreemptionFlag().agreed() at each step boundary"
+    in_a_loop: ClassVar[str] = "run.PreemptionFlag().agreed() at each step boundary"
     predicted: ClassVar[bool] = True
 
     def __init__(

@@ -193,7 +193,7 @@ class StepMeter(Technique):
 
     effect: ClassVar[str] = "ms per step by phase, samples/s, tokens/s"
     when: ClassVar[str] = "you want to know where the time goes"
-    in_a_loop: ClassVar[str] = "StepTimer(device)"
+    in_a_loop: ClassVar[str] = "run.StepTimer(device)"
     predicted: ClassVar[bool] = True
 
     def __init__(self, warmup: int = 5) -> None:

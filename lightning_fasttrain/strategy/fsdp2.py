@@ -46,13 +46,13 @@ class FSDP2Strategy(ModelParallelStrategy):
     ``configure_optimizers``. Blocks are found as everywhere in the suite, each rank begins with the weights of rank
     zero, and every ``*_step`` runs with what is around the blocks gathered. Under accumulation gradients are reduced
     once a step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. Runs on the CPU with gloo too.
-    The model stays sharded after ``fit``; :func:`~lightning_fasttrain.full_state_dict` reads its checkpoints.
+    The model stays sharded after ``fit``; :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
 
     Checkpoints are folders, written aside, checksummed and renamed; they load on any number of processes. In ``fit``
     a corrupt one is passed over for an older one of the same run. Files of one device or DDP load too.
 
     Args:
-        reshard_after_forward: as for :func:`~lightning_fasttrain.shard_blocks_`.
+        reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
         offload: ``"cpu"``: shards, gradients and optimizer in host memory.
         replicas: hybrid sharding: so many copies of the model, each sharded over its part of the processes; the
             number of nodes keeps the gathering inside a node.

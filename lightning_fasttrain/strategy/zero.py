@@ -30,7 +30,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     A thin layer over Lightning's strategy, which runs on CPUs with gloo too. Accumulation is Lightning's own, so that
     losses are divided once, steps are counted once and the last window of an epoch is stepped; hooks of the optimizer
     fire once a step; evaluation leaves the hooks of the model alone. Checkpoints are folders, written aside,
-    checksummed and renamed: see :func:`~lightning_fasttrain.consolidate` for one file of plain weights.
+    checksummed and renamed: see :func:`~lightning_fasttrain.strategy.consolidate` for one file of plain weights.
 
     Args:
         stage: 0 (like DDP), 1 (optimizer state is sharded), 2 (gradients too), 3 (parameters too), ``"2+offload"`` or

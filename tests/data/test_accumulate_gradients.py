@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lightning_fasttrain import accumulate_gradients, accumulate_window, count_targets
+from lightning_fasttrain import accumulate_gradients, accumulate_window
+from lightning_fasttrain.data import count_targets
 from tests.nets import TinyLM, concatenate, gradients, largest_difference, lm_batches
 
 
@@ -155,7 +156,7 @@ def test_a_loss_in_an_output_object():
 def test_an_unmodified_hugging_face_causal_model_with_shifted_labels():
     import transformers as tf
 
-    from lightning_fasttrain import count_next_tokens
+    from lightning_fasttrain.data import count_next_tokens
 
     config = tf.GPT2Config(
         n_layer=2, n_embd=16, n_head=2, vocab_size=17, bos_token_id=1, eos_token_id=2,

@@ -5,8 +5,8 @@ import logging
 import pytest
 import torch
 
-from lightning_fasttrain import count_next_tokens, count_targets
 from lightning_fasttrain._messages import note_once
+from lightning_fasttrain.data import count_next_tokens, count_targets
 
 PADDED = torch.tensor([[1, 2, -100], [3, -100, -100]])
 

@@ -127,7 +127,7 @@ def test_parts_add_up_without_being_told_what_the_loss_averages_over(name, n):
 
 def test_random_numbers_of_a_step_are_the_same_for_the_same_samples():
     _, step, batch = denoising()
-    assert ft.find_count(step, batch) == CountRule("samples")
+    assert ft.data.find_count(step, batch) == CountRule("samples")
 
 
 def contrastive():
@@ -205,35 +205,35 @@ def test_class_weights_work_with_the_count_that_the_message_gives():
 def test_a_count_that_is_given_is_checked():
     _, step = language_model()
     with pytest.raises(ValueError, match=r"count= \("):
-        ft.find_count(step, PADDED, count=len)
-    assert ft.find_count(step, PADDED, count="targets") == CountRule("targets")
+        ft.data.find_count(step, PADDED, count=len)
+    assert ft.data.find_count(step, PADDED, count="targets") == CountRule("targets")
 
 
 def test_rules_that_a_batch_does_not_tell_apart_are_told_by_what_cross_entropy_was_given():
-    assert ft.find_count(language_model(shift=True)[1], FULL) == CountRule("next_tokens")
-    assert ft.find_count(language_model(ignore_index=0)[1], FULL) == CountRule("targets", ignore_index=0)
+    assert ft.data.find_count(language_model(shift=True)[1], FULL) == CountRule("next_tokens")
+    assert ft.data.find_count(language_model(ignore_index=0)[1], FULL) == CountRule("targets", ignore_index=0)
     net = TinyLM()
 
     def hidden(batch):  # the same as next tokens, but no call of cross_entropy shows it
         logits = net(batch["input_ids"])[:, :-1].log_softmax(-1)
         return -logits.gather(-1, batch["labels"][:, 1:, None]).mean()
 
-    assert ft.find_count(hidden, FULL) == CountRule("targets")
+    assert ft.data.find_count(hidden, FULL) == CountRule("targets")
 
 
 def test_what_is_not_told_apart_is_said(caplog):
     net = nn.Linear(6, 1)
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
-        ft.find_count(lambda batch: net(batch["labels"].float()).square().mean(), FULL)
+        ft.data.find_count(lambda batch: net(batch["labels"].float()).square().mean(), FULL)
     assert "do not tell it from" in caplog.text
 
 
 def test_under_autocast_it_is_compared_in_float32():
     net, step = language_model(shift=True)
     in_bf16 = torch.autocast("cpu", torch.bfloat16)(step)
-    assert ft.find_count(in_bf16, PADDED) == CountRule("next_tokens")
+    assert ft.data.find_count(in_bf16, PADDED) == CountRule("next_tokens")
     with pytest.raises(ValueError, match="not split"):
-        ft.find_count(in_bf16, PADDED, count="targets")
+        ft.data.find_count(in_bf16, PADDED, count="targets")
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
@@ -242,14 +242,14 @@ def test_blocks_that_are_recomputed_run_without_dropout_both_times(precision):
     step = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed")(net.loss)
     with ft.apply(net, [ft.ActivationCheckpointing()]):
         with pytest.raises(ValueError, match="not split"):
-            ft.find_count(step, PADDED, count="samples")
-        assert ft.find_count(step, PADDED) == CountRule("targets")
+            ft.data.find_count(step, PADDED, count="samples")
+        assert ft.data.find_count(step, PADDED) == CountRule("targets")
 
 
 def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
     net, step = language_model(reduction="sum")
     net.bfloat16()
-    assert ft.find_count(step, PADDED) == CountRule("sum")
+    assert ft.data.find_count(step, PADDED) == CountRule("sum")
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "nf4"])
@@ -260,25 +260,25 @@ def test_what_trains_in_float32_beside_a_base_that_rounds_finds_the_rule(base):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter, std=0.1)
-    assert ft.find_count(model.loss, PADDED) == CountRule("targets")
+    assert ft.data.find_count(model.loss, PADDED) == CountRule("targets")
     with pytest.raises(ValueError, match="not split by any of: count="):
-        ft.find_count(model.loss, PADDED, count=lambda batch: len(batch["labels"]))
+        ft.data.find_count(model.loss, PADDED, count=lambda batch: len(batch["labels"]))
 
 
 def test_batch_norm_does_not_hide_what_the_loss_averages_over():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    assert ft.find_count(lambda x: net(x).square().sum(), torch.randn(9, 4)) == CountRule("sum")
+    assert ft.data.find_count(lambda x: net(x).square().sum(), torch.randn(9, 4)) == CountRule("sum")
     assert all(torch.equal(value, net.state_dict()[name]) for name, value in before.items())
 
 
 def test_one_sample_cannot_be_cut_and_the_loss_itself_tells():
     one = {name: value[:1] for name, value in PADDED.items()}
-    assert ft.find_count(language_model(shift=True)[1], one) == CountRule("next_tokens")
+    assert ft.data.find_count(language_model(shift=True)[1], one) == CountRule("next_tokens")
     net = nn.Linear(4, 1)
     with pytest.warns(ft.FastTrainWarning, match="nothing was checked, as there is no second sample"):
-        ft.find_count(lambda x: net(x).square().mean(), torch.randn(1, 4))
+        ft.data.find_count(lambda x: net(x).square().mean(), torch.randn(1, 4))
 
 
 def test_it_is_found_once_though_the_step_is_made_again_in_every_turn():
@@ -480,5 +480,5 @@ def test_on_a_gpu_under_autocast_the_rule_is_found_and_random_states_stay(dtype)
     net.cuda()
     batch = {name: value.cuda() for name, value in PADDED.items()}
     state = torch.cuda.get_rng_state()
-    assert ft.find_count(torch.autocast("cuda", dtype)(step), batch) == CountRule("next_tokens")
+    assert ft.data.find_count(torch.autocast("cuda", dtype)(step), batch) == CountRule("next_tokens")
     assert torch.equal(state, torch.cuda.get_rng_state())

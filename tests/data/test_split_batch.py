@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.utils.rnn import pack_sequence
 
-from lightning_fasttrain import split_batch
+from lightning_fasttrain.data import split_batch
 
 Pair = namedtuple("Pair", ["x", "y"])
 

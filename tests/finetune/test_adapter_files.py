@@ -11,8 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain import Adapter, FastTrainWarning, LoRA, apply, use_adapter_
-from lightning_fasttrain.finetune import add_adapter_, add_prompt_, load_adapter_, merge_adapters_, save_adapter
+from lightning_fasttrain import Adapter, FastTrainWarning, LoRA, apply
+from lightning_fasttrain.finetune import (
+    add_adapter_,
+    add_prompt_,
+    load_adapter_,
+    merge_adapters_,
+    save_adapter,
+    use_adapter_,
+)
 from lightning_fasttrain.finetune.adapters import adapter_parameters
 from tests.finetune.test_targets import TINY, bert, llama
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights

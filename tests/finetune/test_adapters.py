@@ -60,7 +60,7 @@ def test_the_sum_is_the_papers():
 def test_only_the_adapter_and_named_modules_train():
     model = TinyLM()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
-    names = ft.add_adapter_(model, peft.LoraConfig(r=2), "blocks.0.up", train=["head"])
+    names = ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "blocks.0.up", train=["head"])
     assert names == ["blocks.0.up"]
     stem = "blocks.0.up.lora_"
     assert trains(model) == [
@@ -77,7 +77,7 @@ def test_parts_outside_the_adapted_model_are_frozen_too():
             self.other, self.model = nn.Linear(4, 4), llama()
 
     module = Module()
-    names = ft.add_adapter_(module, peft.LoraConfig(r=2), ["q_proj"])
+    names = ft.finetune.add_adapter_(module, peft.LoraConfig(r=2), ["q_proj"])
     assert names == [f"model.model.layers.{i}.self_attn.q_proj" for i in range(2)]
     assert all("lora_" in name for name in trains(module))
     assert list(module.model.peft_config) == ["default"]  # adapter files name layers as seen from here
@@ -119,33 +119,33 @@ def test_several_adapters_by_name():
     for name in ("one", "two"):
         ft.apply(model, [ft.LoRA(rank=2, targets="up", name=name)])
         awake(model, name)
-    assert ft.adapter_names(model) == ["one", "two"]
+    assert ft.finetune.adapter_names(model) == ["one", "two"]
     outputs = []
     for names in ("one", "two", ["one", "two"]):
-        ft.use_adapter_(model, names)
+        ft.finetune.use_adapter_(model, names)
         assert all(any(f".{n}." in t for n in ([names] if isinstance(names, str) else names)) for t in trains(model))
         outputs.append(model(BATCH["input_ids"]))
     assert not any(torch.allclose(output, base) for output in outputs)
     assert not torch.allclose(outputs[0], outputs[2])
     with pytest.raises(ValueError, match="adapter 'three': there is none of that name. There are: one, two"):
-        ft.use_adapter_(model, "three")
+        ft.finetune.use_adapter_(model, "three")
 
 
 def test_the_base_model_within_a_with_and_the_adapter_after_it():
     model = TinyLM()
     model.head.weight = nn.Parameter(model.head.weight.detach().clone())
     base = model(BATCH["input_ids"])
-    ft.add_adapter_(model, peft.LoraConfig(r=2), "up", train=["head"])
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "up", train=["head"])
     model.head.modules_to_save["default"].weight.data.add_(1)
     adapted, training = awake(model)(BATCH["input_ids"]), trains(model)
-    with pytest.raises(RuntimeError), ft.base_model(model) as reference:
+    with pytest.raises(RuntimeError), ft.finetune.base_model(model) as reference:
         assert torch.equal(reference(BATCH["input_ids"]), base)
         raise RuntimeError
     assert torch.equal(model(BATCH["input_ids"]), adapted)
     assert trains(model) == training
-    ft.enable_adapters_(model, False)
+    ft.finetune.enable_adapters_(model, False)
     assert torch.equal(model(BATCH["input_ids"]), base)
-    ft.enable_adapters_(model)
+    ft.finetune.enable_adapters_(model)
     assert torch.equal(model(BATCH["input_ids"]), adapted)
     assert trains(model) == training
 
@@ -159,7 +159,7 @@ def test_a_copy_is_independent():
 
 
 def test_no_adapter_is_an_error():
-    with pytest.raises(ValueError, match="TinyLM has no adapter"), ft.base_model(TinyLM()):
+    with pytest.raises(ValueError, match="TinyLM has no adapter"), ft.finetune.base_model(TinyLM()):
         pass
 
 
@@ -198,11 +198,11 @@ def test_bad_targets_are_refused_and_nothing_is_changed():
 
 def test_what_is_no_configuration_is_refused():
     with pytest.raises(TypeError, match=r"Use apply\(model, \[LoRA"):
-        ft.add_adapter_(TinyLM(), ft.LoRA(2))
+        ft.finetune.add_adapter_(TinyLM(), ft.LoRA(2))
     with pytest.raises(TypeError, match="puts tokens before the input"):
-        ft.add_adapter_(TinyLM(), peft.PromptTuningConfig(num_virtual_tokens=3))
+        ft.finetune.add_adapter_(TinyLM(), peft.PromptTuningConfig(num_virtual_tokens=3))
     with pytest.raises(TypeError, match="config=dict"):
-        ft.add_adapter_(TinyLM(), {"r": 2})
+        ft.finetune.add_adapter_(TinyLM(), {"r": 2})
 
 
 def test_peft_missing_names_the_extra(monkeypatch):

@@ -25,21 +25,21 @@ def chosen_log_probabilities(model):
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_log_probabilities_of_dpo_are_the_untouched_models(kind, dtype):
     model, untouched = untied().to(dtype), untied().to(dtype)
-    ft.add_adapter_(model, KINDS[kind], train=["head"])
+    ft.finetune.add_adapter_(model, KINDS[kind], train=["head"])
     awake(model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
     expected = chosen_log_probabilities(untouched).detach()
     for _ in range(2):
-        with torch.no_grad(), ft.base_model(model) as reference:
+        with torch.no_grad(), ft.finetune.base_model(model) as reference:
             assert torch.equal(chosen_log_probabilities(reference), expected)
         optimizer.zero_grad()
         (-F.logsigmoid(chosen_log_probabilities(model) - expected)).mean().backward()
         optimizer.step()
     assert not torch.equal(chosen_log_probabilities(model), expected)
-    ft.enable_adapters_(model, False)
+    ft.finetune.enable_adapters_(model, False)
     assert torch.equal(chosen_log_probabilities(model), expected)
-    ft.enable_adapters_(model)
-    ft.unload_adapters_(model, merge=False)
+    ft.finetune.enable_adapters_(model)
+    ft.finetune.unload_adapters_(model, merge=False)
     assert torch.equal(chosen_log_probabilities(model), expected)
 
 
@@ -55,23 +55,23 @@ CHANGED = {
 def test_a_reference_whose_weights_have_changed_is_refused(kind):
     settings, why = CHANGED[kind]
     model = untied()
-    ft.add_adapter_(model, peft.LoraConfig(r=2, **settings))
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2, **settings))
     before = chosen_log_probabilities(model).detach()
-    with pytest.raises(ValueError, match=f"(?s){why}.*deepcopy"), ft.base_model(model):
+    with pytest.raises(ValueError, match=f"(?s){why}.*deepcopy"), ft.finetune.base_model(model):
         pass
     with pytest.raises(ValueError, match=why):
-        ft.enable_adapters_(model, False)
+        ft.finetune.enable_adapters_(model, False)
     with pytest.raises(ValueError, match=why):
-        ft.unload_adapters_(model, merge=False)
-    ft.enable_adapters_(model)
+        ft.finetune.unload_adapters_(model, merge=False)
+    ft.finetune.enable_adapters_(model)
     assert torch.equal(chosen_log_probabilities(model), before)
-    ft.unload_adapters_(model)  # what was learnt is kept
+    ft.finetune.unload_adapters_(model)  # what was learnt is kept
     torch.testing.assert_close(chosen_log_probabilities(model), before)
 
 
 def test_a_base_that_trains_beside_the_adapter_is_named():
     model = llama()
-    ft.add_adapter_(model, peft.LoraConfig(r=2))
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2))
     model.model.norm.requires_grad_(True)
-    with pytest.warns(UserWarning, match="'model.norm.weight' train too"), ft.base_model(model):
+    with pytest.warns(UserWarning, match="'model.norm.weight' train too"), ft.finetune.base_model(model):
         pass

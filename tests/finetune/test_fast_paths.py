@@ -67,11 +67,11 @@ def test_evaluation_sees_adapters_that_training_sees(kind):
 def test_merging_does_not_jump_and_unloading_gives_torchs_own_layers_back(kind):
     model = adapted(kind)
     beside = output(model)
-    ft.merge_adapters_(model)
+    ft.finetune.merge_adapters_(model)
     assert relative(output(model), beside) < 1e-6
-    ft.unmerge_adapters_(model)
+    ft.finetune.unmerge_adapters_(model)
     assert torch.equal(output(model), beside)
-    ft.unload_adapters_(model)
+    ft.finetune.unload_adapters_(model)
     assert relative(output(model), beside) < 1e-6
     assert not any(isinstance(vars(m).get("forward"), WrappedForward) for m in model.modules())
     assert output(model, PADDED)[PADDED].abs().sum() == 0  # torch's own fast path fills padding with zeros
@@ -80,10 +80,10 @@ def test_merging_does_not_jump_and_unloading_gives_torchs_own_layers_back(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_base_is_the_pretrained_encoder_bit_for_bit_in_eval_too(kind):
     model, plain = adapted(kind), encoder()
-    with ft.base_model(model) as base:
+    with ft.finetune.base_model(model) as base:
         assert torch.equal(output(base), output(plain))
         assert torch.equal(output(base, PADDED), output(plain, PADDED))
-    ft.unload_adapters_(model, merge=False)
+    ft.finetune.unload_adapters_(model, merge=False)
     assert same(weights(model), weights(plain))
     assert torch.equal(output(model), output(plain))
 
@@ -106,7 +106,7 @@ def test_copies_and_pickles_see_their_own_adapters():
 
 def test_a_refused_adapter_leaves_no_wrapper():
     model = encoder()
-    ft.add_adapter_(model, peft.LoraConfig(r=2), "layers.0.linear1")
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "layers.0.linear1")
     with pytest.raises(ValueError, match="IA3 beside LORA"):
-        ft.add_adapter_(model, peft.IA3Config(feedforward_modules=[]), "layers.1.linear1")
+        ft.finetune.add_adapter_(model, peft.IA3Config(feedforward_modules=[]), "layers.1.linear1")
     assert "forward" not in vars(model.layers[1])

@@ -59,7 +59,7 @@ def test_the_forward_on_a_bf16_base_is_pefts_own(settings):
     config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], **settings)
     theirs = peft.get_peft_model(copy.deepcopy(base), config)
     ours = base
-    ft.add_adapter_(ours, config)
+    ft.finetune.add_adapter_(ours, config)
     awake(ours)
     for parameter, value in zip(theirs.parameters(), ours.parameters(), strict=True):
         parameter.data.copy_(value)
@@ -83,8 +83,8 @@ def test_no_move_of_the_model_rounds_its_adapters():
 def test_a_loaded_adapter_keeps_its_numbers_beside_a_bf16_base(tmp_path):
     first, second = untied(), untied().bfloat16()
     ft.apply(first, [ft.LoRA(rank=2)])
-    folder = ft.save_adapter(awake(first), tmp_path / "adapter")
-    ft.load_adapter_(second, folder, trainable=True)
+    folder = ft.finetune.save_adapter(awake(first), tmp_path / "adapter")
+    ft.finetune.load_adapter_(second, folder, trainable=True)
     stored = dict(trained(first))
     assert all(torch.equal(p, stored[name]) for name, p in trained(second).items())
     assert trained(second).keys() == stored.keys()
@@ -103,7 +103,7 @@ def test_a_resumed_bf16_run_goes_on_with_the_same_float32_adapters(tmp_path):
 
 def test_virtual_tokens_stay_in_float32_too():
     model = llama()
-    ft.add_prompt_(model, peft.PromptTuningConfig(num_virtual_tokens=3))
+    ft.finetune.add_prompt_(model, peft.PromptTuningConfig(num_virtual_tokens=3))
     before = {name: p.detach().clone() for name, p in trained(model).items()}
     assert model.bfloat16()(IDS).logits.dtype == torch.bfloat16
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())

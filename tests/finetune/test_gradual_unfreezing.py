@@ -102,7 +102,7 @@ def test_what_lies_between_two_blocks_goes_with_the_one_below():
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_is_registered_first_is_thawed_first(tied):
-    groups = ft.Unfreezing(HeadFirst(tied=tied)).groups
+    groups = ft.finetune.Unfreezing(HeadFirst(tied=tied)).groups
     assert sorted(groups[0]) == ["lm_head.weight", "transformer.ln_f.bias", "transformer.ln_f.weight"]
     assert groups[1][0] == "transformer.h.1.norm.weight"
     assert groups[3:] == ([] if tied else [["transformer.wte.weight"]])
@@ -110,7 +110,7 @@ def test_a_head_that_is_registered_first_is_thawed_first(tied):
 
 @pytest.mark.parametrize("family", ["BartForConditionalGeneration", "Whisper", "FromTorch"])
 def test_a_decoder_is_thawed_layer_by_layer_and_before_the_encoder(family):
-    groups = ft.Unfreezing(copy.deepcopy(built(family))).groups
+    groups = ft.finetune.Unfreezing(copy.deepcopy(built(family))).groups
     layers = [{re.sub(r"(coder\.(?:layers\.)?\d).*", r"\1", name) for name in group} for group in groups]
     kinds = [{name.split(".")[-3] for name in names if name[-1].isdigit()} for names in layers]
     assert kinds == [set(), *[{"decoder"}] * 3, *[{"encoder"}] * 2, *kinds[6:]]

@@ -119,9 +119,9 @@ def two_adapters(**settings):
 @pytest.mark.parametrize("names", ["one", "two", ["one", "two"]])
 def test_several_by_name(names):
     model = two_adapters()
-    ft.use_adapter_(model, names)
+    ft.finetune.use_adapter_(model, names)
     beside, before = output(model), weights(model)
-    ft.use_adapter_(model, "two")
+    ft.finetune.use_adapter_(model, "two")
     report = merge_adapters_(model, names)
     assert relative(output(model), beside) < 1e-5
     assert len(report.layers) == (3 if names == "one" else 6)
@@ -180,13 +180,13 @@ def test_switches_are_refused_while_merged():
     model = TinyLM()
     ft.apply(model, [ft.LoRA(rank=2)])
     merge_adapters_(model)
-    for act in (lambda: ft.use_adapter_(model, "default"), lambda: ft.enable_adapters_(model, False)):
+    for act in (lambda: ft.finetune.use_adapter_(model, "default"), lambda: ft.finetune.enable_adapters_(model, False)):
         with pytest.raises(ValueError, match="default is merged into the weights already"):
             act()
-    with pytest.raises(ValueError, match="default is merged"), ft.base_model(model):
+    with pytest.raises(ValueError, match="default is merged"), ft.finetune.base_model(model):
         pass
     unmerge_adapters_(model)
-    ft.enable_adapters_(model, False)
+    ft.finetune.enable_adapters_(model, False)
     with pytest.raises(ValueError, match="switched off"):
         merge_adapters_(model)
 

@@ -273,7 +273,7 @@ def test_several_adapters_and_layers_that_have_only_one():
     for name, targets in (("one", ["up"]), ("two", ["up", "down"])):
         ft.apply(model, [ft.LoRA(rank=2, targets=targets, name=name)])
     awake(model)
-    ft.use_adapter_(model, ["one", "two"])
+    ft.finetune.use_adapter_(model, ["one", "two"])
     beside = output(model)
     report = merge_adapters_(model, ["one", "two"], into="dequantized")
     assert len(report.layers) == 6

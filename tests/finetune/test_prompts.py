@@ -231,8 +231,8 @@ def test_only_virtual_tokens_train_and_the_model_is_otherwise_as_it_was(techniqu
     assert list(module.state_dict()) == keys + new
     assert [type(m) for m in module.modules()][: len(kinds)] == kinds
     assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
-    assert list(ft.trained_state(module)) == new
-    assert ft.base_fingerprint(module) == ft.base_fingerprint(Module(llama))
+    assert list(ft.finetune.trained_state(module)) == new
+    assert ft.finetune.base_fingerprint(module) == ft.finetune.base_fingerprint(Module(llama))
 
 
 @pytest.mark.parametrize("make", [llama, bert, t5])
@@ -306,23 +306,23 @@ def test_several_by_name_and_the_base_model():
     for name in ("one", "two"):
         add_prompt_(model, KINDS["prefix"](), name=name)
         outputs[name] = model(**given).logits
-    assert ft.adapter_names(model) == ["one", "two"]
+    assert ft.finetune.adapter_names(model) == ["one", "two"]
     assert not torch.equal(outputs["one"], outputs["two"])
-    ft.use_adapter_(model, "one")
+    ft.finetune.use_adapter_(model, "one")
     assert torch.equal(model(**given).logits, outputs["one"])
     assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.one.embedding.weight"]
-    with ft.base_model(model):
+    with ft.finetune.base_model(model):
         assert torch.equal(model(**given).logits, plain)
     assert torch.equal(model(**given).logits, outputs["one"])
     with pytest.raises(ValueError, match="one name at a time"):
-        ft.use_adapter_(model, ["one", "two"])
+        ft.finetune.use_adapter_(model, ["one", "two"])
 
 
 def test_generation_without_adapters_is_the_base_models():
     model, given = seeded(llama, 8), batch(llama)
     expected = model.generate(given["input_ids"], max_new_tokens=4)
     add(model)
-    ft.enable_adapters_(model, False)
+    ft.finetune.enable_adapters_(model, False)
     assert torch.equal(model.generate(given["input_ids"], max_new_tokens=4), expected)
 
 
@@ -349,8 +349,8 @@ def test_taken_out_again():
     keys = list(model.state_dict())
     add(model)
     with pytest.raises(ValueError, match="they go before the input and are in no weight"):
-        ft.unload_adapters_(model)
-    ft.unload_adapters_(model, merge=False)
+        ft.finetune.unload_adapters_(model)
+    ft.finetune.unload_adapters_(model, merge=False)
     assert (list(vars(model)), list(model.state_dict())) == (before, keys)
     assert torch.equal(model(**given).logits, output)
     assert prompts_on(model) is None
@@ -402,7 +402,7 @@ def test_micro_batches_give_the_same_weights(technique):
         module = Module(llama)
         torch.manual_seed(1)
         trainer([technique(3), *more]).fit(module, as_loader(BATCHES[:1]))
-        ends.append(ft.trained_state(module))
+        ends.append(ft.finetune.trained_state(module))
     assert largest_difference(*ends) < 1e-4
 
 
@@ -598,7 +598,7 @@ def test_what_is_no_configuration_of_virtual_tokens_is_refused():
     with pytest.raises(TypeError, match="config is a dict"):
         add_prompt_(llama(), {"num_virtual_tokens": 2})
     with pytest.raises(TypeError, match=r"Use add_prompt_\(model, config\)"):
-        ft.add_adapter_(llama(), KINDS["prompt"]())
+        ft.finetune.add_adapter_(llama(), KINDS["prompt"]())
 
 
 def test_a_cache_given_to_the_forward_is_refused():

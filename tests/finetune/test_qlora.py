@@ -204,7 +204,7 @@ def test_what_quantised_layers_cannot_carry_is_refused_and_nothing_is_changed(ki
         (peft.LoHaConfig(r=2), r"LOHA on 'blocks.0.up', which is quantised: PEFT has no such layer"),
     ]:
         with pytest.raises(TypeError, match=message):
-            ft.add_adapter_(model, config, "up")
+            ft.finetune.add_adapter_(model, config, "up")
         same(weights(model), before)
         assert list(trained(model)) == required
 

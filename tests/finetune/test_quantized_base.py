@@ -18,7 +18,7 @@ from transformers import (
 )
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import FastTrainWarning, PeakMemory
+from lightning_fasttrain import FastTrainWarning
 from lightning_fasttrain.finetune import (
     QuantizedBase,
     dequantized_weight,
@@ -27,6 +27,7 @@ from lightning_fasttrain.finetune import (
     quantized_bytes,
 )
 from lightning_fasttrain.finetune._quantized_layer import KINDS, quantization_of
+from lightning_fasttrain.run import PeakMemory
 from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
 
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -43,7 +43,7 @@ DOWN = [f"blocks.{i}.down" for i in range(3)]
     ],
 )
 def test_names_patterns_expressions_and_classes(targets, expected):
-    assert sorted(ft.find_targets(TinyLM(), targets)) == sorted(expected)
+    assert sorted(ft.finetune.find_targets(TinyLM(), targets)) == sorted(expected)
 
 
 def test_a_name_is_whole_words_not_an_ending_of_one():
@@ -52,64 +52,64 @@ def test_a_name_is_whole_words_not_an_ending_of_one():
             super().__init__()
             self.up, self.setup, self.down = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
 
-    assert list(ft.find_targets(Net(), "up")) == ["up"]
+    assert list(ft.finetune.find_targets(Net(), "up")) == ["up"]
 
 
 def test_what_matches_nothing_lists_near_names_and_candidates():
     with pytest.raises(ValueError, match=r"targets='upp'.*near is up.*Candidates: .*up \(Linear\) ×3"):
-        ft.find_targets(TinyLM(), "upp")
+        ft.finetune.find_targets(TinyLM(), "upp")
     with pytest.raises(ValueError, match=r"targets='q_proj'"):  # one of two is enough
-        ft.find_targets(TinyLM(), ["up", "q_proj"])
+        ft.finetune.find_targets(TinyLM(), ["up", "q_proj"])
     with pytest.raises(ValueError, match="at least one layer"):
-        ft.find_targets(TinyLM(), [])
+        ft.finetune.find_targets(TinyLM(), [])
     with pytest.raises(TypeError, match="targets=3"):
-        ft.find_targets(TinyLM(), [3])
+        ft.finetune.find_targets(TinyLM(), [3])
 
 
 @pytest.mark.parametrize(
     ("make", "heads"), [(TinyLM, ["head"]), (llama, ["lm_head"]), (bert, ["bert.pooler.dense", "classifier"])]
 )
 def test_heads(make, heads):
-    assert ft.find_heads(make()) == heads
+    assert ft.finetune.find_heads(make()) == heads
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_head_that_is_registered_before_the_blocks_is_found_and_left_as_it_is(tied):
     pytest.importorskip("bitsandbytes")
     model = HeadFirst(dim=16, tied=tied)
-    assert ft.find_heads(model) == ["lm_head"]
-    assert "lm_head" not in ft.find_targets(model)
-    assert ft.quantize_base_(model).left["lm_head"] == "a head"
+    assert ft.finetune.find_heads(model) == ["lm_head"]
+    assert "lm_head" not in ft.finetune.find_targets(model)
+    assert ft.finetune.quantize_base_(model).left["lm_head"] == "a head"
     assert model.lm_head.weight.dtype is torch.float32
 
 
 def test_what_comes_before_the_blocks_and_is_no_vocabulary_is_no_head():
     blocks = nn.ModuleList([nn.TransformerEncoderLayer(17, 1, 8) for _ in range(2)])
     parts = {"into": nn.Linear(4, 17), "places": nn.Embedding(17, 17), "blocks": blocks, "out": nn.Linear(17, 2)}
-    assert ft.find_heads(nn.ModuleDict(parts)) == ["out"]
+    assert ft.finetune.find_heads(nn.ModuleDict(parts)) == ["out"]
 
 
 def test_no_layer_of_a_decoder_is_a_head():
     for name, head in (("BartForConditionalGeneration", "lm_head"), ("T5ForConditionalGeneration", "lm_head"),
                        ("Whisper", "proj_out"), ("FromTorch", "head")):  # fmt: skip
-        assert ft.find_heads(built(name)) == [head]
+        assert ft.finetune.find_heads(built(name)) == [head]
 
 
 def test_a_second_half_of_a_model_is_no_head():
     tower = [nn.TransformerEncoderLayer(4, 1, 8) for _ in range(3)]
     second = nn.Sequential(*[m for _ in range(4) for m in (nn.Linear(4, 4), nn.Tanh())])
-    assert ft.find_heads(nn.Sequential(*tower, second)) == ["3.6"]
+    assert ft.finetune.find_heads(nn.Sequential(*tower, second)) == ["3.6"]
 
 
 def test_the_only_linear_layer_is_no_head_and_the_last_of_several_is():
-    assert ft.find_heads(nn.Sequential(nn.Linear(2, 2))) == []
-    assert ft.find_heads(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))) == ["2"]
-    assert ft.find_heads(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), nn.Linear(2, 1))) == ["2"]
+    assert ft.finetune.find_heads(nn.Sequential(nn.Linear(2, 2))) == []
+    assert ft.finetune.find_heads(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 1))) == ["2"]
+    assert ft.finetune.find_heads(nn.Sequential(nn.Conv1d(2, 2, 1), nn.Conv1d(2, 2, 1), nn.Linear(2, 1))) == ["2"]
 
 
 def test_layers_inside_attention_are_not_linear_layers_of_the_model():
     net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 1, 8) for _ in range(2)], nn.Linear(4, 2))
-    assert list(ft.find_targets(net)) == ["0.linear1", "0.linear2", "1.linear1", "1.linear2"]
+    assert list(ft.finetune.find_targets(net)) == ["0.linear1", "0.linear2", "1.linear1", "1.linear2"]
 
 
 def test_tied_layers_are_refused():
@@ -124,7 +124,7 @@ def test_short_names_mean_the_same_layers_to_peft(make):
     from peft.tuners.tuners_utils import check_target_module_exists
 
     model = make()
-    names = list(ft.find_targets(model))
+    names = list(ft.finetune.find_targets(model))
     short = shortest_names(names, model)
     assert len(short) < len(names)
     config = LoraConfig(target_modules=short)
@@ -142,6 +142,6 @@ def test_an_adapted_layer_is_still_found_by_its_own_kind():
     import peft
 
     model = TinyLM()
-    ft.add_adapter_(model, peft.LoraConfig(r=2), "up")
-    assert list(ft.find_targets(model, nn.Linear)) == list(ft.find_targets(TinyLM(), nn.Linear))
+    ft.finetune.add_adapter_(model, peft.LoraConfig(r=2), "up")
+    assert list(ft.finetune.find_targets(model, nn.Linear)) == list(ft.finetune.find_targets(TinyLM(), nn.Linear))
     assert torch.is_tensor(model.blocks[0].up.lora_A["default"].weight)

@@ -270,8 +270,12 @@ def hf_by_hand(model, teacher, batches, rows=slice(None)):
     [
         lambda: [],
         lambda: [ft.FusedLossHead()],
-        lambda: [ft.MicroBatching(3, count=ft.count_next_tokens)],
-        lambda: [ft.FusedLossHead(), ft.MicroBatching(2, count=ft.count_next_tokens), ft.ActivationCheckpointing()],
+        lambda: [ft.MicroBatching(3, count=ft.data.count_next_tokens)],
+        lambda: [
+            ft.FusedLossHead(),
+            ft.MicroBatching(2, count=ft.data.count_next_tokens),
+            ft.ActivationCheckpointing(),
+        ],
     ],
     ids=["alone", "FusedLossHead", "MicroBatching", "all"],
 )
@@ -402,7 +406,7 @@ def test_a_mask_of_attention_where_there_are_no_labels_and_a_function_in_place_o
 )
 def test_labels_are_found_where_micro_batches_find_them(batch):
     labels = find_labels(batch)[1]
-    counted = ft.count_targets(batch)
+    counted = ft.data.count_targets(batch)
     assert isinstance(counted, int) if labels is None else (labels != -100).sum() == counted
 
 

@@ -274,8 +274,8 @@ class HuggingFace(L.LightningModule):
     "others",
     [
         lambda: [],
-        lambda: [ft.MicroBatching(2, count=ft.count_next_tokens), ft.ActivationCheckpointing()],
-        lambda: [ft.CompileBlocks(backend="eager"), ft.TokenWeightedAccumulation(1, count=ft.count_next_tokens)],
+        lambda: [ft.MicroBatching(2, count=ft.data.count_next_tokens), ft.ActivationCheckpointing()],
+        lambda: [ft.CompileBlocks(backend="eager"), ft.TokenWeightedAccumulation(1, count=ft.data.count_next_tokens)],
     ],
     ids=["alone", "MicroBatching+ActivationCheckpointing", "CompileBlocks+TokenWeightedAccumulation"],
 )

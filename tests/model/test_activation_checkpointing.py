@@ -368,7 +368,7 @@ def test_between_kept_and_recomputed_in_memory():
         if policy is not None:
             checkpoint_activations_(net, policy)
         tokens = torch.randint(8, (8, 64))
-        with ft.PeakMemory("cpu", net, tokens) as peak:
+        with ft.run.PeakMemory("cpu", net, tokens) as peak:
             net(tokens).sum().backward()
         return peak.added_bytes
 
@@ -402,7 +402,7 @@ def test_a_policy_is_asked_for(policy):
 
 def peak_of(net, x, policy=None):
     with ft.apply(net, [] if policy is None else [ft.ActivationCheckpointing(policy)]):
-        with ft.PeakMemory("cpu", net, x) as meter:
+        with ft.run.PeakMemory("cpu", net, x) as meter:
             net(x).square().mean().backward()
     net.zero_grad()
     return meter.peak_bytes

@@ -17,8 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import ActivationOffload, PeakMemory, offload_activations
+from lightning_fasttrain import ActivationOffload, offload_activations
 from lightning_fasttrain._messages import note_once
+from lightning_fasttrain.run import PeakMemory
 from tests.nets import TinyLM, as_loader, fit, gradients, lm_batches, trainer, weights
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import CompileWatch, compile_blocks_
-from lightning_fasttrain.model import compile_cache
+from lightning_fasttrain import compile_blocks_
+from lightning_fasttrain.model import CompileWatch, compile_cache
 from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 
 
@@ -197,7 +197,7 @@ def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
     cache.write_bytes(b"anything")
     os.chmod(cache, 0o666)
     with pytest.raises(PermissionError, match="executed.*chmod go-w"):
-        ft.load_compile_cache(cache)
+        ft.model.load_compile_cache(cache)
 
 
 def damaged(kind):
@@ -215,7 +215,7 @@ def test_a_damaged_cache_is_left_alone(kind, tmp_path):
     cache = tmp_path / "compiled.bin"
     cache.write_bytes(damaged(kind))
     with pytest.warns(ft.FastTrainWarning, match=r"compiled.bin cannot be read.*Delete it"):
-        assert not ft.load_compile_cache(cache)
+        assert not ft.model.load_compile_cache(cache)
 
 
 SECOND_START = """
@@ -272,7 +272,7 @@ def test_kernels_are_unpacked_for_the_same_machine_into_the_compilers_folder(
         file.writestr(name, b"code")
         file.writestr("artifacts", b"")
     with contextlib.suppress(Exception):  # torch's, whose part is missing here
-        ft.load_compile_cache(tmp_path / "cache.bin")
+        ft.model.load_compile_cache(tmp_path / "cache.bin")
     assert (tmp_path / "compiled" / name).exists() is is_unpacked
     assert not list(tmp_path.rglob("evil.so"))
 

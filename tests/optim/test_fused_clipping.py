@@ -44,4 +44,4 @@ def test_it_is_undone():
 
 def test_float16_is_left_alone():
     plugin = MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
-    assert ft.allow_fused_clipping_(plugin) is None
+    assert ft.optim.allow_fused_clipping_(plugin) is None

@@ -162,7 +162,7 @@ def test_gradients_are_never_all_in_memory():
         x = torch.ones(1, 128)
         for _ in range(2):  # the first makes the optimizer's state
             loss = net(x).sum()
-            with ft.PeakMemory("cpu", net, optimizer, loss) as peak:
+            with ft.run.PeakMemory("cpu", net, optimizer, loss) as peak:
                 loss.backward()
                 optimizer.step()
             optimizer.zero_grad()

@@ -13,10 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import MemoryReport, PeakMemory, predict_memory
+from lightning_fasttrain import predict_memory
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
+from lightning_fasttrain.plan import MemoryReport
+from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.memory_record import CATEGORIES
 from tests.nets import TinyLM, fit, lm_batches
 
@@ -110,7 +112,7 @@ def measured(specimen, techniques=(), parts=1, precision="32-true"):
     def step():
         if parts > 1:
             optimizer.zero_grad()
-        for part in ft.split_batch(batch, parts):
+        for part in ft.data.split_batch(batch, parts):
             with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed", cache_enabled=False):
                 loss = module.loss(part) / parts
             if parts == 1:

@@ -18,8 +18,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import AtomicCheckpointIO
 from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain.run import AtomicCheckpointIO
 from lightning_fasttrain.run._checkpoint_room import checkpoint_bytes
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
@@ -47,7 +47,7 @@ def _files_of_at_most_100_kib():
 
 @pytest.mark.usefixtures("_files_of_at_most_100_kib")
 def test_a_full_disk_names_the_path_and_keeps_the_old_file(tmp_path):
-    io, path = ft.AtomicCheckpointIO(), tmp_path / "last.ckpt"
+    io, path = ft.run.AtomicCheckpointIO(), tmp_path / "last.ckpt"
     io.save_checkpoint({"step": 1}, path)
     with pytest.raises(OSError, match=r"last.ckpt could not be written.*older file of this name is untouched"):
         io.save_checkpoint({"step": 2, "weights": torch.zeros(100_000)}, path)
@@ -63,12 +63,12 @@ class Payload:
 def test_foreign_objects_are_refused_and_not_executed(tmp_path, capsys):
     torch.save({"state": Payload()}, tmp_path / "foreign.ckpt")
     with pytest.raises(pickle.UnpicklingError, match="weights_only"):
-        ft.AtomicCheckpointIO().load_checkpoint(tmp_path / "foreign.ckpt")
+        ft.run.AtomicCheckpointIO().load_checkpoint(tmp_path / "foreign.ckpt")
     assert "executed" not in capsys.readouterr().out
 
 
 def test_a_plugin_of_ones_own_is_kept_and_said():
-    class Own(ft.AtomicCheckpointIO):
+    class Own(ft.run.AtomicCheckpointIO):
         pass
 
     own = Own()
@@ -97,7 +97,7 @@ def test_killed_while_saving_the_checkpoint_loads(tmp_path):
             while int(child.stdout.readline()) < at:
                 pass
             child.kill()
-        saved = ft.AtomicCheckpointIO().load_checkpoint(path)["n"]
+        saved = ft.run.AtomicCheckpointIO().load_checkpoint(path)["n"]
         assert saved.shape == (500_000,)
         assert len(saved.unique()) == 1
 
@@ -186,7 +186,7 @@ def test_what_could_not_be_read_back_is_refused_at_save_by_name_and_the_older_fi
         t.save_checkpoint(path)
     assert torch.load(path, weights_only=True)["callbacks"]["Keeps"] == {"best": [0]}
     with pytest.raises(ValueError, match="entry .'rest'..'callbacks'..0..* of class .*: it is of a class that could"):
-        ft.save_sharded(tmp_path / "shards", {}, rest={"callbacks": [value]})
+        ft.strategy.save_sharded(tmp_path / "shards", {}, rest={"callbacks": [value]})
     assert os.listdir(tmp_path) == ["last.ckpt"]
 
 

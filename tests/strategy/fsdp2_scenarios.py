@@ -252,7 +252,7 @@ def loops(found):
 
 class Projects(TinyLM):
     def configure_optimizers(self):
-        return ft.GaLoreAdamW(ft.galore_groups(self, rank=2))
+        return ft.optim.GaLoreAdamW(ft.optim.galore_groups(self, rank=2))
 
 
 def techniques(found):

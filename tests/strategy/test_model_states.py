@@ -170,7 +170,7 @@ def test_groups_are_cut_one_by_one():
 def test_quantised_weights_count_as_they_are_stored(world_size):
     pytest.importorskip("bitsandbytes")
     net = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    ft.quantize_base_(net, "nf4", skip=["1"])
+    ft.finetune.quantize_base_(net, "nf4", skip=["1"])
     found = states("0", net, world_size)
     weight, absmax, tables = 64 * 64 // 2, 64, 64 + 4 + 1024 + 4
     assert found.parameters == weight + absmax + tables + 64 * 64 * 4
@@ -270,7 +270,7 @@ def test_a_lightning_module_brings_its_own_optimizer():
         (lambda p: torch.optim.Muon(p, lr=0.1), "must be a 2D matrix"),
         (lambda p: torch.optim.LBFGS(p), "closure"),
         (lambda p: torch.optim.SparseAdam(p), "does not support dense gradients"),
-        (lambda p: ft.GaLoreAdamW([{"params": list(p), "rank": 4}]), "GaLoreAdamW with ZeRO"),
+        (lambda p: ft.optim.GaLoreAdamW([{"params": list(p), "rank": 4}]), "GaLoreAdamW with ZeRO"),
     ],
 )
 def test_optimizers_that_cannot_be_sharded(make, says):
