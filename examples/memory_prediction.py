@@ -24,6 +24,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.bench.process import without_paths
 
 MODELS = {
     "GPT nano": zoo.gpt("nano", batch=8),
@@ -93,6 +94,7 @@ def has_blocks(specimen):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", help="some of them, by name; default: all")
+    parser.add_argument("--ways", default=",".join(WAYS), help="some of the ways to train them, by name; default: all")
     parser.add_argument("--families", action="store_true", help="models of other families")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cuda or cpu")
     parser.add_argument("--out", type=Path, help="a JSON file for the figures")
@@ -106,12 +108,12 @@ def main():
         "hardware": hardware(),
         "versions": versions(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": without_paths(shlex.join(["python", "examples/memory_prediction.py", *sys.argv[1:]])),
     }
     rows = []
     print(f"{'MiB':<34} {'predicted':>10} {'measured':>10} {'error':>7}")
     for model in options.models.split(",") if options.models else chosen:
-        for row in rows_of(model, specimens[model], options.device):
+        for row in rows_of(model, specimens[model], options.ways.split(","), options.device):
             rows.append(row)
             largest = max(abs(error_of(row)) for row in rows)
             if options.out is not None:
@@ -120,10 +122,12 @@ def main():
     print(f"largest error {largest:.1%}")
 
 
-def rows_of(model, specimen, device):
-    """A row for each way to train the model, as it is measured."""
-    ways = WAYS if has_blocks(specimen) else {way: s for way, s in WAYS.items() if not s[0]}
-    for way, settings in ways.items():
+def rows_of(model, specimen, ways, device):
+    """A row for each of these ways to train the model, as it is measured."""
+    blocks = has_blocks(specimen)
+    for way, settings in WAYS.items():
+        if way not in ways or (settings[0] and not blocks):
+            continue
         predicted, measured = (of(specimen, device, *settings) for of in (predicted_bytes, measured_bytes))
         gc.collect()  # or what is left of this one counts in the next
         row = {"model": model, "way": way, "predicted_bytes": predicted, "measured_bytes": measured}

@@ -1,4 +1,4 @@
-"""Starts the ranks of a test as torchrun would, but as forks of one process that has imported everything.
+"""Starts scripts, and the ranks of a run, as forks of one process that has imported everything.
 
 Importing takes longer than most of what they do. What a launcher itself must do is tested with real ones, in
 ``guard_scenarios.py`` and ``test_examples.py``.
@@ -17,43 +17,45 @@ ROOT = Path(__file__).parent.parent
 
 
 class Ranks:
-    """Processes that run ``python -m module arguments`` as the ranks of one run.
+    """Processes that run ``python -m module arguments``, or a script, as torchrun would start them.
 
     Args:
         module: with a ``__main__`` part; or the path of a script.
         arguments: of its command line.
-        log: a file for what the ranks print.
-        count: how many.
+        log: a file for what they print; what goes to stderr is in ``log.err``.
+        count: how many; None for one process that is no rank.
     """
 
-    def __init__(self, module: str, *arguments: object, log: Path, count: int = 2) -> None:
+    def __init__(self, module: str, *arguments: object, log: Path, count: int | None = 2) -> None:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["tests.cases"])
-        self.log = log
-        self.log.touch()
-        launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
-        launch |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "GROUP_RANK": "0"}
+        self.files = log, log.with_name(f"{log.name}.err")
+        for file in self.files:
+            file.touch()
+        environments = [{}] if count is None else _ranks_of_a_launch(count)
         argv = [module, *map(str, arguments)]
         self.processes = []
-        for rank in range(count):
-            own = {**os.environ, **launch, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            process = context.Process(target=_be_a_rank, args=(argv, own, log))
+        for own in environments:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
+            process = context.Process(target=_be_a_script, args=(argv, environment, self.files))
             process.start()
             self.processes.append(process)
 
     def wait(self, timeout_s: float = 240) -> str:
         """What they printed, once all have ended well; one that failed, or is too slow, ends them all."""
         end = time.monotonic() + timeout_s
-        while time.monotonic() < end and {process.exitcode for process in self.processes} == {None}:
+        while time.monotonic() < end and not self._over():
             time.sleep(0.05)
-        failed = [process.exitcode for process in self.processes if process.exitcode]
-        for process in self.processes:
-            process.join(0 if failed else max(0.0, end - time.monotonic()))
         codes = [process.exitcode for process in self.processes]
         self.stop()
-        said = self.log.read_text()
-        assert codes == [0] * len(codes), f"exit codes {codes} (None: after {timeout_s} s)\n{said[-6000:]}"
+        said, errors = (file.read_text() for file in self.files)
+        why = f"exit codes {codes} (None: after {timeout_s} s)\n{said[-3000:]}{errors[-3000:]}"
+        assert codes == [0] * len(codes), why
         return said
+
+    def _over(self) -> bool:
+        codes = [process.exitcode for process in self.processes]
+        return None not in codes or any(code not in (None, 0) for code in codes)
 
     def stop(self) -> None:
         for process in self.processes:
@@ -61,27 +63,30 @@ class Ranks:
             process.join()
 
 
-def run_ranks(module: str, *arguments: object, log: Path, count: int = 2, timeout_s: float = 240) -> str:
+def run_ranks(module: str, *arguments: object, log: Path, count: int | None = 2, timeout_s: float = 240) -> str:
     """What :class:`Ranks` print."""
     return Ranks(module, *arguments, log=log, count=count).wait(timeout_s)
 
 
-def _free_port() -> int:
+def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+        port = found.getsockname()[1]
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GROUP_RANK": "0"}
+    launch |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    return [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _be_a_rank(argv: list[str], environment: dict[str, str], log: Path) -> None:
-    file = os.open(log, os.O_WRONLY | os.O_APPEND)
-    os.dup2(file, 1)
-    os.dup2(file, 2)
+def _be_a_script(argv: list[str], environment: dict[str, str], files: tuple[Path, Path]) -> None:
+    for number, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
     warnings.simplefilter("ignore")
     sys.argv = argv
     if argv[0].endswith(".py"):
+        sys.path.insert(0, str(Path(argv[0]).parent))
         runpy.run_path(argv[0], run_name="__main__")
     else:
         runpy.run_module(argv[0], run_name="__main__", alter_sys=True)

@@ -1,19 +1,33 @@
-"""Runs an example as a new user runs it."""
+"""Runs an example: its script, with its arguments, in a process of its own."""
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tests.ranks import ROOT, run_ranks
 
 
-def last_line(script, *arguments, launcher=()):
+def last_line(script, *arguments, ranks=None):
+    """The last line that it prints.
+
+    Args:
+        script: in ``examples/``.
+        arguments: of its command line.
+        ranks: how many processes of one run; None for one that is no rank.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        said = run_ranks(
+            str(ROOT / "examples" / script), *arguments, log=Path(folder, "log"), count=ranks, timeout_s=600
+        )
+    return said.strip().splitlines()[-1]
+
+
+def last_line_under_torchrun(script):
+    """The same, started by the real launcher, from nothing."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     run = subprocess.run(
-        [sys.executable, *launcher, str(ROOT / "examples" / script), *arguments],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        cwd=ROOT,
+        [*command, str(ROOT / "examples" / script)], capture_output=True, text=True, timeout=600, cwd=ROOT
     )
     assert run.returncode == 0, run.stderr[-3000:]
     return run.stdout.strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""The examples run as a new user runs them, and show what they say. Those that measure are in bench/."""
+"""The examples run, and show what they say. Those that measure are in bench/."""
 
 import json
 import shutil
@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from examples import your_own_technique
-from tests.run_example import last_line
+from tests.run_example import last_line, last_line_under_torchrun
 
 
 @pytest.mark.slow
@@ -19,12 +19,11 @@ def test_the_same_run_prints_the_same_numbers_in_every_host():
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["zero_auto.py", "fsdp2_fabric.py"])
 def test_two_processes_shard_save_and_go_on(script, tmp_path):
-    torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    first = last_line(script, "--steps", "10", "--folder", str(tmp_path / "whole"), launcher=torch_run)
+    first = last_line(script, "--steps", "10", "--folder", str(tmp_path / "whole"), ranks=2)
     assert first.split()[2:7] == ["after", "10", "steps", "on", "2"]
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "whole" / "step=5.ckpt", tmp_path / "again" / "step=5.ckpt")
-    second = last_line(script, "--steps", "10", "--folder", str(tmp_path / "again"), launcher=torch_run)
+    second = last_line(script, "--steps", "10", "--folder", str(tmp_path / "again"), ranks=2)
     assert second.split()[:7] == first.split()[:7]
     whole, again = (tmp_path / name / "weights.safetensors" for name in ("whole", "again"))
     assert whole.read_bytes() == again.read_bytes()
@@ -32,8 +31,7 @@ def test_two_processes_shard_save_and_go_on(script, tmp_path):
 
 @pytest.mark.slow
 def test_the_check_of_a_cluster_sees_both_ranks():
-    torch_run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    assert last_line("cluster/hello.py", launcher=torch_run).startswith("gloo: 2 ranks agree")
+    assert last_line_under_torchrun("cluster/hello.py").startswith("gloo: 2 ranks agree")
 
 
 def test_a_technique_of_your_own_is_worth_having(capsys):
