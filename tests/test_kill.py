@@ -1,14 +1,11 @@
 """Runs that are killed with SIGKILL over and over end as the uninterrupted one, bit for bit, and lose no checkpoint."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from tests.ranks import run_ranks
+
 # Strategy: processes, kills.
 RUNS = {"single": (1, 13), "ddp": (2, 13), "fasttrain_zero": (2, 7), "fasttrain_fsdp2": (2, 7)}
 
@@ -17,15 +14,8 @@ RUNS = {"single": (1, 13), "ddp": (2, 13), "fasttrain_zero": (2, 7), "fasttrain_
 def found(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     processes, kills = RUNS[request.param]
-    run = subprocess.run(
-        [sys.executable, "-m", "tests.kill_scenarios", request.param, str(processes), str(kills), str(folder)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    arguments = request.param, processes, kills, folder
+    run_ranks("tests.kill_scenarios", *arguments, log=folder / "log", count=None, timeout_s=300)
     return json.loads((folder / "found.json").read_text())
 
 
