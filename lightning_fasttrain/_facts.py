@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+NO_BLOCKS = "no repeated blocks were found: name them in blocks="
+
 
 @dataclass(frozen=True)
 class Facts:

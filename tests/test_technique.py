@@ -134,8 +134,11 @@ def test_a_conflict_may_depend_on_settings_and_on_no_name():
         def apply(self, model):
             return None
 
-    ft.apply(TinyLM(), [Enemy([]), Late(["another"])])
-    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), LoRA(), ft.IA3("up")])
+    late, stranger = Late(["another"]), LoRA()
+    ft.apply(TinyLM(), [Enemy([]), late])
+    assert late.seen == ["another", "Late"]
+    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), stranger, ft.IA3("up")])
+    assert stranger.acting
 
 
 def test_a_technique_and_its_own_kind_are_one():

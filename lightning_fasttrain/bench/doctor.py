@@ -77,7 +77,8 @@ def examine() -> list[Finding]:
 
 def facts() -> Facts:
     """What techniques are told of this machine alone."""
-    return Facts("cuda" if torch.cuda.is_available() else "cpu", compiler=_compiler().status == "ok")
+    compiler = "missing" not in (_compiler().status, _triton().status)
+    return Facts("cuda" if torch.cuda.is_available() else "cpu", compiler=compiler)
 
 
 def as_table(findings: list[Finding]) -> Table:

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch, why_none_ran, wrapper_on
@@ -253,7 +253,7 @@ class ActivationCheckpointing(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.blocks == 0:
-            return "no repeated blocks were found: name them in blocks="
+            return NO_BLOCKS
         return None
 
     def predict(self, step: PredictedStep) -> "ActivationCheckpointing":

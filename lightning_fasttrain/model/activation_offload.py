@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
@@ -343,7 +343,7 @@ class ActivationOffload(Technique):
         if facts.device == "cpu":
             return "what waits in host memory would wait where it is"
         if facts.blocks == 0:
-            return "no repeated blocks were found: name them in blocks="
+            return NO_BLOCKS
         return None
 
     def predict(self, step: PredictedStep) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
@@ -312,7 +312,7 @@ class CompileBlocks(Technique):
         if facts.compiler is False:
             return "torch.compile finds no compiler: see `fasttrain doctor`"
         if facts.blocks == 0:
-            return "no repeated blocks were found: name them in blocks="
+            return NO_BLOCKS
         return None
 
     def predict(self, step: PredictedStep) -> None:

@@ -63,7 +63,7 @@ class EagerGradientRelease(Technique):
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "DeepSpeed keeps buffers for the gradients in host memory, and needs them in the next step"
         way_out = "Leave it out: the device holds no gradients then"
-        return (Conflict(DeepSpeedStrategy, why, way_out, lambda _, zero: _offloads(zero)),)
+        return (Conflict(DeepSpeedStrategy, why, way_out, _would_take_from_the_host),)
 
     def predict(self, step: PredictedStep) -> None:
         step.releases = True
@@ -82,6 +82,8 @@ class EagerGradientRelease(Technique):
                 release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
 
-def _offloads(strategy: DeepSpeedStrategy) -> bool:
-    assert isinstance(strategy.config, dict)  # Lightning reads a file at once
-    return "offload_optimizer" in strategy.config.get("zero_optimization", {})
+def _would_take_from_the_host(release: EagerGradientRelease, zero: DeepSpeedStrategy) -> bool:
+    if zero.handles_gradient_accumulation:  # then nothing is released
+        return False
+    assert isinstance(zero.config, dict)  # Lightning reads a file at once
+    return "offload_optimizer" in zero.config.get("zero_optimization", {})

@@ -30,8 +30,7 @@ def layer_decay_groups(
     the head what it lists after the last one (the final norm, the classifier) and what
     :func:`~lightning_fasttrain.finetune.find_heads` finds elsewhere, and what lies between two blocks goes with the
     earlier one. Which is which is said in one line. A parameter that several modules share is listed once, where the
-    model names it
-    first: a head that is tied to the embeddings is in the stem.
+    model names it first: a head that is tied to the embeddings is in the stem.
 
     Norms, biases, embeddings and the stem's bare tensors (position embeddings, a class token) have no weight decay.
 

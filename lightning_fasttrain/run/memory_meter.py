@@ -231,9 +231,9 @@ def _parts_of(held: Any) -> Iterable[Any]:
         quantized = [tensor for _, tensor in quantized_tensors(held)]
         return [*held.parameters(), *gradients, *held.buffers(), *quantized]
     if isinstance(held, Optimizer):
-        return held.state.values()
+        return list(held.state.values())
     if isinstance(held, Mapping):
-        return held.values()
+        return list(held.values())
     return held if isinstance(held, list | tuple) else ()
 
 

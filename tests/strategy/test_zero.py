@@ -9,9 +9,11 @@ import lightning as L
 import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
-from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
+import lightning_fasttrain as ft
+from lightning_fasttrain._technique import check_together
 from lightning_fasttrain.strategy._zero_stage import _a_batch
 from lightning_fasttrain.strategy.model_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero import ZeROStrategy
@@ -333,3 +335,14 @@ def test_offload_on_one_gpu_is_the_training_of_the_cpu(stage, tmp_path):
     environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "PYTHONWARNINGS": "ignore"}
     subprocess.run([sys.executable, "-c", code, stage, str(out)], cwd=ROOT, env=environment, check=True, timeout=400)
     assert json.loads(out.read_text())["losses"] < 1e-4
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_lightnings_own_strategy_is_left_alone_where_nothing_is_released(offload):
+    check_together([ft.EagerGradientRelease()], DeepSpeedStrategy(stage=2, offload_optimizer=offload))
+    ours = ZeROStrategy(stage="2+offload" if offload else 2)
+    if offload:
+        with pytest.raises(ValueError, match=r"EagerGradientRelease \+ ZeROStrategy: .* needs them in the next step"):
+            check_together([ft.EagerGradientRelease()], ours)
+    else:
+        check_together([ft.EagerGradientRelease()], ours)
