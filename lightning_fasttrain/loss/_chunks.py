@@ -11,7 +11,7 @@ _STEP, _MOST = 128, 4096
 _LOGITS_BYTES = 512 * 2**20
 
 
-def chunk_size(tokens: int, row_bytes: int, share: int = 8, enough: int = 1024) -> int:
+def chunk_size(tokens: int, row_bytes: int, share: int = 8, enough: int = 2048) -> int:
     """Tokens whose logits are made at once: as many as 512 MiB hold, but so few that they are a part of all.
 
     A ``share``-th of all tokens, or a quarter if that is not ``enough`` to outweigh adding up a weight's gradient. In
@@ -36,6 +36,15 @@ def at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
+def logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``hidden @ weight.T + bias`` in the first rows of a buffer that all chunks use: on a CPU, new memory for each of
+    them takes as long as a third of the product does."""
+    logits = buffer[: len(hidden)]
+    if bias is None:
+        return torch.mm(hidden, weight.T, out=logits)
+    return torch.addmm(bias, hidden, weight.T, out=logits)
+
+
 class GradientSums:
     """Gradients, added up chunk by chunk; in float32, which is what one large matrix product does inside.
 
@@ -54,6 +63,7 @@ class GradientSums:
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] and weight is not None else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
+        self._product: Tensor | None = None  # of a chunk, in low precision: the next chunk's takes its memory
 
     def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, share: Tensor | None = None) -> None:
         """Add what a chunk brings; ``share`` is a factor for each of its tokens."""
@@ -73,7 +83,8 @@ class GradientSums:
         elif d_logits.is_cuda:  # low precision in, float32 out
             self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
         elif d_logits.dtype is torch.bfloat16 and not self.rounded:
-            self.weight += d_logits.T @ hidden
+            self._product = torch.mm(d_logits.T, hidden, out=self._product)
+            self.weight += self._product
         else:  # float16, too: the sum over a chunk can be beyond its range
             with _products_in_bfloat16() if d_logits.dtype is torch.bfloat16 else nullcontext():
                 self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))

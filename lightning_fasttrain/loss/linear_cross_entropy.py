@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int, require
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
+from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, logits_into, times
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
@@ -51,7 +51,7 @@ def linear_cross_entropy(
         reduction: ``"mean"`` over the targets that count, ``"sum"``, or ``"none"`` for one loss a token, (...).
         z_loss: ζ, the weight of the squared log-partition, which keeps logits from drifting.
         softcap: largest absolute logit, as in Gemma 2.
-        chunk: tokens whose logits live at once. By default an eighth of them, or if that is below 1,024 a quarter, and
+        chunk: tokens whose logits live at once. By default an eighth of them, or if that is below 2,048 a quarter, and
             at most 4,096, or as many as 512 MiB hold.
         backend: ``"chunked"`` is ours, and so is ``"auto"``, because the others are not as good everywhere:
             ``"compiled"`` is the same with what lies between its matrix products compiled by ``torch.compile``, which
@@ -173,14 +173,14 @@ class _Chunked(torch.autograd.Function):
         if reduction != "none" and any(needs):
             sums = GradientSums(hidden, weight, bias, needs, rounded=ctx.dtypes[1] == hidden.dtype)
         loss = torch.empty(len(targets), dtype=at_least_float32(hidden), device=hidden.device)
+        buffer = hidden.new_empty(min(size, len(targets)), len(weight))
         for start in range(0, len(targets), size):
             part = slice(start, start + size)
             chunk = hidden[part]
-            d_logits = F.linear(chunk, weight, bias)
+            d_logits = logits_into(buffer, chunk, weight, bias)
             loss[part] = _use_logits(d_logits, targets[part], options, compiled, with_gradient=sums is not None)
             if sums is not None:
                 sums.add(part, d_logits, chunk, weight, counted[part])
-            del d_logits  # before the next chunk's logits are made
         loss = torch.where(counted, loss, 0.0)
         if reduction == "none":
             ctx.save_for_backward(hidden, weight, bias, targets, counted)
@@ -204,13 +204,13 @@ class _Chunked(torch.autograd.Function):
         hidden, weight, bias, targets, counted = ctx.saved_tensors
         sums = GradientSums(hidden, weight, bias, ctx.needs_input_grad[:3], rounded=ctx.dtypes[1] == hidden.dtype)
         share = torch.where(counted, grad, 0.0)
+        buffer = hidden.new_empty(min(ctx.size, len(targets)), len(weight))
         for start in range(0, len(targets), ctx.size):
             part = slice(start, start + ctx.size)
             chunk = hidden[part]
-            d_logits = F.linear(chunk, weight, bias)
+            d_logits = logits_into(buffer, chunk, weight, bias)
             _use_logits(d_logits, targets[part], ctx.options, ctx.compiled, share[part])
             sums.add(part, d_logits, chunk, weight)
-            del d_logits
         found = zip((sums.hidden, sums.weight, sums.bias), ctx.dtypes, strict=True)
         return *(None if g is None else g.to(dtype) for g, dtype in found), *[None] * 9
 
