@@ -31,11 +31,11 @@ from rivals import DEFAULT_SIDES, PARTS, SHAPES, SIDES, WARMUP, build_model
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.bench.judge import refuse_non_finite
+from lightning_fasttrain.bench.ladder.judge import refuse_non_finite
+from lightning_fasttrain.bench.ladder.preparation import fast_bf16
+from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.bench.ladder.recorder import Recorder
 from lightning_fasttrain.bench.machine import Neighbours, hardware, package_version, versions
-from lightning_fasttrain.bench.preparation import fast_bf16
-from lightning_fasttrain.bench.process import without_paths
-from lightning_fasttrain.bench.recorder import Recorder
 
 
 def run_side(options):

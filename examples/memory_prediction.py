@@ -23,8 +23,8 @@ from lightning.fabric.utilities import move_data_to_device
 import lightning_fasttrain as ft
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.machine import hardware, versions
-from lightning_fasttrain.bench.process import without_paths
 
 MODELS = {
     "GPT nano": zoo.gpt("nano", batch=8),

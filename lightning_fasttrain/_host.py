@@ -1,8 +1,8 @@
 """Floor: the door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
 
-What only one place asks for stays there: positions in Lightning's loops in ``run/_loop_progress.py``, its logged
-metrics in ``run/_running_metrics.py``, and what subclasses of its strategies override in ``strategy/``. All private
-names are listed in ``tests/test_host.py``, which fails when Lightning lacks one, or when another file uses one.
+What only one place asks for stays there: positions in loops in ``run/resume/_loop_progress.py``, logged metrics in
+``run/resume/_running_metrics.py``, and what subclasses of its strategies override in ``strategy/``. All private names
+are listed in ``tests/test_host.py``, which fails when Lightning lacks one, or when another file uses one.
 """
 
 from collections.abc import Callable, Iterator

@@ -76,8 +76,8 @@ def _ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench import ladder, preparation, report
-    from lightning_fasttrain.bench.live import Live
+    from lightning_fasttrain.bench.ladder import preparation, report
+    from lightning_fasttrain.bench.ladder.live import Live
 
     console = wide_enough(Console())
     try:
@@ -99,8 +99,8 @@ def _ladder(options: argparse.Namespace) -> int:
         return BAD_INPUT
     for one in prepared.skipped:
         console.print(f"{one.rung.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
-    with Live(console, ladder.number_of_rows(prepared)) as live:
-        result = ladder.climb(prepared, live.row, live.progress)
+    with Live(console, climb.number_of_rows(prepared)) as live:
+        result = climb.climb(prepared, live.row, live.progress)
     if not result["rungs"]:
         return INTERRUPTED
     console.print(report.as_table(result, console.width))
@@ -231,8 +231,8 @@ def _shard(options: argparse.Namespace) -> int:
     from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import zoo
     from lightning_fasttrain.plan.subject import load_subject
-    from lightning_fasttrain.strategy._optimizer_state import optimizer_named
     from lightning_fasttrain.strategy.choose_strategy import choose_strategy
+    from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named
 
     if (options.target is None) == (options.size is None):
         print("fasttrain shard: give either TARGET or --size. See fasttrain shard --help.", file=sys.stderr)
@@ -285,7 +285,7 @@ def _add_consolidate(commands: Any) -> None:
 def _consolidate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lightning_fasttrain.run.memory_record import format_bytes
+    from lightning_fasttrain.run.memory.memory_record import format_bytes
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)

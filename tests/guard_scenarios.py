@@ -22,10 +22,10 @@ import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_fasttrain.run.hang_watch import HangWatch
-from lightning_fasttrain.run.preemption import Preemption
-from lightning_fasttrain.run.preemption_flag import PreemptionFlag
-from lightning_fasttrain.run.progress_watch import ProgressWatch
+from lightning_fasttrain.run.guard.hang_watch import HangWatch
+from lightning_fasttrain.run.guard.preemption import Preemption
+from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
+from lightning_fasttrain.run.guard.progress_watch import ProgressWatch
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 
 ROOT = Path(__file__).parent.parent

@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_fasttrain as ft
 from lightning_fasttrain import _files
 from lightning_fasttrain._checkpoint_choice import newest_checkpoint
-from lightning_fasttrain.run.atomic_checkpoints import AtomicCheckpoints
-from lightning_fasttrain.run.exact_resume import ExactResume
-from lightning_fasttrain.strategy import _zero_engine
+from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpoints
+from lightning_fasttrain.run.resume.exact_resume import ExactResume
+from lightning_fasttrain.strategy.zero import _zero_engine
 
 EPOCHS, BATCHES, WINDOW = 5, 7, 2  # an odd number of batches: the last window of an epoch is short
 MOMENTS = ("batch", "forward", "backward", "validation", "before a rename", "after a rename", "any time")

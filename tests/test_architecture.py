@@ -1,7 +1,9 @@
 """The rules of the house, read from the sources: imports go down only, packages do nothing, names keep their root."""
 
 import ast
+import graphlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +52,52 @@ def test_imports_go_down_only(file):
         module = name if module == "lightning_fasttrain" and name.split(".")[1] in HEIGHT else module
         other, other_height = place(module.split(".")[1:])
         assert other == room or other_height < height, f"{file}:{line} imports {module}, which is not below it"
+
+
+FOLDERS = sorted({file.parent for file in FILES} - {PACKAGE})
+
+
+def members(folder):
+    """The files and sub-rooms of a folder, and of each the others that it imports."""
+    needs = {}
+    for one in sorted(folder.iterdir()):
+        if one.name != "__init__.py" and (one.suffix == ".py" or (one / "__init__.py").exists()):
+            files = sorted(one.rglob("*.py")) if one.is_dir() else [one]
+            needs[one.stem] = {name for file in files for name in _imported_from(folder, file)} - {one.stem}
+    return {name: others & needs.keys() for name, others in needs.items()}
+
+
+def _imported_from(folder, file):
+    dotted = ".".join(("lightning_fasttrain", *folder.relative_to(PACKAGE).parts)) + "."
+    for _, name, _ in imported(file):
+        if name.startswith(dotted):
+            yield name.removeprefix(dotted).partition(".")[0]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(PACKAGE)))
+def test_a_room_has_no_circles_and_its_docstring_lists_it_from_the_bottom_up(folder):
+    needs = members(folder)
+    list(graphlib.TopologicalSorter(needs).static_order())  # raises where there is a circle, for type checkers too
+    docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+    listed = re.findall(r"``(\w+)``", docstring.partition("From the bottom up:")[2])
+    assert sorted(listed) == sorted(needs)
+    for place, name in enumerate(listed):
+        assert needs[name] <= set(listed[:place]), f"{name} stands before what it imports"
+
+
+def test_no_room_has_more_than_a_dozen_files():
+    crowded = {str(folder.relative_to(PACKAGE)): len(members(folder)) for folder in FOLDERS}
+    assert {name: number for name, number in crowded.items() if number > 12} == {}
+
+
+def test_a_circle_would_be_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
+    room = tmp_path / "room"
+    room.mkdir()
+    for one, other in (("a", "b"), ("b", "a")):
+        (room / f"{one}.py").write_text(f"if False:\n    from lightning_fasttrain.room.{other} import x\n")
+    with pytest.raises(graphlib.CycleError):
+        list(graphlib.TopologicalSorter(members(room)).static_order())
 
 
 @pytest.mark.parametrize("file", [f for f in FILES if f.name == "__init__.py"], ids=lambda f: f.parent.name)

@@ -24,8 +24,8 @@ from torch import nn
 import lightning_fasttrain as ft
 from lightning_fasttrain._checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
 from lightning_fasttrain._reading import CorruptCheckpoint
-from lightning_fasttrain.strategy._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.sharded_checkpoint import REST
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
 
 safetensors = pytest.importorskip("safetensors.torch")
 peft = pytest.importorskip("peft")

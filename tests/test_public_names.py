@@ -66,7 +66,7 @@ assert "MicroBatching" not in vars(ft)
 from lightning_fasttrain import *
 assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
 from lightning_fasttrain import LoRA, model
-assert LoRA.__module__ == "lightning_fasttrain.finetune.lora" and model.CompileBlocks is CompileBlocks
+assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model.CompileBlocks is CompileBlocks
 assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "_checks" not in dir(ft)
 assert "MicroBatching" in vars(ft)
 print("reached")

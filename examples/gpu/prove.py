@@ -28,7 +28,7 @@ from pieces import PIECES
 from proof_report import write_report
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.bench.process import without_paths
+from lightning_fasttrain.bench.ladder.process import without_paths
 
 ROOT = Path(__file__).parents[2]
 ENDING_S = 3  # to write the last line within the time

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
-from lightning_fasttrain.strategy.model_states import predict_model_states
-from lightning_fasttrain.strategy.zero import ZeROStrategy
+from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
 GIB = 2**30
 STAGES = ("0", "2", "2+offload", "3+offload")

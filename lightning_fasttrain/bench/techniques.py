@@ -12,7 +12,7 @@ import yaml
 from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._technique import Technique
-from lightning_fasttrain.bench.judge import TIME_WORTH
+from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
 
 ROOMS = (data, model, finetune, loss, optim, run)
 

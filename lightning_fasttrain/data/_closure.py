@@ -8,7 +8,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import lightning as L
 import torch
@@ -29,19 +29,45 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data._part_logs import PartLogs
 from lightning_fasttrain.data._part_weights import PartWeights, add_counts
-from lightning_fasttrain.data._split_trial import Sample, Stage, first_part, some_rows
-from lightning_fasttrain.data._step_parts import loss_of
-from lightning_fasttrain.data.count_targets import CountTargets, count_targets, is_sum, weights_of
-from lightning_fasttrain.data.find_count import find_on, is_sharded
+from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, count_targets, is_sum, weights_of
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
-
-if TYPE_CHECKING:
-    from lightning_fasttrain.data.micro_batching import MicroBatching
-    from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
-
+from lightning_fasttrain.data.trial._split_trial import Sample, Stage, first_part, some_rows
+from lightning_fasttrain.data.trial._step_parts import loss_of
+from lightning_fasttrain.data.trial.find_count import find_on, is_sharded
 
 _MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
+
+
+class Counting(Protocol):
+    """What both kinds of technique say about weighing, and are told."""
+
+    count: Count
+    check: bool
+    found: CountTargets | None
+    found_before: CountRule | None
+
+
+class Splitter(Counting, Protocol):
+    """One that runs a batch in parts."""
+
+    n: int
+    adaptive: bool
+    parts: int
+    split: Callable[[Any, int], list[Any]]
+
+
+class Window(Counting, Protocol):
+    """One that sums the gradients of several batches."""
+
+    reference: Any
+
+    @property
+    def holds_one_batch(self) -> bool: ...
+
+    def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None: ...
+
+    def add(self, targets: Any, optimizer: Optimizer) -> None: ...
 
 
 class BatchClosures:
@@ -49,8 +75,8 @@ class BatchClosures:
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.trainer = trainer
-        self.micro: MicroBatching | None = None
-        self.window: TokenWeightedAccumulation | None = None
+        self.micro: Splitter | None = None
+        self.window: Window | None = None
         self.logs = PartLogs()
         self.counted: CountTargets | None = None  # what the first batch showed
         self._restore = replace_closures(trainer, self)
@@ -61,8 +87,8 @@ class BatchClosures:
         trainer: L.Trainer,
         pl_module: L.LightningModule,
         *,
-        micro: "MicroBatching | None" = None,
-        window: "TokenWeightedAccumulation | None" = None,
+        micro: Splitter | None = None,
+        window: Window | None = None,
     ) -> Undo:
         """Take part in this trainer's closures; the returned function leaves them again."""
         name = type(micro or window).__name__
@@ -80,14 +106,6 @@ class BatchClosures:
                     f"{name} with {type(trainer.strategy).__name__}",
                     "this strategy counts micro-batches itself and steps on its own count",
                     "Use accumulate_grad_batches with a smaller batch",
-                )
-            )
-        if micro is not None and micro.adaptive and trainer.world_size > 1:
-            raise ValueError(
-                explain(
-                    f"MicroBatching('auto') on {trainer.world_size} processes",
-                    "a rank that runs out of memory inside a step would leave the others waiting for its gradients",
-                    "Find the number on one process, and give it: MicroBatching(8)",
                 )
             )
         joined = replaced_closures(trainer)
@@ -173,13 +191,13 @@ class BatchClosures:
         return find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
 
     @property
-    def _counting(self) -> "MicroBatching | TokenWeightedAccumulation":
+    def _counting(self) -> Counting:
         """The technique whose ``count`` is used: one that is given serves both."""
         given = [technique for technique in self._techniques if technique.count != "auto"]
         return (given or self._techniques)[0]
 
     @property
-    def _techniques(self) -> "list[MicroBatching | TokenWeightedAccumulation]":
+    def _techniques(self) -> list[Counting]:
         return [technique for technique in (self.micro, self.window) if technique is not None]
 
     def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.data._part_weights import PartWeights
-from lightning_fasttrain.data._step_parts import key_of, loss_of
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, is_sum, named_count, weights_of
-from lightning_fasttrain.data.find_count import find_count
 from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.trial._step_parts import key_of, loss_of
+from lightning_fasttrain.data.trial.find_count import find_count
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]
@@ -44,7 +44,7 @@ def accumulate_gradients(
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
         n: number of parts.
         count: what c_i is. ``"auto"`` finds it in the first call with this step, by comparing gradients: see
-            :func:`~lightning_fasttrain.data.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
+            :func:`~lightning_fasttrain.data.trial.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
             ``"sum"`` (the parts' losses are added), or a function: batch → the number of terms its mean loss averages
             over, or the sum of their weights.
         check: refuse, in the first call, a loss that cannot be split by ``count``. False goes on, and says with

@@ -35,7 +35,7 @@ class MicroBatching(Technique):
             it on the first batch, and logs it in one line.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
         check: stop on the first batch if ``count`` does not split the loss exactly; see
-            :func:`~lightning_fasttrain.data.find_count`.
+            :func:`~lightning_fasttrain.data.trial.find_count`.
 
     Raises:
         TypeError: n is not a whole number.
@@ -83,6 +83,14 @@ class MicroBatching(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
+        if self.adaptive and trainer.world_size > 1:
+            raise ValueError(
+                explain(
+                    f"MicroBatching('auto') on {trainer.world_size} processes",
+                    "a rank that runs out of memory inside a step would leave the others waiting for its gradients",
+                    "Find the number on one process, and give it: MicroBatching(8)",
+                )
+            )
         return BatchClosures.join(trainer, pl_module, micro=self)
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:

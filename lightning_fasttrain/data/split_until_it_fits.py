@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_fasttrain._messages import say
-from lightning_fasttrain.data._put_back import remember, remember_gradients
+from lightning_fasttrain.data.trial._put_back import remember, remember_gradients
 
 Result = TypeVar("Result")
 

@@ -1,4 +1,10 @@
-"""Tensors in, scalar out."""
+"""Tensors in, scalar out.
+
+Logits of a few tokens are there at a time, never all.
+
+From the bottom up: ``_chunks``, ``_counted_positions``, ``deferred_logits``, ``linear_cross_entropy``,
+``linear_kl_divergence``, ``_module_io``, ``fused_loss_head``, ``_teacher``, ``_distiller``, ``distillation``.
+"""
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.distillation import Distillation, distilling

@@ -13,7 +13,16 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._counted_positions import masks_in, of_feature, of_logits
-from lightning_fasttrain.loss._taps import PROJECTIONS, Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss._module_io import (
+    PROJECTIONS,
+    Seen,
+    Tap,
+    autocast_dtype,
+    feature_in,
+    head_of,
+    logits_of,
+    named,
+)
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
 from lightning_fasttrain.loss.linear_kl_divergence import divergence

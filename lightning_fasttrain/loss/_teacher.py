@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import WrappedForward, patch
-from lightning_fasttrain.loss._taps import Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss._module_io import Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 

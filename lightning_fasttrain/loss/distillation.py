@@ -23,7 +23,7 @@ from lightning_fasttrain.loss._distiller import (
     Student,
     projection_key,
 )
-from lightning_fasttrain.loss._taps import PROJECTIONS, student_of
+from lightning_fasttrain.loss._module_io import PROJECTIONS, student_of
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
 
 

@@ -1,4 +1,10 @@
-"""Changes the nn.Module before the optimizer exists."""
+"""Changes the nn.Module before the optimizer exists.
+
+What blocks save for the backward is recomputed, moved away, or never made.
+
+From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``, ``compile_report``,
+``activation_offload``, ``checkpointed_forward``, ``activation_checkpointing``, ``compile_blocks``.
+"""
 
 from lightning_fasttrain.model.activation_checkpointing import (
     ActivationCheckpointing,

@@ -1,4 +1,10 @@
-"""Changes gradients, updates, optimizer state, schedules."""
+"""Changes gradients, updates and optimizer state.
+
+Parameter groups are made here too.
+
+From the bottom up: ``eager_gradient_release``, ``fused_clipping``, ``galore``, ``optimizer_in_backward``,
+``parameter_groups``, ``galore_groups``.
+"""
 
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
 from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.run.progress_watch import write_to_stderr
+from lightning_fasttrain.run.guard.progress_watch import write_to_stderr
 
 _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
 _WAY_OUT = "Look at the first error in the output of the other ranks"

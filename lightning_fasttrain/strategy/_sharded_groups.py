@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_fasttrain.strategy._held import Held, ceil_div
-from lightning_fasttrain.strategy._optimizer_state import Shape, state_bytes
-from lightning_fasttrain.strategy.model_states import ModelStates
-from lightning_fasttrain.strategy.shard_blocks import own_groups, precision_policy, stays_whole
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, stays_whole
+from lightning_fasttrain.strategy.sizes._model_sizes import Held, ceil_div
+from lightning_fasttrain.strategy.sizes._optimizer_state import Shape, state_bytes
+from lightning_fasttrain.strategy.sizes.model_states import ModelStates
 
 
 @dataclass(frozen=True)

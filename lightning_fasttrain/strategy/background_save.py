@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fasttrain._messages import warn
-from lightning_fasttrain.run.progress_watch import write_to_stderr
+from lightning_fasttrain.run.guard.progress_watch import write_to_stderr
 
 Write = Callable[..., None]
 

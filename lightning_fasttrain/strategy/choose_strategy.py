@@ -14,14 +14,14 @@ from torch.optim import SGD, Optimizer
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan import MemoryReport, predict_memory
-from lightning_fasttrain.strategy._held import ZeROSizes, held_by
-from lightning_fasttrain.strategy._optimizer_state import MakeOptimizer, refuse_unshardable
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
-from lightning_fasttrain.strategy.choose_stage import GIB, gib
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.model_states import ModelStates, states_of, usual_sizes
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
+from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, refuse_unshardable
+from lightning_fasttrain.strategy.sizes.choose_stage import GIB, gib
+from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import FSDP2, Moved, Traffic
-from lightning_fasttrain.strategy.zero import ZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
 # With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
 CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")

@@ -13,7 +13,7 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path
-from lightning_fasttrain.strategy._zero_files import ZeROFiles
+from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -87,7 +87,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
 
 def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
     if (folder / ".metadata").exists() or any(folder.glob("*/.metadata")):
-        from lightning_fasttrain.strategy.sharded_checkpoint import full_state_dict
+        from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 
         state = full_state_dict(folder)
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"

@@ -3,19 +3,19 @@ import sys
 
 import pytest
 
-from lightning_fasttrain.bench import preparation
+from lightning_fasttrain.bench.ladder import preparation
 from lightning_fasttrain.bench.sizes import SIZES
 from lightning_fasttrain.cli import main
 
 
 @pytest.fixture(autouse=True)
 def _no_rung_is_run(monkeypatch):
-    from lightning_fasttrain.bench import ladder
+    from lightning_fasttrain.bench.ladder import climb as climbing
 
     def climb(*arguments):
         raise AssertionError("a rung was run although the input was bad")
 
-    monkeypatch.setattr(ladder, "climb", climb)
+    monkeypatch.setattr(climbing, "climb", climb)
 
 
 def refusal(capsys, *arguments):

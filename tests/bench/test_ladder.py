@@ -10,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from lightning_fasttrain._messages import FULL_WIDTH
-from lightning_fasttrain.bench import ladder as ladder_module
-from lightning_fasttrain.bench import report
+from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.gpt import GPTConfig
-from lightning_fasttrain.bench.ladder import climb, number_of_rows
-from lightning_fasttrain.bench.preparation import prepare
-from lightning_fasttrain.bench.process import run_in_own_process
-from lightning_fasttrain.bench.rungs import Rung, rungs
+from lightning_fasttrain.bench.ladder import report
+from lightning_fasttrain.bench.ladder.climb import climb, number_of_rows
+from lightning_fasttrain.bench.ladder.preparation import prepare
+from lightning_fasttrain.bench.ladder.process import run_in_own_process
+from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
 from lightning_fasttrain.bench.sizes import Size
 from lightning_fasttrain.cli import main
 
@@ -38,7 +38,7 @@ def by_memory_alone(row, below, naive, noise):
 @pytest.fixture(scope="module", autouse=True)
 def _no_clock():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ladder_module, "judge", by_memory_alone)
+        patch.setattr(climb_module, "judge", by_memory_alone)
         yield
 
 
@@ -155,14 +155,14 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     from lightning_fasttrain.bench import sizes
 
     monkeypatch.setitem(sizes.SIZES, "micro", MICRO)
-    run = ladder_module.run_in_own_process
+    run = climb_module.run_in_own_process
 
     def run_twice(spec, on_progress):
         if "MicroBatching" in spec["state"]["callbacks"]:
             raise KeyboardInterrupt
         return run(spec, on_progress)
 
-    monkeypatch.setattr(ladder_module, "run_in_own_process", run_twice)
+    monkeypatch.setattr(climb_module, "run_in_own_process", run_twice)
     code = main(["ladder", "--size", "micro", "--out", str(tmp_path), "--rungs", "prefetch,micro-batches,release"])
     captured = capsys.readouterr()
     assert code == 130

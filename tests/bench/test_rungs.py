@@ -3,8 +3,8 @@ import json
 import pytest
 
 from lightning_fasttrain._technique import Exactness
-from lightning_fasttrain.bench.hosts import callbacks_of
-from lightning_fasttrain.bench.judge import (
+from lightning_fasttrain.bench.ladder.hosts import callbacks_of
+from lightning_fasttrain.bench.ladder.judge import (
     fastest_with_half_the_memory,
     judge,
     judge_by_memory,
@@ -15,9 +15,9 @@ from lightning_fasttrain.bench.judge import (
     time_noise,
     usual_noise,
 )
-from lightning_fasttrain.bench.paste import as_code
-from lightning_fasttrain.bench.process import without_paths
-from lightning_fasttrain.bench.rungs import NAIVE, chosen, least_exact, on_top_of, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.paste import as_code
+from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, chosen, least_exact, on_top_of, rungs, strong_baseline
 
 
 def row(step_ms, peak_mib, error=None):

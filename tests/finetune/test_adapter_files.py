@@ -20,7 +20,7 @@ from lightning_fasttrain.finetune import (
     save_adapter,
     use_adapter_,
 )
-from lightning_fasttrain.finetune.adapters import adapter_parameters
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from tests.finetune.test_targets import TINY, bert, llama
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 

@@ -13,8 +13,8 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Exactness
-from lightning_fasttrain.finetune.freezing import freeze_
-from lightning_fasttrain.finetune.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from lightning_fasttrain.finetune.parts.freezing import freeze_
+from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks

@@ -11,8 +11,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import load_quantized, quantize_base_
-from lightning_fasttrain.finetune._quantized_layer import KINDS
-from lightning_fasttrain.finetune._tensor_files import INDEX, find_tensors
+from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS
+from lightning_fasttrain.finetune.quantized._tensor_files import INDEX, find_tensors
 from tests.nets import TinyLM, lm_batches
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
@@ -134,7 +134,7 @@ def test_a_parameter_that_two_modules_are_given_stays_one():
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
             self.a.weight, self.b.weight = weight, weight
 
-    from lightning_fasttrain.finetune.load_quantized import _empty
+    from lightning_fasttrain.finetune.quantized.load_quantized import _empty
 
     model = _empty(Shared)
     assert model.a.weight is model.b.weight
@@ -204,7 +204,7 @@ def test_the_full_precision_model_never_lives_whole(tmp_path):
 
 
 def test_building_takes_no_memory_and_no_other_thread_notices():
-    from lightning_fasttrain.finetune.load_quantized import _empty
+    from lightning_fasttrain.finetune.quantized.load_quantized import _empty
 
     others, ready, go = [], threading.Event(), threading.Event()
 

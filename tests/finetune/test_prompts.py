@@ -10,7 +10,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, prompt_state, set_prompt_state_
-from lightning_fasttrain.finetune.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
 from tests.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
 
 peft = pytest.importorskip("peft")

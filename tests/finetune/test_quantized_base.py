@@ -26,7 +26,7 @@ from lightning_fasttrain.finetune import (
     quantize_base_,
     quantized_bytes,
 )
-from lightning_fasttrain.finetune._quantized_layer import KINDS, quantization_of
+from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
 from lightning_fasttrain.run import PeakMemory
 from tests.nets import LazyLM, TinyLM, as_loader, fit, lm_batches, trainer, weights
 

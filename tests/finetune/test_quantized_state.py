@@ -12,7 +12,7 @@ from torch import nn
 from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 
 from lightning_fasttrain.finetune import QuantizedBase, dequantized_weight, keep_quantized_, quantize_base_
-from lightning_fasttrain.finetune._quantized_layer import KINDS, quantization_of
+from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
 HOW = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True)]

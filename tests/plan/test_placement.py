@@ -5,8 +5,8 @@ import random
 
 import pytest
 
-from lightning_fasttrain.plan import placement
-from lightning_fasttrain.plan.placement import place
+from lightning_fasttrain.plan.budget import placement
+from lightning_fasttrain.plan.budget.placement import place
 
 
 def best_by_trying_all(options, room):

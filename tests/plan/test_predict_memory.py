@@ -19,7 +19,7 @@ from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.plan import MemoryReport
 from lightning_fasttrain.run import PeakMemory
-from lightning_fasttrain.run.memory_record import CATEGORIES
+from lightning_fasttrain.run.memory.memory_record import CATEGORIES
 from tests.nets import TinyLM, fit, lm_batches
 
 MIB = 2**20

@@ -19,8 +19,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_fasttrain as ft
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain._technique import Technique
-from lightning_fasttrain.run._per_rank import packed, unpacked
-from lightning_fasttrain.run.exact_resume import KEY, ExactResume
+from lightning_fasttrain.run.resume._gathered_states import packed, unpacked
+from lightning_fasttrain.run.resume.exact_resume import KEY, ExactResume
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")
 

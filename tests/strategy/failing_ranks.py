@@ -24,10 +24,10 @@ from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
-from lightning_fasttrain.strategy._zero_engine import import_deepspeed
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.zero import ZeROStrategy
-from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
+from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 
 ROOT = Path(__file__).parent.parent.parent

@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.shard_blocks import check_sharded
+from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
 from tests.nets import (
     LazyLM,
     TinyLM,

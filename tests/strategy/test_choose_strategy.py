@@ -164,7 +164,7 @@ def test_the_strategy_chosen_can_be_had(large):
 
 @pytest.mark.parametrize(("name", "offload"), [("fsdp2", None), ("fsdp2+offload", "cpu")])
 def test_fsdp2_can_be_had(large, name, offload):
-    from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+    from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 
     strategy = dataclasses.replace(large, name=name).strategy()
     assert isinstance(strategy, FSDP2Strategy)

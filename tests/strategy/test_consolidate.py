@@ -13,7 +13,7 @@ import torch
 from lightning_fasttrain._checkpoint_folder import MANIFEST, checkpoint_folder
 from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain.strategy.consolidate import consolidate
-from lightning_fasttrain.strategy.sharded_checkpoint import save_sharded
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
 from tests.nets import TinyLM, weights
 from tests.ranks import ROOT
 from tests.strategy.zero_launches import launched

@@ -12,10 +12,10 @@ import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_fasttrain.strategy._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.fsdp2_fabric import FabricFSDP2Strategy
-from lightning_fasttrain.strategy.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
 
@@ -252,8 +252,8 @@ def test_a_checkpoint_of_two_processes_goes_on_on_one_device(found, single, tmp_
 
 ONE_PROCESS = """
 import sys, torch
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.sharded_checkpoint import full_state_dict
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 import lightning as L
 
@@ -346,7 +346,7 @@ def test_on_one_gpu_as_without_sharding(precision, offload, tmp_path):
     """In a process of its own, since a process group stays."""
     code = f"""
 import lightning as L, torch
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 ends = []
 for strategy in ("auto", FSDP2Strategy(offload={offload!r})):
@@ -367,7 +367,7 @@ for name in ends[0]:
 def test_on_two_gpus_ranks_agree(options, tmp_path):
     code = f"""
 import os, time, torch, torch.distributed as dist
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 rank = int(os.environ["RANK"])
 module = TinyLM()

@@ -8,9 +8,9 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.zoo import gpt
-from lightning_fasttrain.strategy._held import ZeROSizes
-from lightning_fasttrain.strategy._optimizer_state import groups_of, refuse_unshardable, state_bytes
-from lightning_fasttrain.strategy.model_states import STAGES, predict_model_states
+from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.sizes._optimizer_state import groups_of, refuse_unshardable, state_bytes
+from lightning_fasttrain.strategy.sizes.model_states import STAGES, predict_model_states
 from tests.nets import LazyLM, TinyLM
 
 NO_BUFFERS = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)

@@ -9,15 +9,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.materialize import send_from_rank_zero_, whole_on_rank_zero
-from lightning_fasttrain.strategy.shard_blocks import (
+from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
     precision_policy,
     reshard_,
     shard_blocks_,
     without_gradient_reduction,
 )
-from lightning_fasttrain.strategy.sharding import Sharding
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from tests.nets import Block, TinyLM, gradients, largest_difference, lm_batches, weights
 
 BATCH = lm_batches(1)[0]

@@ -11,7 +11,7 @@ from torch import nn
 from lightning_fasttrain.bench.zoo import gpt
 from lightning_fasttrain.cli import main
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
-from lightning_fasttrain.strategy.sharded_checkpoint import save_sharded
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,12 +14,12 @@ import lightning_fasttrain as ft
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
 from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain._run_mark import KEY, RunMark
-from lightning_fasttrain.strategy._dcp_reading import SafePlanner, SafeReader
-from lightning_fasttrain.strategy._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.background_save import BackgroundSave, to_host
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
-from lightning_fasttrain.strategy.fsdp2 import FSDP2Strategy
-from lightning_fasttrain.strategy.sharded_checkpoint import (
+from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     full_checkpoint,
     full_state_dict,
     load_full_,

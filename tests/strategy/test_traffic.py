@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_fasttrain.strategy._held import ZeROSizes, held_by
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states, sharded_groups
-from lightning_fasttrain.strategy.model_states import predict_model_states
+from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
+from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
 from tests.ranks import run_ranks
 from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for

@@ -14,10 +14,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._technique import check_together
-from lightning_fasttrain.strategy._zero_stage import _a_batch
-from lightning_fasttrain.strategy.model_states import STAGES as KNOWN
-from lightning_fasttrain.strategy.zero import ZeROStrategy
-from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.sizes.model_states import STAGES as KNOWN
+from lightning_fasttrain.strategy.zero._zero_stage import _a_batch
+from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import trainer
 from tests.ranks import ROOT
 from tests.strategy.zero_launches import launched

@@ -19,9 +19,9 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.nn import functional
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.model_states import predict_model_states
-from lightning_fasttrain.strategy.zero import ZeROStrategy
-from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
+from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import LazyLM, TinyLM, as_loader, concatenate, largest_difference, lm_batches, lm_loss, sgd, trainer
 from tests.strategy import zero_steps
 
@@ -199,7 +199,7 @@ def reshards(found, folder):
 
 def read_pieces(path, stage):
     """Weights and Adam state of a checkpoint by DeepSpeed's files, put together by hand."""
-    from lightning_fasttrain.strategy._zero_files import ZeROFiles
+    from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
     files = ZeROFiles.read(path / "checkpoint")
     saved = dict(files.masters())

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
-from lightning_fasttrain.strategy.zero import ZeROStrategy
-from lightning_fasttrain.strategy.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
+from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import as_loader, trainer
 
 STAGES = (0, 1, 2, 3, "2+offload")

@@ -1,0 +1,258 @@
+"""The ladder for people: a table in the terminal, a picture in a file."""
+
+import io
+import platform
+import textwrap
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
+
+Row = dict[str, Any]
+
+# In the order in which a narrow terminal goes without them, the last one first.
+_BY_WEIGHT = (
+    *("rung", "ms/step", "peak MiB", "× naive", "÷ naive", "on this device", "max |Δloss|", "exactness"),
+    *("÷ strong", "× strong", "tokens/s", "loss"),
+)
+_COLUMNS = (
+    *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
+    *("loss", "max |Δloss|", "exactness", "on this device"),
+)
+_BETWEEN_COLUMNS = 3
+_TEXT = ("rung", "exactness", "on this device")
+
+
+def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
+    """The ladder as a table, against both baselines.
+
+    Args:
+        ladder: what ``ladder.json`` holds.
+        width: columns of the terminal; what does not fit is left out, from the least important column on.
+    """
+    naive, strong = ladder["rungs"][0], ladder["strong"]
+    rungs = [_cells(row, naive, strong) for row in ladder["rungs"]]
+    rungs += [{"rung": one["title"], "on this device": "skipped"} for one in ladder["skipped"]]
+    baselines = [_cells(row, naive, strong) for row in (strong, ladder["bare_loop"]) if row is not None]
+    kept = _fitting([*rungs, *baselines], width)
+    model, machine = ladder["model"], ladder["hardware"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {where}"
+    caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
+    caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
+    table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in kept:
+        table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
+    for cells in rungs:
+        table.add_row(*(_plain(cells.get(name, "")) for name in kept), style="dim" if _is_dim(cells) else None)
+    table.add_section()
+    for cells in baselines:
+        table.add_row(*(_plain(cells.get(name, "")) for name in kept))
+    return table
+
+
+def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+    """The columns whose words are all shown whole in so many characters."""
+    kept, taken = [], 0
+    for name in _BY_WEIGHT:
+        taken += max(len(name), *(len(cells.get(name, "")) for cells in rows)) + _BETWEEN_COLUMNS
+        if taken > width and kept:
+            break
+        kept.append(name)
+    return [name for name in _COLUMNS if name in kept]
+
+
+def _is_dim(cells: dict[str, str]) -> bool:
+    return cells["rung"].startswith("(") or "ms/step" not in cells
+
+
+def as_line(row: Row, naive: Row) -> str:
+    """A finished rung in one line.
+
+    Example:
+        >>> naive = {"title": "naive loop", "step_ms": 100.0, "peak_mib": 800.0, "error": None, "verdict": ""}
+        >>> as_line({**naive, "title": "bf16 mixed", "step_ms": 50.0, "verdict": "time ÷2.0"}, naive)
+        'bf16 mixed                        50.0 ms ×2.00       800.0 MiB ÷1.00   time ÷2.0'
+    """
+    if row["error"] is not None:
+        return f"{row['title']:<28} failed: {row['error']}"
+    time = f"{_four_digits(row['step_ms']):>9} ms ×{ratio(naive, row, 'step_ms')}"
+    memory = f"{_four_digits(row['peak_mib']):>11} MiB ÷{ratio(naive, row, 'peak_mib')}"
+    return f"{row['title']:<28} {time} {memory:<20}  {row['verdict']}".rstrip()
+
+
+def _cells(row: Row, naive: Row, strong: Row | None) -> dict[str, str]:
+    """The text of each column; those that a failed rung has nothing for are missing."""
+    in_chain = row["carried"] or row["host"] == "bare" or row["name"] == "strong"
+    cells = {
+        "rung": row["title"] if in_chain else f"({row['title']})",
+        "exactness": row["exactness"].replace("_", " "),
+        "on this device": row["verdict"],
+    }
+    if row["error"] is not None:
+        return {**cells, "ms/step": "failed"}
+    delta = row["max_loss_delta"]
+    return {
+        **cells,
+        "ms/step": _four_digits(row["step_ms"]),
+        "tokens/s": f"{row['tokens_per_s']:,.0f}",
+        "× naive": ratio(naive, row, "step_ms"),
+        "× strong": ratio(strong, row, "step_ms"),
+        "peak MiB": _four_digits(row["peak_mib"]),
+        "÷ naive": ratio(naive, row, "peak_mib"),
+        "÷ strong": ratio(strong, row, "peak_mib"),
+        "loss": f"{row['loss']:.4f}",
+        "max |Δloss|": "–" if delta is None else f"{delta:.1e}",
+    }
+
+
+def _four_digits(number: float) -> str:
+    return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")  # rich would read it as a style
+
+
+def ratio(base: Row | None, row: Row, key: str) -> str:
+    """How many times smaller ``row[key]`` is than in ``base``, as text; a dash where one of them is missing.
+
+    Example:
+        >>> ratio({"step_ms": 300.0, "error": None}, {"step_ms": 200.0, "error": None}, "step_ms")
+        '1.50'
+    """
+    if base is None or base["error"] is not None or row["error"] is not None:
+        return "–"
+    return f"{base[key] / row[key]:.2f}"
+
+
+def as_table_of_each(ladder: Row) -> Table | None:
+    """Each rung alone on top of naive, or None if they were not run."""
+    rows = [row for row in ladder["rungs"] if row.get("alone")]
+    if not rows:
+        return None
+    naive = ladder["rungs"][0]
+    table = Table(title="each rung alone, on top of naive")
+    table.add_column("rung", no_wrap=True)
+    for column in ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        alone = row["alone"]
+        if alone["error"] is not None:
+            table.add_row(row["title"], f"[red]failed[/]: {_plain(alone['error'])}")
+            continue
+        delta = "–" if alone["max_loss_delta"] is None else f"{alone['max_loss_delta']:.1e}"
+        cells = (f"{alone['step_ms']:,.1f}", ratio(naive, alone, "step_ms"))
+        cells += (f"{alone['peak_mib']:,.1f}", ratio(naive, alone, "peak_mib"), delta)
+        table.add_row(row["title"], *cells)
+    return table
+
+
+def summary(ladder: Row) -> str:
+    """The two tops in a sentence each, each with its code; and what is to be said of this run."""
+    tops, noise = ladder["tops"], ladder["noise"]["time"] or 0.0
+    parts = [
+        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder["strong"], noise),
+        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder["strong"], noise),
+    ]
+    parts = [part for part in parts if part] or ["No rung takes half of naive's memory."]
+    if ladder["noise"]["time"]:
+        parts.append(f"Times of one and the same program differed by {noise:.0%} here.")
+    rows = (*ladder["rungs"], ladder["strong"], ladder["bare_loop"])
+    disturbed = [row["title"] for row in rows if row and row["disturbed_cores"]]
+    if disturbed:
+        parts.append(
+            f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): "
+            "memory and losses hold, their times do not."
+        )
+    parts += [f"Failed: {row['title']}: {row['error']}." for row in rows if row and row["error"] is not None]
+    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder["skipped"]]
+    return "\n".join(parts)
+
+
+def _top_in_words(what: str, top: Row | None, strong: Row | None, noise: float) -> str:
+    if top is None:
+        return ""
+    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], noise)}"
+    text += f", in {top['memory_ratio']:.1f} times less memory"
+    if strong and strong["error"] is None:
+        speedup, memory_ratio = strong["step_ms"] / top["step_ms"], strong["peak_mib"] / top["peak_mib"]
+        text += f"; against the strong baseline {_speed(speedup, noise)}, in {memory_ratio:.1f} times less"
+    return text + "\n" + textwrap.indent(top["code"], "    ")
+
+
+def _speed(speedup: float, noise: float) -> str:
+    if abs(1 / speedup - 1) <= max(TIME_WORTH, noise):
+        return f"about as fast (×{speedup:.2f})"
+    return f"{speedup:.2f} times as fast" if speedup > 1 else f"slower (×{speedup:.2f})"
+
+
+def save_picture(ladder: Row, path: str | Path) -> Path | None:
+    """Draw ms/step and peak MiB of every rung as bars, naive on top.
+
+    Args:
+        ladder: what ``ladder.json`` holds.
+        path: of the PNG.
+
+    Returns:
+        The path, or None if matplotlib is not installed (extra ``plots``).
+    """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError:
+        return None
+    rows = ladder["rungs"]
+    figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharey=True)
+    _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder["strong"])
+    _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder["strong"])
+    left.set_yticks(range(len(rows)), [row["title"] for row in rows])
+    left.invert_yaxis()
+    model, machine = ladder["model"], ladder["hardware"]
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
+    figure.suptitle(
+        f"{model['size']}: {model['layers']} blocks × {model['width']}, {model['tokens_per_step']:,} tokens a step, "
+        f"on {where or platform.machine()}",
+        fontsize=11,
+    )
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png", dpi=150)
+    return write_atomic(path, picture.getvalue())
+
+
+def _beside_bar(row: Row, key: str) -> str:
+    if row["error"] is not None:
+        return "failed"
+    left_out = not row["carried"] and key == "step_ms"  # said once for both bars
+    return f"{row[key]:,.0f}" + ("  not carried" if left_out else "")
+
+
+def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
+    values = [row[key] or 0.0 for row in rows]
+    largest = max(values) or 1.0
+    carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
+    not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}
+    for place, (row, value) in enumerate(zip(rows, values, strict=True)):
+        look = carried if row["carried"] else not_carried
+        axes.barh(place, value, height=0.68, linewidth=0.8, **look)
+        text_look = {"fontsize": 9, "color": "#222" if row["carried"] else "#777", "bbox": over_line}
+        axes.text(value + 0.01 * largest, place, _beside_bar(row, key), va="center", **text_look)
+    if strong and strong["error"] is None:
+        bottom, inside = len(rows) - 0.35, strong[key] > 0.6 * largest
+        axes.plot([strong[key]] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))
+        label_at = {"ha": "right" if inside else "left", "va": "center", "fontsize": 8, "color": "#444"}
+        axes.text(strong[key], bottom, "strong baseline  " if inside else "  strong baseline", **label_at)
+    axes.set_title(label, fontsize=10, loc="left")
+    axes.set_xlim(0, largest * 1.22)
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_visible(False)
+    for side in ("top", "right", "bottom"):
+        axes.spines[side].set_visible(False)
+    axes.spines["left"].set_color("#bbb")

@@ -1,0 +1,194 @@
+"""The rungs of the ladder, as data. Adding one is a single entry in :func:`rungs`."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._technique import Exactness
+from lightning_fasttrain.bench.ladder.judge import MEMORY_WORTH
+from lightning_fasttrain.model import CompileBlocks
+
+# How a run is made, in plain JSON, so that a fresh process can make it:
+#   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for
+#              EveryBlock(k=2); or None, to take it away
+#   trainer:   keyword arguments of L.Trainer
+#   optimizer: keyword arguments of GPTModule.configure_optimizers' AdamW
+#   loop:      how the loop around it behaves
+State = dict[str, dict[str, Any]]
+
+NAIVE: State = {
+    "callbacks": {},
+    "trainer": {"precision": "32-true"},
+    "optimizer": {"fused": False},
+    "loop": {"print_loss": True, "pin_memory": False},
+}
+
+_RANK = {Exactness.EXACT: 0, Exactness.TOLERANCE: 1, Exactness.CHANGES_TRAINING: 2}
+
+
+@dataclass(frozen=True)
+class Rung:
+    """One step up the ladder.
+
+    Args:
+        name: one word, for ``--rungs`` and the JSON.
+        title: for the table and the picture.
+        change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
+            row of that state, which holds its measurements.
+        exactness: how near it keeps to the run without it.
+        needs: ``"cuda"``, or ``"bf16"`` for a device that multiplies it; nothing elsewhere.
+    """
+
+    name: str
+    title: str
+    change: State | Callable[[Mapping[str, Any]], State]
+    exactness: Exactness = Exactness.EXACT
+    needs: str | None = None
+
+    def on(self, below: Mapping[str, Any]) -> State:
+        """The state of this rung on top of the one that the row ``below`` was measured with."""
+        return on_top_of(below["state"], self.change(below) if callable(self.change) else self.change)
+
+
+def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
+    """All rungs above naive, from the bottom up: first what costs nothing, then what takes time to save memory.
+
+    Args:
+        micro_batches: parts that a batch is split into.
+
+    Example:
+        >>> [rung.name for rung in rungs()][:4]
+        ['prefetch', 'tf32', 'bf16', 'fused']
+    """
+    n = positive_int("micro_batches", micro_batches)
+    return (
+        Rung(
+            "prefetch",
+            "no host syncs + prefetch",
+            {"callbacks": {"DevicePrefetch": {}}, "loop": {"print_loss": False, "pin_memory": True}},
+        ),
+        Rung(
+            "tf32",
+            "TF32",
+            {"callbacks": {"MatmulPrecision": {"precision": "tf32"}}},
+            Exactness.TOLERANCE,
+            needs="cuda",
+        ),
+        Rung("bf16", "bf16 mixed", {"trainer": {"precision": "bf16-mixed"}}, Exactness.TOLERANCE, needs="bf16"),
+        Rung("fused", "fused AdamW", {"optimizer": {"fused": True}}),
+        Rung("optimizer-in-backward", "optimizer in backward", {"callbacks": {"OptimizerInBackward": {}}}),
+        Rung(
+            "micro-batches",
+            f"micro-batches ×{n}",
+            {"callbacks": {"MicroBatching": {"n": n}, "OptimizerInBackward": None}},  # which cannot sum gradients
+        ),
+        Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
+        Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
+        Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
+        Rung("selective", "selective checkpointing", _checkpointing({"SelectiveOps": {}})),
+        Rung("checkpointing", "activation checkpointing", _checkpointing({"EveryBlock": {}})),
+        Rung("budget", "same peak, less recomputed", _budget),
+        Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
+        # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
+        Rung(
+            "max-autotune",
+            "max-autotune",
+            {"callbacks": {"CompileBlocks": {"mode": "max-autotune-no-cudagraphs"}}},
+            CompileBlocks.exactness,
+        ),
+    )
+
+
+def _checkpointing(policy: dict[str, Any]) -> State:
+    return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
+
+
+def _budget(below: Mapping[str, Any]) -> State:
+    """A limit: the peak of the checkpointed state below, but for what nobody would mention, to be kept in less time;
+    three quarters of one that keeps everything."""
+    if below["peak_mib"] is None:  # it has failed
+        return _checkpointing({"MemoryBudget": {}})
+    checkpointed = "ActivationCheckpointing" in below["state"]["callbacks"]
+    gib = below["peak_mib"] / 1024 * (1 + MEMORY_WORTH if checkpointed else 0.75)
+    return _checkpointing({"MemoryBudget": {"budget_gib": gib}})
+
+
+def warmup_of(state: State) -> int:
+    """The fewest steps after which this state's steps are all alike.
+
+    Example:
+        >>> warmup_of(NAIVE), warmup_of({"callbacks": {"CompileBlocks": {}}})
+        (1, 2)
+    """
+    callbacks = state["callbacks"]
+    if "MemoryBudget" in callbacks.get("ActivationCheckpointing", {}).get("policy", {}):
+        return 4  # three are measured, and the next compiles what was chosen
+    return 2 if "CompileBlocks" in callbacks else 1
+
+
+def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+    """The rungs with these names, in the ladder's order; all of them for None.
+
+    Args:
+        everything: the rungs to choose from.
+        names: what was asked for.
+        extra: names that are allowed but are no rungs.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+
+    Example:
+        >>> [rung.name for rung in chosen(rungs(), ["fused", "bf16"])]
+        ['bf16', 'fused']
+    """
+    if names is None:
+        return everything
+    allowed = [*(rung.name for rung in everything), *extra]
+    for name in names:
+        if name not in allowed:
+            raise ValueError(explain(f"rung {name!r}", "there is none of this name", f"Use {', '.join(allowed)}"))
+    return tuple(rung for rung in everything if rung.name in names)
+
+
+def on_top_of(state: State, change: State) -> State:
+    """``state`` with ``change`` in it; neither is altered. A callback named again gets the new arguments, or goes.
+
+    Example:
+        >>> on_top_of(NAIVE, {"optimizer": {"fused": True}})["optimizer"], NAIVE["optimizer"]
+        ({'fused': True}, {'fused': False})
+    """
+    result = copy.deepcopy(state)
+    for section, entries in copy.deepcopy(change).items():
+        merged = {**result.get(section, {}), **entries}
+        result[section] = {name: entry for name, entry in merged.items() if section != "callbacks" or entry is not None}
+    return result
+
+
+def least_exact(*classes: Exactness) -> Exactness:
+    """The class of several techniques together: that of the least exact one.
+
+    Example:
+        >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
+        'tolerance'
+    """
+    return max(classes, key=_RANK.__getitem__)
+
+
+def strong_baseline(fast_bf16: bool) -> Rung:
+    """What an informed user writes without this package: to be compared with, not carried.
+
+    Fused AdamW, SDPA, no loss printed, and bf16 where the device multiplies it.
+
+    Args:
+        fast_bf16: whether it does.
+    """
+    change: State = {
+        "trainer": {"precision": "bf16-mixed" if fast_bf16 else "32-true"},
+        "optimizer": {"fused": True},
+        "loop": {"print_loss": False, "pin_memory": True},
+    }
+    title = f"strong: {'bf16' if fast_bf16 else 'fp32'}, SDPA, fused AdamW"
+    return Rung("strong", title, change, Exactness.TOLERANCE if fast_bf16 else Exactness.EXACT)

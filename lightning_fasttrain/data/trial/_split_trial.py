@@ -1,0 +1,329 @@
+"""One step on a few samples, whole and in pieces, without a trace: its losses, and entries of its gradients."""
+
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward
+
+from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.data.split_batch import batch_size, take_rows
+from lightning_fasttrain.data.trial._put_back import remember
+from lightning_fasttrain.data.trial._step_parts import loss_of
+from lightning_fasttrain.data.trial._trial_mode import SeenLoss, TrialMode, autocast_device
+
+_ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
+_SAMPLES = 8
+_ALONE = "there is no second sample to compare with"
+
+
+@dataclass
+class Run:
+    """What one run of a step gave: its loss, and some entries of each parameter's gradient, in float64 on the CPU."""
+
+    loss: float
+    gradient: list[Tensor]
+    drawn: tuple[Any, ...] = ()  # where Python's and NumPy's generators stood at its end
+
+    @property
+    def is_finite(self) -> bool:
+        return all(bool(torch.isfinite(entries).all()) for entries in (torch.tensor(self.loss), *self.gradient))
+
+
+@dataclass
+class Split:
+    """A run, and the runs of the pieces that its samples were cut into."""
+
+    pieces: list[Any]
+    whole: Run
+    runs: list[Run]
+
+    def error(self, weights: Sequence[float], floor: float) -> float:
+        """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
+
+        A parameter whose gradient is below ``floor`` of the average one is compared with that instead.
+        """
+        used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
+        if not all(run.is_finite for _, run in used):
+            return float("inf")
+        size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
+        errors = [abs(self.whole.loss - sum(w * run.loss for w, run in used)) / size if size else 0.0]
+        least = floor * self.norm / max(1, len(self.whole.gradient)) ** 0.5
+        for i, whole in enumerate(self.whole.gradient):
+            pieces = sum(w * run.gradient[i] for w, run in used)
+            errors.append(float((whole - pieces).norm()) / max(float(whole.norm()), least, 1e-300))
+        return max(errors)
+
+    @property
+    def norm(self) -> float:
+        return float(sum(entries.square().sum() for entries in self.whole.gradient)) ** 0.5
+
+    def best_weights(self) -> list[float]:
+        """The weights that come nearest, whatever they mean; what they miss, no rule can reach."""
+        columns = [torch.cat([torch.tensor([run.loss]).double(), *run.gradient]) for run in self.runs]
+        whole = torch.cat([torch.tensor([self.whole.loss]).double(), *self.whole.gradient])
+        usable = [bool(torch.isfinite(column).all()) for column in columns]
+        if not any(usable):
+            return [0.0] * len(columns)
+        matrix = torch.stack([column for column, good in zip(columns, usable, strict=True) if good], dim=1)
+        solved = iter(torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution.flatten().tolist())
+        return [next(solved) if good else 0.0 for good in usable]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Where a step runs.
+
+    Attributes:
+        step: a part of the batch → what :func:`loss_of` finds a loss in.
+        models: what it changes, as far as known.
+        context: entered around every run, for instance so that no gradients are synchronised.
+        gradients: whether gradients can be taken; else losses alone are compared.
+        may_skip: whether the step may return None, for a batch that is left out.
+    """
+
+    step: Callable[[Any], Any]
+    models: Sequence[nn.Module] = ()
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    gradients: bool = True
+    may_skip: bool = False
+
+
+@dataclass
+class Sample:
+    """A few samples, and the ways in which they are cut: pieces, each with its rows if they are known."""
+
+    whole: Any
+    size: int
+    cuttings: list[list[tuple[Any, slice | None]]]
+
+
+@dataclass
+class Trial:
+    """What was found out about a step.
+
+    Attributes:
+        sample: what it was tried on.
+        splits: empty where there was nothing to compare.
+        losses: the losses that the step computed on the whole sample.
+        value: the loss that it returned.
+        rounding: whether low precision hides small differences.
+        why_not: why there is nothing to compare; empty if there is.
+        is_skipped: whether the step returned None, so that nothing can be said yet.
+    """
+
+    sample: Sample
+    splits: list[Split] = field(default_factory=list)
+    losses: list[SeenLoss] = field(default_factory=list)
+    value: float = float("nan")
+    rounding: bool = True
+    why_not: str = ""
+    is_skipped: bool = False
+
+
+def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
+    """A few samples of a batch, cut twice, unequally where they are three or more: the first, the last, then two."""
+    size = batch_size(batch)
+    most = min(size, _SAMPLES, max(2, part_size))
+    for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):
+        whole = take_rows(batch, start, start + samples)
+        first, last = max(1, samples // 3), samples - max(1, samples // 4)
+        cuts = sorted({first, last} - {0, samples})
+        rows = [[slice(0, cut), slice(cut, samples)] for cut in cuts]
+        yield Sample(whole, samples, [[(take_rows(whole, r.start, r.stop), r) for r in cutting] for cutting in rows])
+
+
+def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
+    """The first part of a batch that is split in a way of its own, cut in the same way."""
+    whole = split(batch, n)[0]
+    cuttings: list[Any] = [[(piece, None) for piece in split(whole, pieces)] for pieces in (2, 3)]
+    yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
+
+
+def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
+    """Run the step on a few samples, whole and in pieces, as far as memory and the step allow."""
+    trial: Trial | None = None
+    if not stage.gradients:
+        return _try_in_step(stage, next(samples))
+    for sample in samples:
+        trial = _try_either_way(stage, sample)
+        if not trial.why_not or trial.is_skipped:
+            return trial
+    assert trial is not None
+    return trial
+
+
+def _try_in_step(stage: Stage, sample: Sample) -> Trial:
+    """Where parameters are in pieces every forward gathers them, so all ranks must run the same number: three."""
+    cuttings = sample.cuttings[:1] or [[(sample.whole, None), (sample.whole, None)]]
+    try:
+        trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
+    except _NoLossError as error:
+        return _skipped(stage, sample, error)
+    if not sample.cuttings:
+        trial.why_not = _ALONE
+    return trial
+
+
+def _try_either_way(stage: Stage, sample: Sample) -> Trial:
+    """In float32; where the step does not run like that, or not within memory, as it is."""
+    failure = ""
+    for in_float32 in (True, False):
+        try:
+            return _try(stage, sample, in_float32)
+        except _NoLossError as error:
+            return _skipped(stage, sample, error)
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
+            failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    return Trial(sample, why_not=failure)
+
+
+def _skipped(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
+    """A step that may leave batches out has left this one out; any other must return a loss."""
+    if error.output is not None or not stage.may_skip:
+        raise error.reason from None
+    return Trial(sample, why_not="the step returned None", is_skipped=True)
+
+
+def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
+    mode = TrialMode(in_float32)
+    put_back = remember(stage.models)
+    try:
+        whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
+        losses = mode.losses
+        splits = []
+        for cutting in sample.cuttings:
+            runs: list[Run] = []
+            for piece, rows in cutting:
+                put_back()
+                runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
+            splits.append(Split([piece for piece, _ in cutting], whole, runs))
+    finally:
+        put_back()
+    rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
+    return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
+
+
+def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:
+    if not splits:
+        return _ALONE
+    if mode.redrawn:
+        return "the step draws random numbers in recomputed blocks"
+    if any(run.drawn != whole.drawn for split in splits for run in split.runs):
+        return "the step draws random numbers with Python or NumPy, more of them for more samples"
+    if not whole.is_finite:
+        return "the loss or its gradient is not finite"
+    if stage.gradients and not splits[0].norm:
+        return "the gradient is zero everywhere"
+    return ""
+
+
+def _run_once(
+    stage: Stage, mode: TrialMode, rows: Any, where: slice | None, samples: int, parameters: list[Tensor] | None
+) -> tuple[Run, list[Tensor]]:
+    """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
+    mode.begin(where, samples)
+    with _uncompiled(), _unlogged(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
+        with _without_autocast() if mode.in_float32 else nullcontext(), mode:
+            loss = _loss(stage.step(rows))
+            if parameters is None:
+                parameters = _leaves_of(loss)
+            gradients = _gradients(loss, parameters)
+    entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+    return Run(float(loss.detach()), entries, _drawn()), parameters
+
+
+def _drawn() -> tuple[Any, ...]:
+    numpy: Any = np.random.get_state()
+    return random.getstate(), numpy[1].tobytes(), numpy[2]
+
+
+class _NoLossError(Exception):
+    """What a step returned is no loss, which is its fault and not that of the few samples."""
+
+    def __init__(self, output: Any, reason: Exception) -> None:
+        self.output, self.reason = output, reason
+
+
+def _loss(output: Any) -> Tensor:
+    try:
+        return loss_of(output)
+    except (TypeError, ValueError) as error:
+        raise _NoLossError(output, error) from error
+
+
+def _uncompiled() -> AbstractContextManager[Any]:
+    """Compiled code would be compiled again for these shapes, and modes cannot look into it."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
+
+
+def _without_autocast() -> AbstractContextManager[Any]:
+    device = autocast_device()
+    return torch.autocast(device, enabled=False) if device else nullcontext()
+
+
+def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None]:
+    """As ``torch.autograd.grad``, which the mode would take for one function: a forward that is recomputed inside of it
+    would run without the mode, with dropout."""
+    if not parameters:
+        return ()
+    with _without_autocast():  # as a backward runs
+        return _engine_run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
+        )
+
+
+@contextmanager
+def _unlogged(models: Sequence[nn.Module]) -> Iterator[None]:
+    """What a trial finds is no value of the run."""
+    with ExitStack() as stack:
+        for model in models:
+            if isinstance(model, L.LightningModule):
+                stack.callback(patch(model, "log", lambda *args, **kwargs: None))
+        yield
+
+
+def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:
+    """Some entries of a gradient, spread over it; an odd stride meets every column."""
+    stride = (parameter.numel() // _ENTRIES) | 1
+    if gradient is None:
+        return torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64)
+    if gradient.is_sparse:
+        gradient = gradient.to_dense()
+    return gradient.detach().reshape(-1)[::stride].cpu().double()
+
+
+def _leaves_of(loss: Tensor) -> list[Tensor]:
+    """The leaf tensors that ``loss`` has a gradient for, in the order in which its graph is met."""
+    if loss.grad_fn is None:
+        return []
+    found: dict[int, Tensor] = {}
+    seen, waiting = {loss.grad_fn}, [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor):
+            found[id(leaf)] = leaf
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return list(found.values())
+
+
+def _uses_tf32(parameters: list[Tensor]) -> bool:
+    if not any(p.is_cuda for p in parameters):
+        return False
+    products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
+    return products == "tf32" or convolutions != "ieee"

@@ -1,0 +1,141 @@
+"""What an adapter cannot be, and which one is there already: told before anything is changed."""
+
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+from torch import nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
+
+
+def check_config(peft: Any, config: Any) -> None:
+    if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
+        return
+    given = type(config).__name__
+    if isinstance(config, L.Callback):
+        raise TypeError(explain(f"config={given}", "this is a technique", f"Use apply(model, [{given}(...)])"))
+    prompts = "it puts tokens before the input, not layers beside the model's"
+    if isinstance(config, peft.PeftConfig):
+        raise TypeError(explain(f"config={given}", prompts, "Use add_prompt_(model, config)"))
+    why = "it is no configuration of PEFT"
+    raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
+
+
+def check_name(name: Any) -> None:
+    if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
+        raise ValueError(
+            explain(
+                f"name={name!r}",
+                "names of adapters become parts of keys and of folders",
+                "Use letters, digits, _ and -",
+            )
+        )
+
+
+def refuse_namesake(name: str, names: Iterable[str]) -> None:
+    """Refuse an adapter that is called like a module, or a part of its name: PEFT could not tell their keys apart."""
+    if any(name in one.split(".") for one in names):
+        raise ValueError(
+            explain(
+                f"adapter '{name}'",
+                "a module of the model is called so, and PEFT tells adapters from modules by their names",
+                "Give the adapter another name",
+            )
+        )
+
+
+def check_layers(found: dict[str, nn.Module], config: Any) -> None:
+    rank = getattr(config, "r", None)
+    for name, layer in found.items():
+        if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            raise TypeError(
+                explain(
+                    f"target '{name}'",
+                    "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing",
+                    f"Target '{name.rpartition('.')[0]}'",
+                )
+            )
+        if is_quantized(layer):
+            _check_quantized(name, layer, config)
+        smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
+        if isinstance(rank, int) and rank > smallest:
+            raise ValueError(
+                explain(
+                    f"rank={rank} for '{name}'",
+                    f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most",
+                    f"Use rank={smallest} or less, or leave '{name}' out",
+                )
+            )
+
+
+def _check_quantized(name: str, layer: Any, config: Any) -> None:
+    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
+    start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
+    if isinstance(start, str) and start.startswith(("pissa", "corda")):
+        why = "it begins with a decomposition of the weight, and this one is packed"
+        way_out = "Use variant='lora', or add the adapter to the model in full precision"
+        raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
+    if (
+        getattr(config, "use_dora", False)
+        and not in_8_bits(layer)
+        and layer.in_features % 64
+        and not layer.weight.is_cuda
+    ):
+        # Our forward goes round it, but DoRA's norms are made inside PEFT.
+        why = "bitsandbytes dequantises rows that are no multiple of 64 wrongly on CPUs with AVX-512"
+        raise TypeError(explain(f"DoRA on '{name}', in 4 bits on the CPU", why, "Use variant='lora', or kind='int8'"))
+    package = type(config).__module__.removesuffix(".config")
+    if importlib.util.find_spec(f"{package}.bnb") is None:
+        why = "PEFT has no such layer for quantised weights"
+        raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or a plain base"))
+
+
+def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
+    """PEFT takes every module whose name ends like one of these, be it in the middle of a word."""
+    for name in names:
+        others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
+        others = [other for other in others if not other.startswith(f"{name}.")]
+        if others:
+            raise ValueError(
+                explain(
+                    f"train=['{name}']",
+                    f"PEFT would take '{others[0]}' for it as well, whose name ends likewise",
+                    "Give the module a name of its own in the model",
+                )
+            )
+    return names
+
+
+def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
+    kinds = {one.peft_type for one in there.values()}
+    if kinds - {config.peft_type}:
+        other = kinds.pop().value
+        raise ValueError(
+            explain(
+                f"{config.peft_type.value} beside {other}",
+                "adapters of two kinds in one model have no common file, and PEFT's do not mix",
+                f"Use {other} for both, or unload the first: unload_adapters_(model)",
+            )
+        )
+    if name not in there:
+        return False
+    if _meaning(there[name]) != _meaning(config):
+        differs = [key for key, value in _meaning(config).items() if _meaning(there[name]).get(key) != value]
+        raise ValueError(
+            explain(
+                f"adapter '{name}'",
+                f"there is one of that name, with another {', '.join(differs)}",
+                "Give this one another name, or ask for the same",
+            )
+        )
+    return True
+
+
+def _meaning(config: Any) -> dict[str, Any]:
+    """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
+    ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
+    settings = {key: value for key, value in config.to_dict().items() if key not in ignored and value not in (None, {})}
+    return {key: sorted(value) if isinstance(value, list | set | tuple) else value for key, value in settings.items()}

@@ -1,0 +1,108 @@
+"""The layers of PEFT's in a model: found, with the weights as they were kept while merged, and taken out."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+
+
+def tuner_layers(model: nn.Module) -> dict[str, Any]:
+    """Qualified name → layer, for PEFT's layers, without those that lie in others.
+
+    Raises:
+        ValueError: there is none.
+    """
+    adapted(model)
+    layers = {name: layer for name, layer in outermost(model) if is_tuner(layer)}
+    if not layers:
+        why = "they go before the input and are in no weight"
+        way_out = "Save them, and take them out: unload_adapters_(model, merge=False)"
+        raise ValueError(explain(f"merging the prompts of {type(model).__name__}", why, way_out))
+    return layers
+
+
+def outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
+    """PEFT's layers and its wrappers, with their names; not the layers that lie in other layers."""
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    inside = "\0"
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+            continue
+        if is_tuner(module):
+            inside = f"{name}."
+        if is_tuner(module) or isinstance(module, AuxiliaryTrainingWrapper):
+            yield name, module
+
+
+class Originals:
+    """Replaces a merged layer's ``unmerge``, and holds the weights as they were.
+
+    Like :class:`~lightning_fasttrain._surgery.WrappedForward` it holds the layer, so that a copy has its own.
+    """
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+        self.caches = dict(vars(layer).get("_caches", {}))
+        self.trained: list[nn.Parameter] = []
+        self.base = layer.base_layer if is_quantized(layer.base_layer) else None
+        self.weights: list[tuple[nn.Module, str, Tensor]] = []
+        for base in _bases(layer) if self.base is None else ():
+            for name, parameter in base.named_parameters(recurse=False):
+                self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))
+
+    def __call__(self) -> None:
+        if self.base is not None:
+            self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)
+        modules = list(self.layer.modules())  # PEFT's attention makes its weights parameters again when it is asked
+        for base, name, tensor in self.weights:
+            parameter = base.get_parameter(name)
+            parameter.data = tensor.to(parameter.device, parameter.dtype)
+        for module in modules:
+            if is_tuner(module):
+                module.merged_adapters.clear()
+        if "_caches" in vars(self.layer):
+            self.layer._caches = self.caches
+        for parameter in self.trained:
+            parameter.requires_grad_(True)
+        vars(self.layer).pop("unmerge", None)
+
+
+def take_out_adapters_(root: nn.Module, merge: bool) -> None:
+    """Put the layers under PEFT's in their places; of modules that trained whole the copy that did, or the original."""
+    inside = "\0"
+    for name, module in list(outermost(root)):
+        if name.startswith(inside):
+            continue
+        inside = f"{name}."
+        parent, _, last = name.rpartition(".")
+        if not is_tuner(module) and "modules_to_save" in module._modules:
+            copies, active = module.modules_to_save, module.active_adapters
+            plain = copies[active[0]] if merge and active and active[0] in copies else module.original_module
+        elif hasattr(type(module), "unload_and_optionally_merge_module"):
+            plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
+            if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end
+                _put_first_(plain, "in_proj_weight")
+                _put_first_(plain.out_proj, "weight")
+        else:
+            plain = module.get_base_layer()
+        setattr(root.get_submodule(parent), last, plain)
+
+
+def _bases(layer: Any) -> list[nn.Module]:
+    return [module.get_base_layer() for module in layer.modules() if is_tuner(module)]
+
+
+def _put_first_(module: nn.Module, name: str) -> None:
+    for other in [one for one in module._parameters if one != name]:
+        module._parameters[other] = module._parameters.pop(other)
+
+
+def is_tuner(module: Any) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)

@@ -1,0 +1,116 @@
+"""Checkpoints of a fine-tuning run that hold what trains, and the fingerprint of what does not."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
+
+FINGERPRINT = "lightning_fasttrain.base"
+
+
+def trained_state(model: nn.Module) -> dict[str, Tensor]:
+    """The part of ``model.state_dict()`` that training changes: kilobytes where the whole would be gigabytes.
+
+    That is everything but frozen parameters and the buffers of layers that hold some (BatchNorm's statistics, the
+    tables of quantised weights); adapters are in it, also those that are not in use.
+
+    Example:
+        >>> import peft, lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> list(ft.finetune.trained_state(net))
+        ['0.lora_A.default.weight', '0.lora_B.default.weight']
+    """
+    state = model.state_dict()
+    return {name: state[name] for name in trained_names(model) if name in state}
+
+
+def trained_names(model: nn.Module) -> list[str]:
+    """The keys of :func:`trained_state`, in the order of ``model.state_dict()``.
+
+    Fabric saves just these with ``fabric.save(path, {"model": model}, filter={"model": lambda key, _: key in names})``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        >>> _ = net[0].requires_grad_(False)
+        >>> trained_names(net)
+        ['1.weight', '1.bias', '1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
+    adapters = adapter_parameters(model)
+    frozen: set[str] = set()
+    for prefix, module in model.named_modules():
+        own = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+        if own and not any(parameter.requires_grad for parameter in own.values()):
+            frozen.add(prefix)
+    trains = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
+    names = []
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for name in model.state_dict():
+        holder = _holder(name, frozen)
+        if name in adapters or name in trains or (name not in parameters and not holder):
+            names.append(name)
+    return names
+
+
+def _holder(name: str, frozen: set[str]) -> bool:
+    """Whether one of the ``frozen`` modules holds this key; quantised weights have keys of several parts."""
+    parts = name.split(".")
+    return any(".".join(parts[:i]) in frozen for i in range(len(parts)))
+
+
+def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
+    """Let the checkpoints of a run hold :func:`trained_state` alone; loading compares the base with the one they had.
+
+    A checkpoint that holds the whole model, as one from before the adapter, is loaded whole.
+    """
+    undo = ExitStack()
+    save, load = strategy.save_checkpoint, strategy.load_model_state_dict
+
+    def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
+
+    def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if FINGERPRINT not in checkpoint:
+            _refuse_plain(checkpoint["state_dict"], module)
+            load(checkpoint, strict=strict)
+            return
+        if not is_fingerprint(checkpoint[FINGERPRINT]):
+            raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is none", "Use an older one"))
+        refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
+        state, own = checkpoint["state_dict"], trained_names(module)
+        missing = [name for name in own if name not in state]
+        more = [name for name in state if name not in module.state_dict()]  # what is thawed later need not train yet
+        if strict and (missing or more):
+            raise ValueError(
+                explain(
+                    "the checkpoint trained something else than this run",
+                    f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}",
+                    "Resume with the same adapter (targets, rank, train=)",
+                )
+            )
+        load(checkpoint, strict=False)
+
+    undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
+    undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+    undo.callback(patch(strategy, "load_model_state_dict", load_model_state_dict))
+    return undo.close
+
+
+def _refuse_plain(state: Mapping[str, Any], module: L.LightningModule) -> None:
+    adapters = adapter_parameters(module)
+    if adapters and not adapters & set(state):
+        raise ValueError(
+            explain(
+                "the checkpoint holds no adapter",
+                "it was saved before there was one, so it is where this run starts, not one to resume",
+                "Load it into the model before the run, with load_state_dict, and leave ckpt_path out",
+            )
+        )

@@ -1,0 +1,289 @@
+"""Small trainable layers beside a frozen model: put in, found again, and chosen among."""
+
+import copy
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import lightning as L
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from lightning_fasttrain._heads import find_heads, is_a
+from lightning_fasttrain._late_parameters import notices_late_parameters
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.finetune.adapters._adapter_checks import (
+    check_config,
+    check_layers,
+    check_name,
+    is_there,
+    refuse_namesake,
+    without_namesakes,
+)
+from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
+from lightning_fasttrain.finetune.adapters._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
+from lightning_fasttrain.finetune.parts.freezing import freeze_
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.parts.targets import (
+    Targets,
+    _kinds,
+    find_targets,
+    refuse_tied,
+    require_peft,
+    shortest_names,
+)
+
+
+@notices_late_parameters
+def add_adapter_(
+    model: nn.Module, config: Any, targets: Targets | None = None, *, train: Iterable[str] = (), name: str = "default"
+) -> list[str]:
+    """Put an adapter into ``model``, in place, and freeze everything else.
+
+    The layers themselves are PEFT's; which of them, and that nothing else trains, is decided here, so that any module
+    will do: a Hugging Face model, a ``LightningModule`` that holds one, or a network of your own. What is adapted is
+    the Hugging Face model inside, else the one child of a ``LightningModule`` that holds all targets, else ``model``
+    itself; adapter files name layers as seen from there. Frozen BatchNorm keeps its statistics; the adapter's dropout
+    is on, in whatever mode the model is.
+
+    Args:
+        model: any module. What it returns is bitwise unchanged by an adapter that starts at zero, as LoRA does.
+        config: one of PEFT's, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled in.
+        targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; by default
+            ``config.target_modules``, and "all-linear" where that is None.
+        train: names of further modules that train whole, such as a new head; they are saved with the adapter.
+        name: of this adapter, among several.
+
+    Returns:
+        Qualified names of the adapted layers. If an adapter of this name and kind is there, its layers, and nothing is
+        done.
+
+    Raises:
+        ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; a rank above a
+            layer's size; another adapter of this name, or of another kind, is there.
+        TypeError: ``config`` is none of PEFT's, or PEFT has no such adapter for a target's class.
+        ModuleNotFoundError: PEFT is not installed.
+
+    Example:
+        >>> import peft
+        >>> net = nn.ModuleDict({"body": nn.Linear(4, 4), "head": nn.Linear(4, 2, bias=False)})
+        >>> add_adapter_(net, peft.LoraConfig(r=2), "body", train=["head"])
+        ['body']
+        >>> for name, parameter in net.named_parameters():
+        ...     if parameter.requires_grad:
+        ...         print(name)
+        body.lora_A.default.weight
+        body.lora_B.default.weight
+        head.modules_to_save.default.weight
+
+    Source:
+        ``peft.inject_adapter_in_model``.
+    """
+    peft = require_peft()
+    check_config(peft, config)
+    check_name(name)
+    config = copy.deepcopy(config)
+    wanted = targets if targets is not None else (config.target_modules or "all-linear")
+    found = find_targets(model, wanted)
+    whole = find_targets(model, list(train)) if train else {}
+    for target in found:
+        if any(target == one or target.startswith(f"{one}.") for one in whole):
+            raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
+    refuse_tied(model, found)
+    refuse_tied(model, whole)
+    check_layers(found, config)
+    prefix, root = _root(model, [*found, *whole])
+    inside = [target.removeprefix(prefix) for target in found]
+    config.target_modules = _as_peft_keeps(shortest_names(inside, root))
+    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
+        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
+        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
+    if whole:
+        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
+    there: dict[str, Any] = vars(root).get("peft_config", {})
+    if there:
+        refuse_merged(root, f"adding adapter '{name}'")
+    if is_there(there, name, config):
+        train_mode(root)
+        return list(found)
+    refuse_namesake(name, (one for one, _ in root.named_modules()))
+    heads = [head for head in find_heads(model) if head not in found and head not in whole]
+    with ExitStack() as on_error:
+        on_error.callback(freeze_(model))
+        for one in (*found, *whole):
+            parent, _, last = one.rpartition(".")
+            holder = model.get_submodule(parent)
+            on_error.callback(setattr, holder, last, getattr(holder, last))
+        _inject(peft, config, root, name)
+        keep_adapter_in_float32_(switches(root), name)
+        see_adapters_(model, on_error)
+        on_error.pop_all()
+    train_mode(root)
+    trained, total = count_parameters(model)
+    besides = f", and {', '.join(whole)} whole" if whole else ""
+    if targets in (None, "all-linear"):
+        besides += f"; heads left as they are: {', '.join(heads)}" if heads else ""
+        besides += told_without_adapter(model, found)
+    say(
+        "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
+        config.peft_type.value, name, len(found), _kinds(found), besides,
+        f"{trained:,}", f"{total:,}", 100 * trained / total,
+    )  # fmt: skip
+    return list(found)
+
+
+def adapted(model: nn.Module) -> dict[str, nn.Module]:
+    """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into, in place.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = {name: module for name, module in model.named_modules() if vars(module).get("peft_config")}
+    if not found:
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} has no adapter", "none was added", "Add one: apply(model, [LoRA(rank=16)])"
+            )
+        )
+    return found
+
+
+def adapter_names(model: nn.Module) -> list[str]:
+    """Names of all adapters in ``model``, in the order in which they were added."""
+    return list(dict.fromkeys(name for root in adapted(model).values() for name in vars(root)["peft_config"]))
+
+
+def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
+    """Let the forward use the adapter of this ``name``, or several at once, and only that train.
+
+    Call it before the optimizer is made, or between runs: an optimizer holds the parameters that it was given.
+
+    Raises:
+        ValueError: no such adapter; the message lists those there are.
+
+    Example:
+        >>> import peft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> for task in ("summaries", "titles"):
+        ...     _ = add_adapter_(net, peft.LoraConfig(r=2), "0", name=task)
+        >>> use_adapter_(net, "summaries")
+        >>> [n for n, p in net.named_parameters() if p.requires_grad]
+        ['0.lora_A.summaries.weight', '0.lora_B.summaries.weight']
+    """
+    from peft.tuners.tuners_utils import set_adapter
+
+    names = [name] if isinstance(name, str) else list(name)
+    there = adapter_names(model)
+    refuse_merged(model, f"using {', '.join(names)}")
+    for one in names:
+        if one not in there:
+            raise ValueError(
+                explain(f"adapter '{one}'", "there is none of that name", f"There are: {', '.join(there)}")
+            )
+    roots = {root: prompts_on(root) for root in adapted(model).values()}
+    if len(names) > 1 and any(roots.values()):
+        raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
+    for root, prompts in roots.items():
+        set_adapter(root, names)
+        if prompts is not None:
+            prompts.use(names[0])
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for."""
+    trained = total = 0
+    for parameter in model.parameters():
+        state = getattr(parameter, "quant_state", None)
+        numbers = state.shape.numel() if state is not None else parameter.numel()
+        total += numbers
+        trained += numbers if parameter.requires_grad else 0
+    return trained, total
+
+
+def adapter_parameters(model: nn.Module) -> set[str]:
+    """Qualified names of what the adapters brought: their parameters and buffers, and their copies of whole modules."""
+    brought: set[str] = set()
+    for name, module in model.named_modules():
+        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+            base = "base_layer." if is_a(module, "BaseTunerLayer") else "original_module."
+            brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
+        if prompts_on(module) is not None:
+            prefix = f"{name}." if name else ""
+            encoders: Any = module.get_submodule("prompt_encoder")
+            brought |= {f"{prefix}prompt_encoder.{key}" for key in encoders.state_dict()}
+    return brought
+
+
+def refuse_merged(model: nn.Module, what: str) -> None:
+    """Refuse what goes wrong unseen while an adapter is in the weights, where PEFT takes it out without being asked.
+
+    Raises:
+        ValueError: one is merged.
+    """
+    layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
+    merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
+    if merged:
+        why = f"{', '.join(merged)} is merged into the weights already"
+        raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
+
+
+def switches(model: nn.Module) -> Iterator[Any]:
+    """All in ``model`` that can be switched on and off: PEFT's layers and wrappers, and virtual tokens."""
+    for module in model.modules():
+        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
+            yield module
+        if (prompts := prompts_on(module)) is not None:
+            yield prompts
+
+
+def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
+    with ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
+        for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
+            if not getattr(root, flag, False):
+                stack.callback(patch(root, flag, True))
+        if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
+            stack.enter_context(unset_fake_temporarily())  # PEFT moves what it makes, which modules of fakes cannot
+        try:
+            peft.inject_adapter_in_model(config, root, adapter_name=name)
+        except ValueError as error:
+            if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
+                raise
+            raise TypeError(
+                explain(
+                    f"{config.peft_type.value} on {config.target_modules}", f"PEFT says: {error}", "Leave those out"
+                )
+            ) from error
+
+
+def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
+    return names if isinstance(names, str) else set(names)
+
+
+def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:
+    """The module that adapters are put into, and what its name adds to those of its layers."""
+    from transformers import PreTrainedModel
+
+    def holds(name: str) -> bool:
+        return all(one.startswith(f"{name}.") for one in names)
+
+    if not isinstance(model, PreTrainedModel):
+        for name, module in model.named_modules():
+            if name and holds(name) and isinstance(module, PreTrainedModel):
+                return f"{name}.", module
+        if isinstance(model, L.LightningModule):
+            for name, child in model.named_children():
+                if holds(name) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                    return f"{name}.", child
+    return "", model
+
+
+def train_mode(root: nn.Module) -> None:
+    """Lightning leaves pretrained parts in eval, as they come; the adapter's own dropout is meant."""
+    for layer in switches(root):
+        for name, child in layer.named_children():
+            if name not in ("base_layer", "original_module"):
+                child.train()

@@ -1,0 +1,350 @@
+"""Adapters added into the weights that they sit beside, taken out again, or removed for good."""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.finetune.adapters._direct_weight_use import forget_adapters_
+from lightning_fasttrain.finetune.adapters._merged_layers import (
+    Originals,
+    is_tuner,
+    outermost,
+    take_out_adapters_,
+    tuner_layers,
+)
+from lightning_fasttrain.finetune.adapters.add_adapter import (
+    adapted,
+    adapter_names,
+    adapter_parameters,
+    refuse_merged,
+    use_adapter_,
+)
+from lightning_fasttrain.finetune.adapters.base_model import refuse_changed_base
+from lightning_fasttrain.finetune.adapters.merge_quantized import (
+    Original,
+    QuantizedMerge,
+    check_way,
+    forget_quantization_,
+    held_by,
+)
+from lightning_fasttrain.finetune.parts.freezing import thaw_
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on, take_out_prompts_
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """What :func:`merge_adapters_` has done; print it for one line.
+
+    Args:
+        names: of the adapters that are in the weights now.
+        layers: qualified names of the layers.
+        into: the named way, where layers were quantised.
+        against_trained: name of each layer that was quantised → ‖difference‖ / ‖output‖ of its outputs, merged and as
+            it was trained: on the quantised weights, with the adapter beside them.
+        against_original: for ``into="original"``, the same difference to the original weights with the adapter beside
+            them: what merging itself rounds.
+    """
+
+    names: tuple[str, ...]
+    layers: tuple[str, ...]
+    into: str | None = None
+    against_trained: dict[str, float] = field(default_factory=dict)
+    against_original: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        parts = [f"{', '.join(self.names)} merged into {len(self.layers)} layers"]
+        if self.against_trained:
+            parts.append(f"{len(self.against_trained)} of them {self.into}")
+            why = ", which is what quantising had changed" if self.into == "original" else ""
+            parts.append(f"outputs differ from those as trained by {_spread(self.against_trained)}{why}")
+        if self.against_original:
+            parts.append(f"from the adapter beside the original weights by {_spread(self.against_original)}")
+        return "; ".join(parts)
+
+
+def merge_adapters_(
+    model: nn.Module,
+    names: str | Iterable[str] | None = None,
+    *,
+    into: str | None = None,
+    original: Original | None = None,
+    batch: Any = None,
+) -> MergeReport:
+    """Add the adapters into the weights beside them, in place, so that a forward costs what it does without adapters.
+
+    The weights as they were are kept in host memory for :func:`unmerge_adapters_`, quantised ones where they are. What
+    the adapters brought, modules that train whole too, is frozen while it is merged, since it would get no gradient: a
+    run that has nothing else to train is refused. If anything fails, nothing is changed.
+
+    A quantised weight cannot take the sum as it is. There are three ways, and which one is meant has to be said:
+
+    * ``"requantized"``: dequantise, add, quantise again. As small as before; rounds about as much as the first time.
+    * ``"dequantized"``: plain layers with what the quantised weights stand for, plus the adapter: as it was trained.
+    * ``"original"``: plain layers with the weights from before quantising, plus the adapter. Bit for bit what merging
+      into the full-precision model gives; differs from what was trained by the error of quantising, which is often
+      for the better, since the weights are the better ones, but not always: measure it.
+
+    Plain layers get the dtype that most of the model's other parameters have.
+
+    Args:
+        model: any module with adapters.
+        names: which; by default those in use. Other names than those are then the ones in use.
+        into: ``"requantized"``, ``"dequantized"`` or ``"original"``; only with quantised layers.
+        original: for ``"original"``, the full-precision model: a module, its state dict, a safetensors file or folder.
+        batch: what to call ``model`` with to measure the error of quantised layers on their real inputs (a dict is
+            passed by keywords, a tuple by position). By default their inputs are drawn from a normal distribution.
+
+    Returns:
+        What was merged, and the measured error.
+
+    Raises:
+        ValueError: adapters are merged already, switched off, or would make a weight infinite or NaN; an unknown name;
+            ``into`` is missing, or of no use; ``original`` lacks a layer or holds another model's.
+        TypeError: PEFT cannot merge this kind of adapter into that layer.
+
+    Example:
+        >>> import peft, torch, lightning_fasttrain as ft
+        >>> net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> before = net(x)
+        >>> print(merge_adapters_(net))
+        default merged into 1 layers
+        >>> torch.allclose(net(x), before, atol=1e-6)
+        True
+
+    Source:
+        Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1; for plain layers PEFT's ``merge``.
+    """
+    layers = tuner_layers(model)
+    chosen = _chosen(model, layers, names)
+    quantized = [name for name, layer in layers.items() if is_quantized(layer.get_base_layer())]
+    refuse_merged(model, "merging")
+    check_way(model, {name: layers[name] for name in quantized}, into, original)
+    _refuse_unmergeable(layers, quantized)
+    return _merge(model, layers, chosen, quantized, into, original, batch)
+
+
+def unmerge_adapters_(model: nn.Module) -> None:
+    """Take merged adapters out of the weights again: these are then bit for bit as before, and adapters train again.
+
+    PEFT's own way is to subtract what was added, which leaves a rounding error.
+
+    Raises:
+        ValueError: nothing is merged, or PEFT has merged it, which keeps no originals.
+
+    Example:
+        >>> import peft, torch, lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).bfloat16()
+        >>> before = net[0].weight.detach().clone()
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> _ = merge_adapters_(net)
+        >>> unmerge_adapters_(net)
+        >>> torch.equal(net[0].base_layer.weight, before)
+        True
+
+    Source:
+        Ours; checked bit for bit against a copy from before merging.
+    """
+    layers = {name: layer for name, layer in tuner_layers(model).items() if layer.merged}
+    if not layers:
+        raise ValueError(explain("unmerge_adapters_", "no adapter is merged", "Leave it out, or merge_adapters_ first"))
+    for name, layer in layers.items():
+        if not isinstance(vars(layer).get("unmerge"), Originals):
+            raise ValueError(
+                explain(f"'{name}'", "PEFT has merged it, and keeps no originals", "Call unmerge_adapter() of PEFT")
+            )
+    for layer in layers.values():
+        layer.unmerge()
+
+
+def unload_adapters_(
+    model: nn.Module,
+    merge: bool = True,
+    *,
+    names: str | Iterable[str] | None = None,
+    into: str | None = None,
+    original: Original | None = None,
+    batch: Any = None,
+) -> nn.Module:
+    """Make ``model`` a plain one again, in place: classes and names as before there were adapters.
+
+    All that can train then does, whatever was frozen before the adapters came. Adapters that are not merged are lost.
+
+    Args:
+        model: any module with adapters.
+        merge: add the adapters into the weights, and keep modules that trained whole as they are now; False: give back
+            the model as it was before. If adapters are merged already, those stay, and the rest must be left out.
+        names: as for :func:`merge_adapters_`, and so are the following. That needs the memory of the weights twice for
+            a while, so that nothing is changed if it fails.
+        into: for quantised layers.
+        original: for ``into="original"``, which may then be left out.
+        batch: to measure the error with.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: as :func:`merge_adapters_`; ``merge=False`` for an adapter that changed the weights where it began.
+
+    Example:
+        >>> import peft, torch, lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> _ = ft.finetune.add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> unload_adapters_(net)
+        Sequential(
+          (0): Linear(in_features=4, out_features=4, bias=True)
+          (1): Linear(in_features=4, out_features=4, bias=True)
+        )
+
+    Source:
+        PEFT's ``merge_and_unload``, for any module.
+    """
+    prompted = [root for root in adapted(model).values() if prompts_on(root)]
+    if prompted and not merge:
+        for root in prompted:
+            take_out_prompts_(root)
+        thaw_(model)
+        return model
+    layers = tuner_layers(model)
+    done = any(layer.merged for layer in layers.values())
+    asked = [what for what in (names, into, original) if what is not None]
+    if asked and (done or not merge):
+        why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
+        raise ValueError(
+            explain("unload_adapters_", f"{why}, so names=, into= and original= mean nothing", "Omit them")
+        )
+    if not merge:
+        refuse_changed_base(model, "unload_adapters_(merge=False)")
+        if done:
+            unmerge_adapters_(model)
+    elif not done:
+        way = "original" if original is not None and into is None else into
+        chosen = _chosen(model, layers, names)
+        quantized = [name for name, layer in layers.items() if is_quantized(layer.get_base_layer())]
+        check_way(model, {name: layers[name] for name in quantized}, way, original)
+        _merge(model, layers, chosen, quantized, way, original, batch)
+    roots = adapted(model).values()
+    for root in roots:
+        take_out_adapters_(root, merge)
+        del root.peft_config
+        forget_quantization_(root)
+    forget_adapters_(model)
+    thaw_(model)
+    return model
+
+
+def _merge(
+    model: nn.Module,
+    layers: dict[str, Any],
+    names: list[str],
+    quantized: list[str],
+    into: str | None,
+    original: Original | None,
+    batch: Any,
+) -> MergeReport:
+    brought = adapter_parameters(model)
+    parameters = [p for name, p in model.named_parameters() if name in brought]
+    trained = [p for p in parameters if p.requires_grad]
+    active = _active(layers)
+    way = (
+        QuantizedMerge(model, {name: layers[name] for name in quantized}, into, original, batch) if quantized else None
+    )
+    with ExitStack() as on_error:
+        if names != active:
+            on_error.callback(_train_only, parameters, trained)
+            on_error.callback(use_adapter_, model, active)
+            use_adapter_(model, names)
+            trained = [p for p in parameters if p.requires_grad]
+        merged: list[str] = []
+        for name, layer in layers.items():
+            if not held_by(layer) & set(names):
+                continue
+            originals = Originals(layer)
+            on_error.callback(originals)
+            try:
+                if way is not None and name in quantized:
+                    layer.base_layer = way.merged(name, layer, names)
+                    layer.merged_adapters[:] = [one for one in names if one in held_by(layer)]
+                else:
+                    layer.merge(safe_merge=True, adapter_names=names)
+            except ValueError as error:
+                if "NaNs" not in str(error):
+                    raise
+                why = "with it the weight would hold numbers that are infinite or NaN"
+                raise ValueError(
+                    explain(
+                        f"merging {', '.join(names)} into '{name}'", why, "Go back to a checkpoint from before that"
+                    )
+                ) from error
+            if layer.merged:
+                layer.unmerge = originals
+                merged.append(name)
+        on_error.pop_all()
+    for parameter in trained:
+        parameter.requires_grad_(False)
+        parameter.grad = None
+    if merged:
+        vars(layers[merged[0]])["unmerge"].trained = trained
+    report = MergeReport(
+        tuple(names),
+        tuple(merged),
+        into,
+        {} if way is None else way.against_trained,
+        {} if way is None else way.against_original,
+    )
+    say("merge_adapters_: %s", report)
+    return report
+
+
+def _chosen(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
+    there, active = adapter_names(model), _active(layers)
+    chosen = active if names is None else [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    if not chosen:
+        raise ValueError(explain("merging", "no adapter is in use, or none is named", f"There are: {', '.join(there)}"))
+    for name in chosen:
+        if name not in there:
+            raise ValueError(
+                explain(f"adapter '{name}'", "there is none of that name", f"There are: {', '.join(there)}")
+            )
+    if any(layer.disable_adapters for layer in layers.values()):
+        raise ValueError(explain("merging", "the adapters are switched off", "Call enable_adapters_(model) first"))
+    for name, module in outermost(model):
+        whole = [one for one in chosen if not is_tuner(module) and one in module._modules.get("modules_to_save", ())]
+        if len(whole) > 1:
+            raise ValueError(
+                explain(f"'{name}' trained whole in {' and '.join(whole)}", "it can be only one of them", "Name one")
+            )
+    return chosen
+
+
+def _refuse_unmergeable(layers: dict[str, Any], quantized: list[str]) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name in quantized:
+        if type(layers[name]).merge is BaseTunerLayer.merge:
+            raise TypeError(
+                explain(
+                    f"'{name}', a quantised {type(layers[name]).__module__.split('.')[-2]} layer",
+                    "PEFT's goes on applying the adapter to what it is merged into",
+                    "Use unload_adapters_(model, into=...)",
+                )
+            )
+
+
+def _active(layers: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(name for layer in layers.values() for name in layer.active_adapters))
+
+
+def _train_only(parameters: list[nn.Parameter], trained: list[nn.Parameter]) -> None:
+    chosen = set(trained)
+    for parameter in parameters:
+        parameter.requires_grad_(parameter in chosen)
+
+
+def _spread(errors: dict[str, float]) -> str:
+    return f"{max(errors.values()):.2g} at most, {sum(errors.values()) / len(errors):.2g} on average"

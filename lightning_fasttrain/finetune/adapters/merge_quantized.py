@@ -1,0 +1,335 @@
+"""Three ways to merge an adapter into a quantised layer, and the error of each as measured."""
+
+import copy
+import os
+import warnings
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters
+from lightning_fasttrain.finetune.parts.freezing import can_train
+from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
+from lightning_fasttrain.finetune.quantized._quantized_layer import (
+    dequantized_weight,
+    in_8_bits,
+    is_quantized,
+    quantize_layer_,
+    quantized_bytes,
+    round_bias_,
+)
+from lightning_fasttrain.finetune.quantized._tensor_files import Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+
+Original = nn.Module | Mapping[str, Tensor] | Where
+WAYS = ("requantized", "dequantized", "original")
+_PROBES = 64  # inputs of each layer that its error is measured with, if none are given
+_MOST_PROBES = 1024  # of those that are given
+_UNRELATED = 0.5  # relative distance; quantising leaves 0.1, and another model's weights are at 1.4
+
+
+def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, original: Original | None) -> None:
+    """Refuse to merge into quantised layers in a way that was not named, or to name one without such layers.
+
+    Raises:
+        ValueError: what · why · the ways there are, with what each costs.
+    """
+    if into is not None:
+        one_of("into", into, WAYS)
+    if not quantized:
+        if into is not None or original is not None:
+            raise ValueError(
+                explain(f"into={into!r}", "no adapted layer is quantised", "Leave into= and original= out")
+            )
+        return
+    if into is None:
+        raise ValueError(_which_way(model, quantized))
+    if into == "original" and original is None:
+        why = "the original weights are needed, and quantising has not kept them"
+        raise ValueError(explain("into='original'", why, "Give original= a module, state dict or safetensors file"))
+    if into != "original" and original is not None:
+        raise ValueError(explain(f"original= with into='{into}'", "it would not be used", "Use into='original'"))
+
+
+def forget_quantization_(root: Any) -> None:
+    """Let a model of Hugging Face's know it if no layer is quantised any more, so that it can be moved and saved."""
+    quantizer: Any = vars(root).get("hf_quantizer")
+    if quantizer is None or any(is_quantized(module) for module in root.modules()):
+        return
+    quantizer.remove_quantization_config(root)
+    for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized"):
+        vars(root).pop(flag, None)
+
+
+class QuantizedMerge:
+    """Makes the layers that take the place of quantised ones, one by one, and measures their error.
+
+    Attributes:
+        against_trained: name of the layer → relative difference of its outputs to those as trained.
+        against_original: likewise, to those of the original weights with the adapter beside them.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: dict[str, Any], into: str | None, original: Original | None, batch: Any
+    ) -> None:
+        self.into, self.dtype = into, _dtype_of(model, layers)
+        self.configs = {name: _configs_of(model, name) for name in layers}
+        self.originals = _Originals(original, layers) if into == "original" and original is not None else None
+        for layer in layers.values():
+            keep_quantized_(layer.get_base_layer())
+        self.inputs = _inputs(model, layers, batch) if batch is not None else {}
+        self.against_trained: dict[str, float] = {}
+        self.against_original: dict[str, float] = {}
+
+    @torch.no_grad()
+    def merged(self, name: str, layer: Any, names: list[str]) -> nn.Module:
+        """The layer that takes the place of the quantised one under ``layer``."""
+        base = layer.get_base_layer()
+        x = self.inputs.get(name)
+        if x is None:
+            generator = torch.Generator().manual_seed(0)
+            x = torch.randn(_PROBES, base.in_features, generator=generator)
+        x = x.to(base.weight.device, self.dtype)
+        trained = _in_eval(layer, x)
+        weight, bias = _full_weight(base), base.bias
+        if self.originals is not None:
+            weight, bias = self.originals.of(name, base, weight)
+        twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
+        beside = _in_eval(twin, x.to(weight.dtype)) if self.originals is not None else None
+        twin.merge(safe_merge=True, adapter_names=names)
+        merged = twin.get_base_layer()
+        merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
+        merged.train(base.training)
+        result = _in_eval(merged, x)
+        self.against_trained[name] = _relative(result, trained)
+        if beside is not None:
+            self.against_original[name] = _relative(result, beside)
+        return merged
+
+
+class _Originals:
+    """The full-precision weights of layers, wherever they are, read one by one."""
+
+    def __init__(self, original: Original, layers: dict[str, Any]) -> None:
+        self.stored: Any = None
+        if isinstance(original, str | os.PathLike):
+            self.stored = find_tensors(original)
+            keys = {name: name for name in self.stored}
+        else:
+            self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
+            keys = {_plain(name): name for name in self.tensors}
+        self.keys = keys
+        plain_names = {name: _plain(name) for name in layers}
+        self.renamed = _renaming(list(plain_names.values()), keys)
+        self.plain_names = plain_names
+
+    def of(self, name: str, base: Any, dequantized: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a layer, on its device.
+
+        Raises:
+            ValueError: of another shape, or another model's.
+        """
+        cut, added = self.renamed
+        key = added + self.plain_names[name][cut:]
+        weight = self._read(f"{key}.weight")
+        bias = base.bias
+        if bias is not None and f"{key}.bias" in self.keys:
+            bias = self._read(f"{key}.bias").to(base.weight.device)
+        found = f"{list(weight.shape)} of {weight.dtype}"
+        for one in (weight, weight.T):  # Hugging Face turns GPT-2's transposed layers when it quantises them
+            if one.is_floating_point() and one.shape == dequantized.shape:
+                one = one.to(base.weight.device)
+                if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
+                    return one.contiguous(), bias
+                found = "further from the quantised one than quantising explains"
+        raise ValueError(
+            explain(
+                f"original= for '{name}'",
+                f"its '{key}.weight' is {found}",
+                f"Give the weights that were quantised, {list(dequantized.shape)}",
+            )
+        )
+
+    def _read(self, key: str) -> Tensor:
+        if self.stored is None:
+            return self.tensors[self.keys[key]].detach()
+        ((_, tensor),) = read_tensors({key: self.stored[key]})
+        return tensor.clone()  # what was read may lie in the file
+
+
+def _plain(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
+
+
+def _renaming(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
+    """How many characters to cut from the front of names of layers, and what to put there, to find all among ``keys``.
+
+    The original may have been saved from further outside or inside than what is merged.
+    """
+    first = names[0]
+    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
+    for cut in cuts:
+        tail = f"{first[cut:]}.weight"
+        for key in keys:
+            if key == tail or key.endswith(f".{tail}"):
+                added = key[: -len(tail)]
+                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}.weight" in keys for name in names):
+                    return cut, added
+    missing = [name for name in names if f"{name}.weight" not in keys]
+    raise ValueError(
+        explain(
+            f"original= lacks {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
+            f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty",
+            "Give the full-precision weights of this model",
+        )
+    )
+
+
+def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:
+    """PEFT's layer for ``plain``, with the very adapters of the quantised ``layer``."""
+    import peft
+
+    holder = nn.Module()
+    holder.base = plain
+    there = [name for name in names if name in held_by(layer)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
+        for name in there:
+            peft.inject_adapter_in_model(_config_for_one(configs[name], layer), holder, adapter_name=name)
+    twin: Any = holder.base
+    for attribute in (*layer.adapter_layer_names, *layer.other_param_names):
+        if attribute in vars(layer) or attribute in layer._modules:
+            setattr(twin, attribute, getattr(layer, attribute))
+    twin.set_adapter(there, inference_mode=True)
+    return twin
+
+
+def _config_for_one(config: Any, layer: Any) -> Any:
+    """So that the twin is of the same kind; its numbers, such as rank and scale, are then those of ``layer``."""
+    config = copy.deepcopy(config)
+    config.target_modules, config.modules_to_save = {"base"}, None
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = {"base"} if layer.is_feedforward else set()
+    return config
+
+
+def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
+    kind = "int8" if in_8_bits(base) else base.weight.quant_state.quant_type
+    nested = not in_8_bits(base) and base.weight.quant_state.nested
+    weight = merged.weight.detach()
+    if kind != "int8":
+        weight = weight.to(base.weight.quant_state.dtype)
+    layer = _linear(weight, merged.bias)
+    quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
+    if kind == "int8":
+        layer.state.threshold = base.state.threshold
+    elif base.compute_dtype is not None:
+        round_bias_(layer)
+    keep_quantized_(layer)
+    return layer
+
+
+def _full_weight(base: Any) -> Tensor:
+    """The weight that a quantised layer stands for, in float32 whatever it was quantised from."""
+    weight = dequantized_weight(base)
+    if weight.dtype is not torch.float32:
+        weight = dequantize_flat(base.weight.data, base.weight.quant_state, torch.float32)
+    return weight
+
+
+def _linear(weight: Tensor, bias: Tensor | None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().clone(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(weight.dtype, copy=True), requires_grad=False)
+    return layer
+
+
+def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
+    """The dtype of most of what is neither quantised nor an adapter: that of the activations."""
+    brought, counts = adapter_parameters(model), Counter[torch.dtype]()
+    inside = tuple(f"{name}." for name in layers)
+    for name, parameter in model.named_parameters():
+        if name not in brought and not name.startswith(inside) and can_train(parameter):
+            counts[parameter.dtype] += parameter.numel()
+    if counts:
+        return counts.most_common(1)[0][0]
+    computed = [getattr(layer.get_base_layer(), "compute_dtype", None) for layer in layers.values()]
+    return next((dtype for dtype in computed if dtype is not None), torch.float32)
+
+
+def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
+    inner = [root for prefix, root in adapted(model).items() if not prefix or name.startswith(f"{prefix}.")]
+    return vars(inner[-1])["peft_config"]
+
+
+def held_by(layer: Any) -> set[str]:
+    """Names of the adapters that one of PEFT's layers has; others may have been added to other layers."""
+    return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
+
+
+@torch.no_grad()
+def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
+    """What goes into each layer when the model is called with ``batch``."""
+    seen: dict[str, Tensor] = {}
+    handles = []
+    for name, layer in layers.items():
+
+        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+            seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
+
+        handles.append(layer.register_forward_pre_hook(keep))
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        if isinstance(batch, Mapping):
+            model(**batch)
+        else:
+            model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+    finally:
+        _set_modes(modes)
+        for handle in handles:
+            handle.remove()
+    return seen
+
+
+@torch.no_grad()
+def _in_eval(module: nn.Module, x: Tensor) -> Tensor:
+    modes = [(one, one.training) for one in module.modules()]
+    try:
+        return module.eval()(x).float()
+    finally:
+        _set_modes(modes)
+
+
+def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
+    for module, training in modes:
+        module.training = training
+
+
+def _relative(result: Tensor, expected: Tensor) -> float:
+    return float((result - expected).norm() / expected.norm().clamp_min(1e-30))
+
+
+def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
+    dtype, packed, plain = _dtype_of(model, quantized), 0, 0
+    for layer in quantized.values():
+        base = layer.get_base_layer()
+        kind = "int8" if in_8_bits(base) else "nf4"
+        packed += quantized_bytes(base.out_features, base.in_features, kind)
+        plain += base.out_features * base.in_features * dtype.itemsize
+    sizes = f"{plain / 2**20:.1f} MiB in {str(dtype).removeprefix('torch.')} instead of {packed / 2**20:.1f}"
+    return explain(
+        f"merging into {len(quantized)} quantised layers, the first '{next(iter(quantized))}'",
+        "they cannot take the sum as it is, and there is more than one way",
+        "Use into='requantized', which rounds the sum again, about as much as the first time; or into='original' with "
+        f"original= the full-precision weights, which loses nothing but needs them, and {sizes}; or "
+        "into='dequantized', of that size too, which is the model as it was trained",
+    )

@@ -1,0 +1,97 @@
+"""LoRA on a base in 4 or 8 bits, in one line."""
+
+import copy
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._technique import Conflict, Surgery
+from lightning_fasttrain.finetune.adapters.lora import LoRA
+from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, find_targets
+from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase
+
+
+class QLoRA(LoRA):
+    """Quantise the model's linear layers, freeze everything, and train thin matrices beside them.
+
+    The same as :class:`~lightning_fasttrain.QuantizedBase` and :class:`~lightning_fasttrain.LoRA` together, bit for
+    bit; what trains whole is not quantised. The weights, gradients and AdamW states of 8 billion parameters take 120
+    GiB in float32, before any activation; of these 5 GiB are left. Then activations are most of it: add
+    :class:`~lightning_fasttrain.ActivationCheckpointing`, and for language models
+    :class:`~lightning_fasttrain.FusedLossHead`.
+
+    Args:
+        rank: as for :class:`~lightning_fasttrain.LoRA`; so are alpha, targets, variant, dropout, train, name and
+            checkpoint. ``variant="pissa"`` needs weights in full precision.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``, as for :class:`~lightning_fasttrain.QuantizedBase`; so are the rest.
+
+    Raises:
+        TypeError, ValueError: as those two.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
+        >>> _ = QLoRA(rank=4).apply(net)
+        >>> net[0].base_layer.weight.dtype, net[0].lora_A["default"].weight.dtype, net[1].weight.dtype
+        (torch.uint8, torch.float32, torch.float32)
+
+    Source:
+        Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.
+    """
+
+    surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
+    effect: ClassVar[str] = "LoRA on frozen weights in 4 bits"
+    when: ClassVar[str] = "you fine-tune, and even the frozen weights do not fit in 16 bits; slower than LoRA"
+    in_a_loop: ClassVar[str] = "apply(model, [QLoRA(...)])"
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        way_out = "Use QLoRA alone, or QuantizedBase and the adapter of your choice"
+        return (Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out), *super().conflicts())
+
+    def __init__(
+        self,
+        rank: int = 16,
+        alpha: float = 32,
+        targets: Targets = ALL_LINEAR,
+        *,
+        kind: str = "nf4",
+        double_quant: bool = True,
+        compute_dtype: torch.dtype | str = "auto",
+        skip: Blocks = (),
+        variant: str = "lora",
+        dropout: float = 0.0,
+        train: Iterable[str] = (),
+        name: str = "default",
+        checkpoint: str = "adapter",
+    ) -> None:
+        if variant == "pissa":
+            raise ValueError(
+                explain(
+                    "QLoRA(variant='pissa')",
+                    "it begins with a decomposition of each weight, and quantised ones are packed",
+                    "Use variant='lora', or LoRA(variant='pissa') without quantisation",
+                )
+            )
+        super().__init__(
+            rank, alpha, targets, variant=variant, dropout=dropout, train=train, name=name, checkpoint=checkpoint
+        )
+        self.base = QuantizedBase(kind, double_quant=double_quant, compute_dtype=compute_dtype, skip=skip)
+
+    def predict(self, step: PredictedStep) -> "QLoRA":
+        told = copy.copy(self)
+        told.base = self.base.predict(step)
+        return told
+
+    def apply(self, model: nn.Module) -> None:
+        base, skip = copy.copy(self.base), self.base.skip
+        if self.train:  # what trains whole cannot be packed
+            chosen = [skip] if isinstance(skip, str | type) else list(skip)
+            base.skip = [*chosen, *find_targets(model, self.train)]
+        base.apply(model)
+        self.base.report = base.report
+        super().apply(model)

@@ -1,0 +1,218 @@
+"""The settings in an adapter's folder: written as PEFT writes them, and read without trusting them."""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import types
+import typing
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import parse_json
+from lightning_fasttrain.finetune.parts.base_fingerprint import first_few
+from lightning_fasttrain.finetune.parts.targets import require_peft
+
+_LARGEST = 4 * 2**20  # bytes; a list of ten thousand layers has one
+_LONGEST_WORD = 256
+# Where the file came from, and what would be imported or downloaded for it: never followed.
+NOT_FOLLOWED = (
+    "auto_mapping",
+    "base_model_name_or_path",
+    "megatron_core",
+    "peft_version",
+    "revision",
+    "runtime_config",
+)
+IGNORED = {*NOT_FOLLOWED, "inference_mode", "task_type"}
+_PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # never run: layers are told by the tensors
+_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")  # which PEFT puts into patterns
+_NEEDS_PEFT = {
+    "megatron_config": "it imports a module that the file names",
+    "layer_replication": "it changes the model's layers",
+    "target_parameters": "it targets parameters rather than layers",
+    "trainable_token_indices": "it trains rows of an embedding",
+    "alora_invocation_tokens": "it needs PEFT's own model around yours",
+    "arrow_config": "it needs PEFT's own model around yours",
+    "corda_config": "its start came out of data",
+    "lora_ga_config": "its start came out of gradients",
+    "loftq_config": "its start changed the weights of the base",
+}
+_OFF = (None, False, "", [], {})
+_STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora")  # which can be begun with again
+
+
+def written_config(config: Any, root: nn.Module) -> str:
+    """What ``adapter_config.json`` holds: sorted, so that equal settings give equal bytes."""
+    settings = config.to_dict()
+    settings["inference_mode"] = True
+    if settings["base_model_name_or_path"] is None:
+        settings["base_model_name_or_path"] = vars(root).get("name_or_path") or None
+    if settings["task_type"] is None:
+        kind = type(root)
+        settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
+    return json.dumps(settings, indent=2, sort_keys=True, default=_sorted)
+
+
+def _sorted(value: Any) -> list[Any]:
+    if not isinstance(value, set):
+        raise TypeError(f"{value!r} is in the adapter's config, and no JSON.")
+    return sorted(value)
+
+
+def refuse_unrepeatable(config: Any, what: str) -> None:
+    """Refuse adapters that began by changing the base in a way that a reader of the file cannot repeat.
+
+    Raises:
+        ValueError: this is one.
+    """
+    start = getattr(config, "init_lora_weights", True)
+    if start not in _STARTS:
+        raise ValueError(
+            explain(
+                f"{what} began with init_lora_weights='{str(start)[:40]}'",
+                "that changed the base by chance or by data, so it cannot be done again when the file is loaded",
+                "Merge it and save the whole model, or let PEFT convert it (path_initial_model_for_weight_conversion)",
+            )
+        )
+
+
+def read_config(folder: Path, copy: str | None) -> Any:
+    """The configuration of the adapter in ``folder``, checked to the last setting before anything is made of it.
+
+    Args:
+        folder: which holds ``adapter_config.json``.
+        copy: of that file, out of the file of the tensors, where we wrote it.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        ValueError: it is none, or has settings that are unknown, of the wrong type or of another save than the
+            tensors; or it is of a kind that cannot be put in place.
+    """
+    path = folder / "adapter_config.json"
+    if path.is_file():
+        with path.open("rb") as file:
+            settings = _parsed(file.read(_LARGEST + 1), str(path))
+        if copy is not None:
+            _refuse_mixed(settings, _parsed(copy.encode(), "its copy"), path)
+    elif copy is not None:  # a save that was cut short; the tensors are whole, and so is this
+        settings = _parsed(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
+    else:
+        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name the folder of an adapter"))
+    return _made(settings, str(path))
+
+
+def _parsed(data: bytes, what: str) -> dict[str, Any]:
+    settings = parse_json(data, what, _LARGEST)
+    if not isinstance(settings, dict):
+        raise ValueError(explain(f"{what} cannot be read", f"it is a {type(settings).__name__}", "Fetch it again"))
+    return settings
+
+
+def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) -> None:
+    differ = [key for key in {**settings, **copy} if key not in IGNORED and settings.get(key) != copy.get(key)]
+    if differ:
+        raise ValueError(
+            explain(
+                f"{path} is not what was saved with the tensors",
+                f"it differs in {first_few(differ)}",
+                "Save both again, or delete it, and the tensors' own settings are used",
+            )
+        )
+
+
+def _made(settings: dict[str, Any], path: str) -> Any:
+    peft: Any = require_peft()
+    kinds = {kind.value: config for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
+    kind = settings.get("peft_type")
+    if not isinstance(kind, str) or kind not in kinds:
+        version = str(settings.get("peft_version"))[:20]
+        raise ValueError(
+            explain(
+                f"{path} has peft_type={str(kind)[:40]!r}",
+                f"PEFT {peft.__version__} has no such adapter (the file is from version {version})",
+                "Install a newer PEFT",
+            )
+        )
+    settings = {key: value for key, value in settings.items() if key not in (*NOT_FOLLOWED, "peft_type")}
+    settings = _checked(settings, kinds[kind], path, peft.__version__)
+    for key in _PATTERNS:
+        if isinstance(settings.get(key), str):
+            settings[key] = None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of settings without effect
+            return kinds[kind](**settings)
+    except Exception as error:  # whatever a setting that PEFT does not expect leads to
+        raise ValueError(explain(f"{path}", f"PEFT refuses it: {error}", "Save the adapter again")) from error
+
+
+def _checked(settings: dict[str, Any], kind: Any, path: str, version: str) -> dict[str, Any]:
+    hints = _hints(kind)
+    fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
+    for key, value in settings.items():
+        where = f"{path} has {key[:80]!r}"
+        if key in fields and not _fits(value, hints[key], fields[key]):
+            raise ValueError(explain(f"{where}: {_short(value)}", f"it should be {_named(hints[key])}", "Correct it"))
+        if value in _OFF:
+            continue
+        if key not in fields:
+            why = f"{kind.__name__} of PEFT {version} has no such setting"
+            raise ValueError(explain(where, why, "Install the PEFT that wrote it, or a newer one"))
+        if key in _NEEDS_PEFT:
+            why = f"{_NEEDS_PEFT[key]}, which is not done here"
+            raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
+        if key in _NAMES:
+            for name in [value] if isinstance(value, str) else value:
+                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):
+                    why = "only names of layers are taken from files, as patterns can take for ever"
+                    raise ValueError(explain(f"{where}: {name[:80]!r}", why, "Write the layers' names out"))
+        elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:
+            raise ValueError(explain(where, f"it is {len(value)} characters long", "Do not use it"))
+    return {key: value for key, value in settings.items() if key in fields}  # others are off, so they change nothing
+
+
+@functools.cache
+def _hints(kind: Any) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
+
+
+def _fits(value: Any, hint: Any, field: Any = None) -> bool:
+    """Whether what was read from JSON is of the type that a config declares."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    if field is not None and (value is None or value == field.default):
+        return True
+    if field is not None and field.name.endswith("alpha") and hint is int:
+        hint = float
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one, field) for one in arguments)
+    if origin is typing.Literal:
+        free = isinstance(value, str) and any("[" in str(one) for one in arguments)  # such as pissa_niter_[number]
+        return free or (isinstance(value, str | int) and value in arguments)
+    if origin in (list, set, tuple) or hint in (list, set, tuple):
+        inner = arguments[0] if arguments else typing.Any
+        return isinstance(value, list) and all(_fits(one, inner) for one in value)
+    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
+        inner = arguments[1] if len(arguments) == 2 else typing.Any
+        return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
+    if hint in (bool, int, float):
+        allowed = {bool: bool, int: int, float: (int, float)}[hint]
+        return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))
+    if isinstance(hint, type) and issubclass(hint, str):
+        return isinstance(value, str)
+    return hint is typing.Any or (hint in (None, type(None)) and value is None)
+
+
+def _named(hint: Any) -> str:
+    return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:80]}…"

@@ -1,0 +1,94 @@
+"""An adapter's folder: what is in one, and how it is written whole or not at all."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._files import TEMPORARY, write_atomic
+from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._reading import local_path, parse_json
+from lightning_fasttrain.finetune.parts.base_fingerprint import (
+    Fingerprint,
+    base_fingerprint,
+    first_few,
+    is_fingerprint,
+)
+
+Folder = str | os.PathLike[str]
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+BASE, SETTINGS = "lightning_fasttrain.base", "lightning_fasttrain.config"  # in the metadata, which PEFT leaves alone
+_PICKLES = (".bin", ".ckpt", ".pkl", ".pickle", ".pt", ".pth")
+_LEFT = f"{TEMPORARY}{WEIGHTS}-"  # by a process that was killed
+
+
+def refuse_other_things(folder: Path) -> None:
+    if folder.is_dir():
+        there = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_LEFT))
+        if there and WEIGHTS not in there and CONFIG not in there:
+            raise ValueError(
+                explain(
+                    f"{folder} holds other things than an adapter: {first_few(there)}",
+                    "among a model's files, an adapter would be loaded with it unasked",
+                    "Name a new folder",
+                )
+            )
+    elif folder.exists():
+        raise ValueError(explain(f"{folder}", "this is a file, and an adapter is a folder", "Name a folder"))
+
+
+@rank_zero_only
+def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, root: nn.Module) -> None:
+    safetensors: Any = require("safetensors.torch", extra="finetune")
+    metadata = {"format": "pt", SETTINGS: settings, BASE: json.dumps(base_fingerprint(root))}
+    # Copies, since tensors that share memory, as tied ones do, cannot be in one file.
+    own = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
+    data = safetensors.save(own, metadata)
+    config = folder / CONFIG
+    if config.exists() and config.read_bytes() != settings.encode():
+        config.unlink()
+    write_atomic(folder / WEIGHTS, data)
+    if not config.exists():
+        write_atomic(config, settings)
+    for left in folder.glob(f"{_LEFT}*"):
+        left.unlink(missing_ok=True)
+
+
+def adapter_folder(folder: Folder) -> Path:
+    source = local_path(folder)
+    pickles = [source] if source.suffix in _PICKLES and source.is_file() else []
+    if source.is_dir() and not (source / WEIGHTS).exists():
+        pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
+    if pickles:
+        raise ValueError(
+            explain(
+                f"{pickles[0]} is a pickle",
+                "opening one executes what it says, so it was not opened",
+                "Have its author save it as safetensors, which PEFT does by default",
+            )
+        )
+    if source.is_file():
+        raise ValueError(explain(f"{source}", "an adapter is a folder with two files", f"Use '{source.parent}'"))
+    if not source.is_dir():
+        why = "there is no such folder here, and nothing is downloaded"
+        raise FileNotFoundError(explain(f"{source}", why, "Download it first: huggingface_hub.snapshot_download"))
+    if not (source / WEIGHTS).is_file():
+        there = first_few(sorted(path.name for path in source.iterdir())) or "nothing"
+        raise FileNotFoundError(explain(f"{source} has no {WEIGHTS}", f"it holds {there}", "Name an adapter's folder"))
+    return source
+
+
+def stored_fingerprint(metadata: Mapping[str, str], source: Path) -> Fingerprint | None:
+    if BASE not in metadata:
+        note_once(f"{source} was not saved by save_adapter: names and shapes are checked, the base's weights cannot be")
+        return None
+    what = f"the fingerprint in {source / WEIGHTS}"
+    found = parse_json(metadata[BASE], what)
+    if not is_fingerprint(found):
+        raise ValueError(explain(f"{what} cannot be read", "it is no object of words", "Pass check_base=False"))
+    return found

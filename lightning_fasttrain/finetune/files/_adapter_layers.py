@@ -1,0 +1,295 @@
+"""Which layers of a model the tensors in an adapter's file belong to, and which tensors an adapter there would have."""
+
+import copy
+import dataclasses
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.parts.base_fingerprint import _holds, base_names, first_few
+from lightning_fasttrain.finetune.parts.targets import require_peft
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
+
+PREFIX = "base_model.model."
+_NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")  # whole numbers as well
+
+
+@dataclass
+class Place:
+    """Where in a model an adapter's file belongs.
+
+    Attributes:
+        prefix: what the model adds to the names in the file.
+        root: the module that the file names layers of.
+        targets: names of the layers with an adapter, as seen from ``root``.
+        whole: names of the modules that were trained whole.
+        scaled: names of the targets that (IA)³ scales at their input.
+    """
+
+    prefix: str
+    root: nn.Module
+    targets: list[str]
+    whole: list[str]
+    scaled: list[str] = field(default_factory=list)
+
+
+def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
+    """Names of the layers that tensors in the file are the adapter of."""
+    peft: Any = require_peft()
+    mark = peft.mapping.PEFT_TYPE_TO_PREFIX_MAPPING[config.peft_type]
+    found = {}
+    for key in keys:
+        parts = key.split(".")
+        at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
+        if at is not None:
+            found[".".join(parts[:at])] = None
+    return list(found)
+
+
+def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Place | None:
+    """The one module in ``model`` that has all layers which the file names; None if there is none.
+
+    Raises:
+        ValueError: several have.
+    """
+    targets = layers_in_file(keys, config)
+    inside = set(targets)
+    rest = [key for key in keys if not is_inside(key, inside)]
+    found = []
+    for prefix, root in candidates(model, name).items():
+        layers, owned = plain_modules(root), set(base_names(root).values())
+        whole = _whole(layers, config, rest)
+        ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
+        if all(target in layers for target in targets) and len(ours) == len(rest):
+            found.append(Place(prefix, root, targets, whole))
+    if len(found) > 1:
+        names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
+        raise ValueError(
+            explain(
+                f"{type(model).__name__} has several places for the adapter",
+                f"its layers are in {first_few(names)}",
+                f"Name one: load_adapter_(model.{names[0]}, …)",
+            )
+        )
+    return found[0] if found else None
+
+
+def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Prefix → module that an adapter's file may name layers of: where the adapter is, or else where one would be."""
+    from transformers import PreTrainedModel
+
+    named = {f"{prefix}." if prefix else "": module for prefix, module in model.named_modules()}
+    there = {prefix: module for prefix, module in named.items() if name in (vars(module).get("peft_config") or {})}
+    if there:
+        return there
+    found = {prefix: module for prefix, module in named.items() if isinstance(module, PreTrainedModel)}
+    if isinstance(model, L.LightningModule):
+        found |= {f"{child}.": module for child, module in model.named_children()}
+    return {**found, "": model}
+
+
+def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
+    """Name → module as they would be without adapters: theirs are left out, and stand for what they hold."""
+    holders = {name: part for name, module in root.named_modules() if (part := _holds(module))}
+    found = {}
+    for name, module in root.named_modules():
+        parts = name.split(".")
+        inside = [holders.get(".".join(parts[:i])) for i in range(len(parts))]
+        if all(held is None or held == part for held, part in zip(inside, parts, strict=True)):
+            found[".".join(part for held, part in zip(inside, parts, strict=True) if held is None)] = module
+    return {name: module for name, module in found.items() if name}
+
+
+def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
+    """Names of the layers that the file's settings mean in this model; nothing where they are patterns.
+
+    A model with more blocks than the one that was trained has every layer of the file, and others besides.
+    """
+    ends = config.target_modules
+    if not ends or getattr(config, "layers_to_transform", None):
+        return set()
+    whole, out = config.modules_to_save or [], getattr(config, "exclude_modules", None) or []
+    meant = {name for name in layers if _ends(name, ends) and not _ends(name, out)}
+    return {name for name in meant if not any(f".{one}." in f".{name}." for one in whole)}
+
+
+def _ends(name: str, ends: Iterable[str]) -> bool:
+    return any(name == end or name.endswith(f".{end}") for end in ends)
+
+
+def _whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -> list[str]:
+    found: list[str] = []
+    for name in layers:
+        meant = any(name.endswith(one) for one in getattr(config, "modules_to_save", None) or [])
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if meant and not inside and any(key.startswith(f"{name}.") for key in rest):
+            found.append(name)
+    return found
+
+
+def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
+    """The tensors that a file of such an adapter in this model holds, without their numbers.
+
+    PEFT itself makes the adapter, in copies of the layers that take no memory, so the model is left as it is.
+
+    Raises:
+        ValueError: PEFT cannot make it.
+    """
+    peft: Any = require_peft()
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    layers, config = plain_modules(place.root), copy.deepcopy(config)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True
+    config.target_modules = _exactly(place.targets)
+    config.modules_to_save = place.whole or None
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = _exactly(place.scaled)
+    names = [*place.targets, *place.whole]
+    if getattr(config, "bias", "none") == "all":
+        names += [name for name, module in layers.items() if "bias" in module._parameters and name not in names]
+    for device in ("meta", "cpu"):
+        skeleton = nn.Module()
+        for name in names:
+            _put(skeleton, name, _without_numbers(layers[name]) if device == "meta" else copy.deepcopy(layers[name]))
+        try:
+            with warnings.catch_warnings(action="ignore"):  # which come again when it is added
+                peft.inject_adapter_in_model(config, skeleton, adapter_name="file")
+            return get_peft_model_state_dict(skeleton, adapter_name="file", save_embedding_layers=False)
+        except NotImplementedError:  # a few kinds look at the numbers where they begin
+            continue
+        except Exception as error:
+            raise ValueError(
+                explain(f"the adapter's {config.peft_type.value}", f"PEFT cannot make it: {error}", "Save it again")
+            ) from error
+    raise ValueError(explain(f"{config.peft_type.value}", "PEFT cannot make it without numbers", "Use PeftModel"))
+
+
+def _exactly(names: list[str]) -> str:
+    return "|".join(re.escape(name) for name in names)
+
+
+def _put(skeleton: nn.Module, name: str, module: nn.Module) -> None:
+    *parents, last = name.split(".")
+    for parent in parents:
+        if parent not in skeleton._modules:
+            skeleton.add_module(parent, nn.Module())
+        skeleton = skeleton.get_submodule(parent)
+    skeleton.add_module(last, module)
+
+
+def _without_numbers(layer: Any) -> nn.Module:
+    if is_quantized(layer):
+        return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    memo: dict[int, Any] = {}
+    for parameter in layer.parameters():
+        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+    for buffer in layer.buffers():
+        memo[id(buffer)] = torch.empty_like(buffer, device="meta")
+    return copy.deepcopy(layer, memo)
+
+
+def nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
+    """The module that has most of the names, to say what is missing there."""
+    wanted = {key.rpartition(".")[0] for key in fingerprint or keys}
+    parts = {part for key in wanted for part in _parents(key)}
+    return max(candidates(model, name).values(), key=lambda root: len(parts & set(plain_modules(root))))
+
+
+def is_inside(key: str, modules: set[str]) -> bool:
+    """Whether ``key`` names something in one of the ``modules``."""
+    return any(parent in modules for parent in _parents(key)[:-1])
+
+
+def _parents(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:i]) for i in range(1, len(parts) + 1)]
+
+
+def refuse_other_tensors(
+    root: nn.Module, file: Any, keys: list[str], expected: Mapping[str, Tensor], what: str
+) -> None:
+    """Compare names, shapes and types in a file with those that an adapter here would have; nothing is read.
+
+    PEFT also writes the base's embeddings beside an adapter that targets them; they must be the ones that are here.
+
+    Raises:
+        ValueError: they differ.
+    """
+    own = {plain: name for name, plain in base_names(root).items()}
+    there = set(keys)
+    missing = [key for key in expected if key not in there]
+    more = [key for key in keys if key not in expected and key.replace("base_layer.", "") not in own]
+    for names, how in ((missing, "it lacks"), (more, "this model has no place for")):
+        if names:
+            raise ValueError(
+                explain(f"{what} has other tensors", f"{how} {first_few(names)}", "Load the model it is for")
+            )
+    for key in keys:
+        part = file.get_slice(f"{PREFIX}{key}")
+        shape, dtype = list(part.get_shape()), part.get_dtype()
+        if key not in expected:
+            parameter = root.get_parameter(own[key.replace("base_layer.", "")])
+            if shape != list(parameter.shape) or not _same(parameter, file.get_tensor(f"{PREFIX}{key}")):
+                why = f"'{key}' is another one than this model's, so the base was changed"
+                raise ValueError(explain(f"{what} holds a weight of its base", why, "Load that base, or use PeftModel"))
+        elif shape != list(expected[key].shape):
+            why = f"'{key[:120]}' is {shape}, and here {list(expected[key].shape)}"
+            raise ValueError(explain(f"{what} is for another model", why, "Load the model it was trained beside"))
+        elif DTYPES.get(dtype, torch.bool).is_floating_point != expected[key].is_floating_point() or dtype[:2] == "F8":
+            why = f"'{key[:120]}' is in {dtype}, and here in {expected[key].dtype}"
+            raise ValueError(explain(f"{what} holds something else", why, "Save it again"))
+
+
+def refuse_not_finite(file: Any, what: str) -> None:
+    """Refuse an adapter with which nothing but NaN would come out of the model.
+
+    Raises:
+        ValueError: names the first tensor that has one.
+    """
+    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+        tensor = file.get_tensor(key)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            why = f"'{key[:120]}' holds NaN or infinity, so its training had failed"
+            way_out = "Use an earlier save, or repair the file with torch.nan_to_num and safetensors.torch.save_file"
+            raise ValueError(explain(f"the adapter in {what}", why, way_out))
+
+
+def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: str) -> None:
+    """Compare the numbers in the settings that sizes come from with the layers, before anything of that size is made.
+
+    Raises:
+        ValueError: a rank above that of each layer, or another number above all sizes in the model and in the file.
+    """
+    layers, tensors = plain_modules(place.root), list(file.keys())
+    shapes = [list(p.shape) for name in place.targets for p in layers[name].parameters(recurse=False)]
+    axes = [size for key in tensors for size in file.get_slice(key).get_shape()]
+    features = [getattr(layers[n], f"{end}_features", 1) for n in place.targets for end in ("in", "out")]
+    most = max([*axes, *features, *(size for shape in shapes for size in shape)], default=1)
+    most_rank = max((max(features), *(max(shape) for shape in shapes if shape)), default=1)
+    for setting in dataclasses.fields(config):
+        value = getattr(config, setting.name)
+        if _NO_SIZE.search(setting.name) or value == setting.default:
+            continue
+        limit = most_rank if setting.name == "r" or "rank" in setting.name else most
+        beyond = [number for number in _whole_numbers(value) if number > limit]
+        if beyond:
+            why = f"{setting.name}={str(beyond[0])[:30]} is more than {limit}, the size of the largest layer it is for"
+            raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use it"))
+
+
+def _whole_numbers(value: Any) -> list[int]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else [value]
+    return [number for number in values if type(number) is int]
+
+
+def _same(parameter: Tensor, stored: Tensor) -> bool:
+    return bool((parameter.detach().cpu().to(torch.bfloat16) == stored.to(torch.bfloat16)).all())

@@ -1,0 +1,298 @@
+"""Adapters in files of PEFT's own format: written whole or not at all, and read without trusting them."""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._reading import open_safetensors
+from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters, add_adapter_
+from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config
+from lightning_fasttrain.finetune.files._adapter_folder import (
+    SETTINGS,
+    WEIGHTS,
+    Folder,
+    adapter_folder,
+    refuse_other_things,
+    stored_fingerprint,
+    write_adapter,
+)
+from lightning_fasttrain.finetune.files._adapter_layers import (
+    PREFIX,
+    Place,
+    expected_tensors,
+    find_place,
+    is_inside,
+    layers_in_file,
+    layers_meant,
+    nearest_place,
+    plain_modules,
+    refuse_not_finite,
+    refuse_other_tensors,
+    refuse_sizes_beyond_the_layers,
+)
+from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
+from lightning_fasttrain.finetune.parts.base_fingerprint import (
+    Fingerprint,
+    base_names,
+    first_few,
+    refuse_other_base,
+)
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.prompts.add_prompt import prompt_state
+
+
+def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
+    """Save an adapter as PEFT does, without the base: ``adapter_model.safetensors`` and ``adapter_config.json``.
+
+    ``peft.PeftModel.from_pretrained(base, folder)`` loads it, and :func:`load_adapter_`. Beside the tensors stand a
+    fingerprint of the base, by which the latter refuses another one, and a copy of the settings. Whenever the process
+    dies, the folder holds the old adapter or the new one: the file of the tensors changes in one step, and the settings
+    are taken away before it where they differ, so that PEFT finds no settings rather than others' ones. In distributed
+    runs every process calls it, and the first one writes.
+
+    Args:
+        model: with an adapter: any module, also one that holds the adapted one.
+        folder: made where it is missing. Of one that holds an adapter only these two files are replaced.
+        name: of the adapter; may be left out where there is one.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: no adapter, several and no name, or one that began by changing the base in a way that cannot be
+            repeated; the model is sharded; or the folder holds other things and no adapter.
+
+    Example:
+        >>> import peft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> _ = add_adapter_(net, peft.LoraConfig(r=2), "0")
+        >>> folder = save_adapter(net, getfixture("tmp_path") / "summaries")
+        >>> sorted(path.name for path in folder.iterdir())
+        ['adapter_config.json', 'adapter_model.safetensors']
+
+    Source:
+        ``peft.PeftModel.save_pretrained``; the tensors are its own to the last bit.
+    """
+    prefix, root, name = _find_adapter(model, name)
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    config = vars(root)["peft_config"][name]
+    refuse_unrepeatable(config, f"adapter '{name}'")
+    for one in vars(root)["peft_config"]:
+        refuse_namesake(one, base_names(root).values())
+    target = Path(folder)
+    refuse_other_things(target)
+    if prompts_on(root) is not None:
+        tensors = prompt_state(root, name)
+    else:
+        state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+        _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
+        _refuse_shards(state)
+        tensors = {f"{PREFIX}{key}": tensor.detach() for key, tensor in state.items()}
+    write_adapter(target, tensors, written_config(config, root), root)
+    return target
+
+
+def load_adapter_(
+    model: nn.Module, folder: Folder, *, name: str = "default", trainable: bool = False, check_base: bool = True
+) -> list[str]:
+    """Load an adapter from a folder of :func:`save_adapter` or of PEFT into ``model``, in place, and use it.
+
+    Where there is none of this name it is added, as by :func:`~lightning_fasttrain.finetune.add_adapter_`; else the
+    weights of the one that is there are replaced. All is checked before anything changes: settings, names and shapes,
+    and that the base has the weights that the adapter was trained beside; files of PEFT say nothing about those. A
+    base in another precision is the same one; of a quantised one and its original just the names are compared.
+
+    Nothing in the folder is executed, imported, downloaded or used as a pattern: pickles are refused unopened, and the
+    layers are those that the tensors are named after.
+
+    Args:
+        model: any module that has the layers, or holds the module that has.
+        folder: with ``adapter_model.safetensors`` and ``adapter_config.json``.
+        name: of the adapter in this model.
+        trainable: whether it goes on training; otherwise it is frozen, and its dropout off. All else is frozen.
+        check_base: whether to refuse a base of which the fingerprint differs.
+
+    Returns:
+        Qualified names of the adapted layers.
+
+    Raises:
+        FileNotFoundError: no such folder, or no adapter in it.
+        ValueError: a file that is damaged, no safetensors, holds NaN, or does not belong to this model; the message
+            names what differs first. Or the adapter of this name is another one.
+        TypeError: the layers are quantised, and PEFT has no such adapter for those.
+
+    Example:
+        >>> import peft
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> again = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+        >>> _ = again.load_state_dict(net.state_dict())
+        >>> _ = add_adapter_(net, peft.LoraConfig(r=2, init_lora_weights=False), "0")
+        >>> folder = save_adapter(net, getfixture("tmp_path") / "summaries")
+        >>> load_adapter_(again, folder)
+        ['0']
+        >>> torch.equal(net(torch.ones(1, 4)), again(torch.ones(1, 4)))
+        True
+
+    Source:
+        ``peft.PeftModel.load_adapter``, which checks less.
+    """
+    check_name(name)
+    source = adapter_folder(folder)
+    with _same_random_state(), open_safetensors(source / WEIGHTS) as file:
+        metadata = file.metadata() or {}
+        config = read_config(source, metadata.get(SETTINGS))
+        fingerprint = stored_fingerprint(metadata, source) if check_base else None
+        config.inference_mode = not trainable
+        if config.is_prompt_learning:
+            return load_prompts_(model, source, file, config, name, trainable, fingerprint)
+        refuse_unrepeatable(config, f"the adapter in {source}")
+        keys = _layer_keys(list(file.keys()), source)
+        place = _find_place(model, keys, config, name, source, fingerprint)
+        refuse_namesake(name, base_names(place.root).values())
+        if hasattr(config, "feedforward_modules"):
+            place.scaled = _scaled_at_input(place, config, keys, file)
+        refuse_sizes_beyond_the_layers(place, config, file, str(source))
+        expected = expected_tensors(place, config)
+        refuse_other_tensors(place.root, file, keys, expected, str(source))
+        refuse_not_finite(file, str(source))
+        names, root_prefix, root = _add(model, place, config, name, file)
+        _fill_(root, root_prefix, place, name, file)
+    _use(root, name, trainable)
+    return names
+
+
+def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, str]:
+    """Prefix, module and name of the one adapter that is meant."""
+    roots = adapted(model)
+    there = [(prefix, one) for prefix, root in roots.items() for one in vars(root)["peft_config"]]
+    meant = [(prefix, one) for prefix, one in there if name in (None, one)]
+    if len(meant) == 1:
+        prefix, one = meant[0]
+        return f"{prefix}." if prefix else "", roots[prefix], one
+    listed = ", ".join(f"'{one}'" + (f" in {prefix}" if len(roots) > 1 else "") for prefix, one in there)
+    if not meant:
+        raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"There are: {listed}"))
+    one = meant[0][1]
+    alike = [prefix for prefix, other in meant if other == one and prefix]
+    way_out = f"Name the module: save_adapter(model.{alike[0]}, …)" if len(alike) > 1 else f"Use name='{one}', say"
+    raise ValueError(explain(f"{type(model).__name__} has several adapters", listed, way_out))
+
+
+def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
+    """What trains beside the adapter is in no file of it, and would be missed when it is loaded."""
+    adapters = adapter_parameters(model)
+    trains = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    lost = [name for name in trains if name not in adapters and name not in saved]
+    if lost:
+        warn(f"save_adapter: {first_few(lost)} train too, but belong to no adapter. Name their modules in train=.")
+
+
+def _refuse_shards(state: Mapping[str, Tensor]) -> None:
+    shards = [key for key, tensor in state.items() if isinstance(tensor, DTensor) or not tensor.numel()]
+    if shards:
+        why = "the model is sharded, and this process has but a part of it"
+        raise ValueError(explain(f"{first_few(shards)}", why, "Gather the model first, or save Lightning's checkpoint"))
+
+
+def _layer_keys(keys: list[str], source: Path) -> list[str]:
+    odd = [key for key in keys if not key.startswith(PREFIX)]
+    if odd or not keys:
+        why = f"it has {first_few(odd)}, and names begin with '{PREFIX}'" if odd else "it is empty"
+        raise ValueError(explain(f"{source / WEIGHTS} is no adapter's", why, "Save it with save_adapter or PEFT"))
+    return [key.removeprefix(PREFIX) for key in keys]
+
+
+def _find_place(
+    model: nn.Module, keys: list[str], config: Any, name: str, source: Path, fingerprint: Fingerprint | None
+) -> Place:
+    targets = layers_in_file(keys, config)
+    if not targets:
+        raise ValueError(
+            explain(f"{source / WEIGHTS}", f"it has no tensor of a {config.peft_type.value} adapter", "Save it again")
+        )
+    place = find_place(model, keys, config, name)
+    root = place.root if place is not None else nearest_place(model, keys, fingerprint, name)
+    what = f"the adapter in {source}"
+    if fingerprint is not None:
+        refuse_other_base(fingerprint, root, what, WRONG_BASE)
+    layers = plain_modules(root)
+    absent = [target for target in targets if target not in layers]
+    if place is None:
+        absent = absent or [key for key in keys if not is_inside(key, set(targets))]
+        why = f"{type(model).__name__} has no {first_few(absent)}"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+    more = sorted(layers_meant(layers, config) - {*targets, *place.whole})
+    if more:
+        why = f"it has nothing for {first_few(more)}, which its settings mean as well"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
+    return place
+
+
+def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> tuple[list[str], str, nn.Module]:
+    """Add the adapter, and return its layers, and the prefix and module that it was put into."""
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = _exactly(place, place.scaled)
+    targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
+    config.modules_to_save = None
+    names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
+    for prefix, root in adapted(model).items():
+        before = f"{prefix}." if prefix else ""
+        if name in vars(root)["peft_config"] and names[0].startswith(before):
+            return names, before, root
+    raise AssertionError("what was added is not there")
+
+
+def _exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
+    return [re.compile("|".join(re.escape(f"{place.prefix}{name}") for name in names))] if names else []
+
+
+def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> list[str]:
+    """(IA)³ has one factor for each output of a layer, [out, 1], or for each input, [1, in]."""
+    ends = config.feedforward_modules or []
+    found = []
+    for target in place.targets:
+        key = f"{target}.ia3_l"
+        shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
+        single = all(size == 1 for size in shape)
+        if shape[:1] == [1] and (not single or any(f".{target}".endswith(f".{end}") for end in ends)):
+            found.append(target)
+    return found
+
+
+def _fill_(root: nn.Module, root_prefix: str, place: Place, name: str, file: Any) -> None:
+    """Give the adapter the values in the file."""
+    from peft.utils.save_and_load import get_peft_model_state_dict
+
+    own = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    with torch.no_grad():
+        for key, tensor in own.items():  # the parameters' own memory
+            tensor.copy_(file.get_tensor(f"{PREFIX}{(root_prefix + key).removeprefix(place.prefix)}"))
+
+
+def _use(root: nn.Module, name: str, trainable: bool) -> None:
+    from peft.tuners.tuners_utils import set_adapter
+
+    set_adapter(root, name, inference_mode=not trainable)
+    for module in root.modules():
+        if isinstance(module, nn.ModuleDict) and not trainable and name in module:
+            module[name].eval()
+
+
+@contextmanager
+def _same_random_state() -> Iterator[None]:
+    """PEFT draws the numbers that an adapter begins with, though others take their place."""
+    before = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(before)

@@ -1,0 +1,7 @@
+"""Names what a model consists of: what is frozen, what gets an adapter, what base there is.
+
+Nothing here adds a parameter but ``swap_head``.
+
+From the bottom up: ``freezing``, ``prompt_forward``, ``swap_head``, ``_unreached_weights``, ``base_fingerprint``,
+``gradual_unfreezing``, ``targets``.
+"""

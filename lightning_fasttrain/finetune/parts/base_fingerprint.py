@@ -1,0 +1,144 @@
+"""Which weights an adapter was trained beside: a short hash of each frozen layer, to be compared with another model."""
+
+import hashlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+
+Fingerprint = dict[str, str]
+_SAMPLES = 64
+_HOLDERS = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}  # PEFT's, and what they hold
+
+
+def base_fingerprint(model: nn.Module) -> Fingerprint:
+    """A short hash of each weight of the base: its shape, and 64 of its numbers as bfloat16.
+
+    Rounding to bfloat16 makes a model equal its own copies in float32 and bfloat16. What an adapter brought is left
+    out, and layers have the names that they have without one. Quantised weights are hashed as they are packed, since
+    the model that they came from is another one: compare like with like.
+
+    Args:
+        model: any module, with or without adapters.
+
+    Returns:
+        Name of each parameter → 12 hexadecimal digits, preceded by ``"q"`` if it is quantised; ``"?"`` where beside an
+        adapter stands what is not the base's any more: weights that an adapter has changed where it began, as PiSSA
+        does, or is merged into, and what trains with it.
+
+    Example:
+        >>> net = nn.Linear(4, 2)
+        >>> base_fingerprint(net) == base_fingerprint(net.bfloat16())
+        True
+    """
+    names, kinds, samples = [], [], []
+    found: Fingerprint = {}
+    plain_names, changed = base_names(model), _changed(model)
+    for name, parameter in model.named_parameters():
+        plain = plain_names.get(name)
+        if plain is not None and name in changed:
+            found[plain] = "?"
+        elif plain is not None:
+            names.append(plain)
+            quantized = not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
+            kinds.append(("q" if quantized else "", tuple(parameter.shape)))
+            samples.append(_sample(parameter.detach(), quantized))
+    # One copy to the host for all of them, rather than one for each.
+    on_host = torch.cat(samples).cpu().view(-1, _SAMPLES) if samples else torch.empty(0, _SAMPLES)
+    for name, (kind, shape), numbers in zip(names, kinds, on_host, strict=True):
+        digest = hashlib.sha256(f"{shape}".encode() + numbers.numpy().tobytes()).hexdigest()
+        found[name] = kind + digest[:12]
+    return dict(sorted(found.items()))
+
+
+def is_fingerprint(value: Any) -> bool:
+    """Whether what was read from a file is one."""
+    return isinstance(value, dict) and all(isinstance(part, str) for item in value.items() for part in item)
+
+
+def base_names(model: nn.Module) -> dict[str, str]:
+    """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
+    holders = {name: part for name, module in model.named_modules() if (part := _holds(module))}
+    prompted = [name for name, module in model.named_modules() if prompts_on(module) is not None]
+    prompts = tuple(f"{name}.prompt_encoder.".removeprefix(".") for name in prompted)
+    found = {}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name.startswith(prompts):
+            continue
+        parts = name.split(".")
+        inside = [holders.get(".".join(parts[:i])) for i in range(len(parts))]
+        if all(held is None or held == part for held, part in zip(inside, parts, strict=True)):
+            found[name] = ".".join(part for held, part in zip(inside, parts, strict=True) if held is None)
+    return found
+
+
+def refuse_other_base(
+    expected: Fingerprint,
+    model: nn.Module,
+    what: str,
+    way_out: str = "Load the base that it was trained beside",
+) -> None:
+    """Compare a model with the fingerprint of the one that an adapter was trained beside.
+
+    Where just one of the two is quantised, only names can be compared.
+
+    Raises:
+        ValueError: they differ; the message names the first three that do.
+    """
+    found = base_fingerprint(model)
+    missing = [name for name in expected if name not in found]
+    more = [name for name in found if name not in expected]
+    other = [name for name in expected if name in found and _differ(expected[name], found[name])]
+    for names, how in ((missing, "this model lacks"), (more, "the other lacked"), (other, "other weights are in")):
+        if names:
+            base = f"{what} was trained beside another base than {type(model).__name__}"
+            raise ValueError(explain(base, f"{how} {first_few(names)}", way_out))
+
+
+def first_few(names: list[str]) -> str:
+    """The first three, and how many more; cut where a name is absurd, since it may come from a file."""
+    listed = ", ".join(repr(name[:120]) for name in names[:3])
+    return listed + (f" and {len(names) - 3} more" if names[3:] else "")
+
+
+def _changed(model: nn.Module) -> set[str]:
+    """Names of parameters of the base that are not what they were before there were adapters."""
+    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _holds(module) == "base_layer"}
+    configs = [config for module in model.modules() for config in (vars(module).get("peft_config") or {}).values()]
+    if not configs:
+        return set()
+    changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if any(getattr(config, "bias", "none") != "none" for config in configs):
+        changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
+    begun = any(changes_base(config) for config in configs)
+    for name, layer in layers.items():
+        if begun or layer.merged:
+            changed |= {f"{name}.base_layer.{key}" for key, _ in layer.base_layer.named_parameters()}
+    return changed
+
+
+def changes_base(config: Any) -> bool:
+    start = getattr(config, "init_lora_weights", True)
+    decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
+    return decomposed or getattr(config, "kasa_config", None) is not None
+
+
+def _holds(module: nn.Module) -> str | None:
+    """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed."""
+    return next((_HOLDERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _HOLDERS), None)
+
+
+def _differ(a: str, b: str) -> bool:
+    comparable = "?" not in (a, b) and a.startswith("q") == b.startswith("q")
+    return comparable and a != b
+
+
+def _sample(values: Tensor, quantized: bool) -> Tensor:
+    """64 of the numbers, evenly spread, as int32."""
+    flat = values.reshape(-1)
+    at = torch.arange(_SAMPLES, device=flat.device) * max(flat.numel() - 1, 0) // (_SAMPLES - 1)
+    taken = flat[at] if flat.numel() else flat.new_zeros(_SAMPLES)
+    return taken.to(torch.int32) if quantized else taken.to(torch.bfloat16).view(torch.int16).to(torch.int32)

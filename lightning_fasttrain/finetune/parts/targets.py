@@ -1,0 +1,146 @@
+"""Which layers of a model get an adapter, from what a user says: names, patterns, classes or "all-linear"."""
+
+import difflib
+import re
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._heads import find_heads, is_linear, layers_of
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.parts._unreached_weights import read_past
+
+Target = str | re.Pattern[str] | type[nn.Module]
+Targets = Target | Iterable[Target]
+ALL_LINEAR = "all-linear"
+
+
+def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, nn.Module]:
+    """Find the layers that ``targets`` means.
+
+    Args:
+        model: any module; layers that carry an adapter already count as what they were.
+        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.finetune.find_heads`)
+            and those of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified
+            name or the end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any
+            number, a compiled regular expression for the whole name, a class, a class name.
+
+    Returns:
+        Qualified name → layer, in the model's own order.
+
+    Raises:
+        ValueError: one of ``targets`` matches nothing (the message lists near names and what would match), or a layer
+            shares its weight with another, which would then no longer be the same.
+        TypeError: one of ``targets`` is none of the above.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 1) for _ in range(2)], nn.Linear(4, 9))
+        >>> list(find_targets(net))
+        ['0.linear1', '0.linear2', '1.linear1', '1.linear2']
+        >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
+        ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
+    """
+    layers = layers_of(model)
+    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        heads = [*find_heads(model), *read_past(model)]
+        found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
+        if not found:
+            raise ValueError(
+                explain(
+                    f"targets='{ALL_LINEAR}'",
+                    f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})",
+                    f"Name the layers. Candidates: {_kinds(layers)}",
+                )
+            )
+        return found
+    wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
+    if not wanted:
+        raise ValueError(explain("targets=[]", "an adapter sits on at least one layer", f"Use '{ALL_LINEAR}'"))
+    names: set[str] = set()
+    for target in wanted:
+        matched = {name for name, layer in layers.items() if _means(target, name, layer)}
+        if not matched:
+            raise ValueError(_nothing_matched(target, model, layers))
+        names |= matched
+    return {name: layer for name, layer in layers.items() if name in names}
+
+
+def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse layers whose weight is also that of another layer: an adapter on one of them would part the two.
+
+    Raises:
+        ValueError: names the layers.
+    """
+    holders: dict[int, list[str]] = {}
+    for name, layer in layers_of(model).items():
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    for tied in holders.values():
+        mine = [name for name in tied if name in names]
+        if mine and len(tied) > 1:
+            other = next((name for name in tied if name not in mine), tied[-1])
+            raise ValueError(
+                explain(
+                    f"target '{mine[0]}'",
+                    f"its weight is also that of '{other}', and an adapter would make the two differ",
+                    "Leave it out of the targets, or untie the two first",
+                )
+            )
+
+
+def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
+    """The shortest list of endings of names, as adapter files hold it, that means just these layers of ``model``.
+
+    PEFT takes a layer if its name is, or ends with a dot and, one of the list. Where no list of endings means exactly
+    these layers, it is a regular expression.
+    """
+    everything = [name for name, _ in model.named_modules() if name]
+    for parts in range(1, 1 + max(name.count(".") + 1 for name in names)):
+        candidate = {".".join(name.split(".")[-parts:]) for name in names}
+        ends = tuple(f".{end}" for end in candidate)
+        if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
+            return sorted(candidate)
+    return "|".join(re.escape(name) for name in names)
+
+
+def _means(target: Any, name: str, layer: nn.Module) -> bool:
+    if isinstance(target, type):
+        return isinstance(layer, target)
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    if not isinstance(target, str):
+        raise TypeError(
+            explain(f"targets={target!r}", "a target is a name, a pattern or a class of layers", "Use 'q_proj', say")
+        )
+    if "*" in target:
+        pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+        return re.fullmatch(pattern, name) is not None
+    return name == target or name.endswith(f".{target}") or type(layer).__name__ == target
+
+
+def _nothing_matched(target: Any, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
+    return explain(
+        f"targets={target!r}",
+        f"no layer of {type(model).__name__} has that name" + (f"; near is {', '.join(near)}" if near else ""),
+        f"Candidates: {_kinds(layers)}; or use '{ALL_LINEAR}'",
+    )
+
+
+def _kinds(layers: dict[str, nn.Module]) -> str:
+    counts: dict[str, int] = {}
+    for name, layer in layers.items():
+        if any(True for _ in layer.parameters(recurse=False)):
+            end = f"{name.rpartition('.')[2]} ({type(layer).__name__})"
+            counts[end] = counts.get(end, 0) + 1
+    ranked = sorted(counts.items(), key=lambda item: -item[1])[:12]
+    return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none"
+
+
+def require_peft() -> Any:
+    """PEFT, or the error that names the extra which brings it."""
+    return require("peft", extra="finetune")

@@ -1,0 +1,137 @@
+"""Prompt tuning and prefix tuning, as techniques."""
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.adapters.lora import Adapter
+from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.parts.targets import require_peft
+from lightning_fasttrain.finetune.prompts._prompt_checks import hugging_face_model
+from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
+
+
+class PromptTuning(Adapter):
+    """Train a few virtual tokens before the input of a frozen Hugging Face model, and nothing else.
+
+    Tens of thousands of parameters train, so gradients and optimizer states all but vanish; activations are kept as
+    ever. It comes near to full fine-tuning in large models only, and wants high learning rates, such as 0.3.
+
+    Args:
+        tokens: how many.
+        start: what they are at first: ``"vocabulary"``, random tokens of it; ``"random"``, normal; or the ids of
+            tokens, as a tokenizer gives them for a description of the task, repeated or cut to fit.
+        train, name, checkpoint: as for :class:`~lightning_fasttrain.Adapter`.
+
+    Raises:
+        TypeError, ValueError: ``tokens`` is no whole number of at least 1, or ``start`` none of those; when the run
+            begins, as :func:`~lightning_fasttrain.finetune.add_prompt_`.
+
+    Example:
+        >>> prompts = PromptTuning(20)
+        >>> described = PromptTuning(8, start=[17, 4, 256])
+
+    Source:
+        Lester et al. 2021, https://arxiv.org/abs/2104.08691, as PEFT implements it.
+    """
+
+    effect: ClassVar[str] = "trains a few virtual tokens before the input of a Hugging Face model"
+    when: ClassVar[str] = "a large model, a small task, and thousands of tasks to be kept; not for small models"
+    in_a_loop: ClassVar[str] = "apply(model, [PromptTuning(...)])"
+
+    def __init__(
+        self,
+        tokens: int = 20,
+        *,
+        start: str | Sequence[int] = "vocabulary",
+        train: Iterable[str] = (),
+        name: str = "default",
+        checkpoint: str = "adapter",
+    ) -> None:
+        positive_int("tokens", tokens)
+        self.start = [] if isinstance(start, str) else [int(one) for one in start]
+        if isinstance(start, str):
+            one_of("start", start, ("vocabulary", "random"))
+        elif not self.start or min(self.start) < 0:
+            raise ValueError(explain(f"start={start!r}", "tokens have ids from 0", "Use a tokenizer's input_ids"))
+        kind = "SAMPLE_VOCAB" if start == "vocabulary" else "RANDOM"
+        config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
+        super().__init__(config, train=train, name=name, checkpoint=checkpoint)
+
+    def apply(self, model: nn.Module) -> None:
+        root = hugging_face_model(model)[1]
+        prompts = prompts_on(root)
+        known = [] if prompts is None else [name for name, _ in prompts.named_children()]
+        _refuse_unknown(self.start, root)
+        add_prompt_(model, self.config, train=self.train, name=self.name)
+        if self.start and self.name not in known:
+            _begin_with_(root, self.name, self.start)
+
+
+class PrefixTuning(Adapter):
+    """Train a few virtual keys and values before those of every layer of a frozen Hugging Face model, nothing else.
+
+    More parameters than :class:`PromptTuning`, and nearer to full fine-tuning in small models. The model must have a
+    key-value cache, into which they are put; blocks can be recomputed all the same.
+
+    Args:
+        tokens: how many, in each layer.
+        projection: let them come out of a network of two layers while they train, which is steadier and needs more
+            memory: True for one as wide as a layer's keys, or its width. ``save_adapter`` keeps its outcome alone.
+        train, name, checkpoint: as for :class:`~lightning_fasttrain.Adapter`.
+
+    Raises:
+        TypeError, ValueError: ``tokens`` or ``projection`` is no whole number of at least 1; when the run begins, as
+            :func:`~lightning_fasttrain.finetune.add_prompt_`.
+
+    Example:
+        >>> prefix = PrefixTuning(30, projection=512)
+
+    Source:
+        Li & Liang 2021, https://arxiv.org/abs/2101.00190, as PEFT implements it.
+    """
+
+    effect: ClassVar[str] = "trains a few virtual keys and values before every layer's of a Hugging Face model"
+    when: ClassVar[str] = "as PromptTuning, where virtual tokens before the input alone are too few"
+    in_a_loop: ClassVar[str] = "apply(model, [PrefixTuning(...)])"
+
+    def __init__(
+        self,
+        tokens: int = 30,
+        *,
+        projection: bool | int = False,
+        train: Iterable[str] = (),
+        name: str = "default",
+        checkpoint: str = "adapter",
+    ) -> None:
+        positive_int("tokens", tokens)
+        width = None if isinstance(projection, bool) else positive_int("projection", projection)
+        config = require_peft().PrefixTuningConfig(
+            num_virtual_tokens=tokens, prefix_projection=projection is not False, encoder_hidden_size=width
+        )
+        super().__init__(config, train=train, name=name, checkpoint=checkpoint)
+
+    def apply(self, model: nn.Module) -> None:
+        add_prompt_(model, self.config, train=self.train, name=self.name)
+
+
+def _refuse_unknown(ids: list[int], root: Any) -> None:
+    known = root.get_input_embeddings().num_embeddings
+    if ids and max(ids) >= known:
+        raise ValueError(
+            explain(f"start holds {max(ids)}", f"the vocabulary has {known}", "Use the model's own tokenizer")
+        )
+
+
+def _begin_with_(root: Any, name: str, ids: list[int]) -> None:
+    embeddings, weight = root.get_input_embeddings(), root.prompt_encoder[name].embedding.weight
+    if isinstance(embeddings.weight, FakeTensor):
+        return
+    repeated = (ids * -(-len(weight) // len(ids)))[: len(weight)]
+    with torch.no_grad():
+        weight.copy_(embeddings(torch.tensor(repeated, device=embeddings.weight.device)))

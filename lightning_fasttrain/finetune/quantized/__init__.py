@@ -1,0 +1,7 @@
+"""Keeps frozen weights in 4 or 8 bits.
+
+The layers are bitsandbytes', and what these lose in saving, copying and moving is kept.
+
+From the bottom up: ``_flat_forward``, ``_tensor_files``, ``_quantized_layer``, ``quantized_state``,
+``quantized_base``, ``load_quantized``.
+"""

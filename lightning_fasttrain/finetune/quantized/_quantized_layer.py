@@ -1,0 +1,259 @@
+"""One linear layer with a quantised weight: how it is made, read and counted."""
+
+import copy
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+
+from lightning_fasttrain._checks import one_of, require
+from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
+
+KINDS = ("nf4", "fp4", "int8")
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised, and computed in
+BLOCK = 64  # weights of 4 bits that share one constant
+NESTED_BLOCK = 256  # constants that share one, with double quantisation
+_CODE, _NESTED_CODE = 16, 256  # entries of the tables, in float32
+
+
+def quantized_bytes(out_features: int, in_features: int, kind: str = "nf4", *, double_quant: bool = True) -> int:
+    """The bytes that the weight of one linear layer takes once it is quantised, with what belongs to it.
+
+    For n = out_features · in_features and b = ⌈n/64⌉ blocks: in 4 bits ⌈n/2⌉ + 4b, with double quantisation
+    ⌈n/2⌉ + b + 4⌈b/256⌉, and some hundred bytes of tables; in int8 n + 4·out_features.
+
+    Args:
+        out_features: rows of the weight.
+        in_features: columns of the weight.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
+        double_quant: whether the constants of 4-bit blocks are quantised too.
+
+    Returns:
+        Bytes, without the bias.
+
+    Raises:
+        ValueError: unknown kind.
+
+    Example:
+        >>> quantized_bytes(4096, 4096) / (4096 * 4096 * 2)  # of a weight in bfloat16
+        0.2579...
+
+    Source:
+        Dettmers et al. 2023, "QLoRA", https://arxiv.org/abs/2305.14314, section 3; the tables as bitsandbytes keeps
+        them, one set a layer.
+    """
+    one_of("kind", kind, KINDS)
+    numbers = out_features * in_features
+    if kind == "int8":
+        return numbers + 4 * out_features
+    blocks = -(-numbers // BLOCK)
+    nested = blocks + 4 * -(-blocks // NESTED_BLOCK) + 4 * _NESTED_CODE + 4
+    return -(-numbers // 2) + 4 * _CODE + (nested if double_quant else 4 * blocks)
+
+
+def require_bitsandbytes() -> Any:
+    """bitsandbytes, or the error that names the extra which brings it."""
+    return require("bitsandbytes", extra="finetune")
+
+
+def is_quantized(module: nn.Module) -> bool:
+    """Whether ``module`` is a linear layer of bitsandbytes that holds a quantised weight."""
+    bnb: Any = sys.modules.get("bitsandbytes")  # while nothing has imported it, nothing is made of it
+    return bnb is not None and (isinstance(module, bnb.nn.Linear4bit) or in_8_bits(module))
+
+
+def in_8_bits(module: nn.Module) -> bool:
+    return isinstance(module, require_bitsandbytes().nn.Linear8bitLt) and not module.state.has_fp16_weights
+
+
+def quantize_layer_(layer: nn.Linear, weight: Tensor, kind: str, double_quant: bool, compute_dtype: Any) -> None:
+    """Make ``layer`` a layer of bitsandbytes with ``weight`` quantised, where that lies; freeze it.
+
+    It stays the same object: other places that hold it, its hooks and its wrappers do not notice.
+    """
+    bnb, size = require_bitsandbytes(), (layer.in_features, layer.out_features)
+    with unset_fake_temporarily():
+        like: Any
+        if kind == "int8":
+            like = bnb.nn.Linear8bitLt(*size, bias=False, has_fp16_weights=False, device="meta")
+        else:
+            like = bnb.nn.Linear4bit(*size, bias=False, compute_dtype=compute_dtype, device="meta")
+    packed, state = pack(weight.detach(), kind, double_quant)
+    layer.__class__ = type(like)
+    vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
+    if kind == "int8":
+        layer._parameters["weight"] = _int8_parameter(packed)
+        layer.state.CB, layer.state.SCB = packed, state
+    else:
+        layer._parameters["weight"] = _4bit_parameter(packed, state)
+        layer.quant_state = state
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+
+
+def round_bias_(layer: Any) -> None:
+    """bitsandbytes rounds the bias to the compute dtype in the first forward; done before, no dtype changes later."""
+    if layer.bias is not None and not in_8_bits(layer):
+        layer.bias.data = layer.bias.data.to(layer.compute_dtype)
+
+
+def pack(weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
+    """The quantised weight, and its row constants (int8) or its ``QuantState`` (4 bits)."""
+    functional: Any = require_bitsandbytes().functional
+    if isinstance(weight, FakeTensor):
+        return _pack_fake(functional, weight, kind, double_quant)
+    if kind == "int8":
+        packed, row_constants, _ = functional.int8_vectorwise_quant(weight.to(torch.float16).contiguous())
+        return packed, row_constants
+    return functional.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, compress_statistics=double_quant, quant_type=kind
+    )
+
+
+def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
+    """The same tensors without numbers; bitsandbytes itself would keep a fake table for the rest of the process."""
+    if kind == "int8":
+        return torch.empty(weight.shape, dtype=torch.int8), torch.empty(weight.shape[0])
+    blocks = -(-weight.numel() // BLOCK)
+    state = functional.QuantState(
+        absmax=torch.empty(blocks, dtype=torch.uint8 if double_quant else torch.float32),
+        shape=weight.shape,
+        code=torch.empty(_CODE),
+        blocksize=BLOCK,
+        quant_type=kind,
+        dtype=weight.dtype,
+    )
+    if double_quant:
+        state.offset, state.nested = torch.empty(()), True
+        nested_absmax, nested_code = torch.empty(-(-blocks // NESTED_BLOCK)), torch.empty(_NESTED_CODE)
+        state.state2 = functional.QuantState(
+            absmax=nested_absmax, code=nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32
+        )
+    return torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8), state
+
+
+def fake_parts(layer: Any) -> dict[int, Any]:
+    """What stands for the parts of a quantised layer in a copy of its model, under the fake mode that is on.
+
+    bitsandbytes' parameters copy themselves in a way that fake tensors do not allow.
+
+    Returns:
+        ``id`` of the part → the fake one: a ``memo`` for ``copy.deepcopy``.
+    """
+    shape = layer.out_features, layer.in_features
+    if in_8_bits(layer):
+        settle_8bit_(layer)
+        packed, row_constants = _pack_fake(None, torch.empty(shape), "int8", False)
+        state = copy.copy(layer.state)
+        state.CB, state.SCB = packed, row_constants
+        return {id(layer.weight): _int8_parameter(packed), id(layer.state): state}
+    settle_4bit_(layer)
+    old, functional = layer.quant_state, require_bitsandbytes().functional
+    packed, state = _pack_fake(functional, torch.empty(shape, dtype=old.dtype), old.quant_type, old.nested)
+    return {id(layer.weight): _4bit_parameter(packed, state), id(old): state}
+
+
+def _4bit_parameter(packed: Tensor, state: Any) -> nn.Parameter:
+    if isinstance(packed, FakeTensor):  # no other class of tensor can be made of one
+        parameter: Any = nn.Parameter(packed, requires_grad=False)
+        parameter.quant_state, parameter.quant_type, parameter.blocksize = state, state.quant_type, state.blocksize
+        parameter.compress_statistics, parameter.quant_storage = state.nested, packed.dtype
+        return parameter
+    return require_bitsandbytes().nn.Params4bit(
+        packed,
+        requires_grad=False,
+        quant_state=state,
+        blocksize=state.blocksize,
+        compress_statistics=state.nested,
+        quant_type=state.quant_type,
+        quant_storage=packed.dtype,
+        bnb_quantized=True,
+    )
+
+
+def _int8_parameter(packed: Tensor) -> nn.Parameter:
+    if isinstance(packed, FakeTensor):
+        parameter: Any = nn.Parameter(packed, requires_grad=False)
+        parameter.CB = parameter.SCB = None
+        return parameter
+    return require_bitsandbytes().nn.Int8Params(packed, requires_grad=False, has_fp16_weights=False)
+
+
+def settle_4bit_(layer: Any, *_: Any) -> None:
+    """Put a layer in order; also a forward pre-hook, for it looks at nothing on the device.
+
+    What bitsandbytes leaves behind: pickling, and loading with ``assign=True``, turn the weight into a plain
+    parameter; ``model.to`` moves the weight but not all that belongs to it; copying makes two of what is one.
+    """
+    weight: Any = layer.weight
+    if type(weight) is nn.Parameter:
+        layer.weight = weight = _4bit_parameter(weight.data, layer.quant_state)
+    state = weight.quant_state
+    if layer.quant_state is not state:
+        layer.quant_state = state
+    if state.absmax.device != weight.device:
+        state.to(weight.device)
+
+
+def settle_8bit_(layer: Any, *_: Any) -> None:
+    """As :func:`settle_4bit_`; here what belongs to the weight is in ``layer.state``."""
+    weight: Any = layer.weight
+    if type(weight) is nn.Parameter:
+        layer.weight = weight = _int8_parameter(weight.data)
+    if weight.CB is not None:
+        if weight.SCB is None:  # PEFT's DoRA moves the weight in each forward, which leaves the constants behind
+            weight.SCB = layer.state.SCB
+        layer.init_8bit_state()
+    if layer.state.CB.device != weight.device:
+        layer.state.CB, layer.state.SCB = weight.data, layer.state.SCB.to(weight.device)
+
+
+def quantization_of(layer: Any) -> dict[str, Tensor]:
+    """All tensors that make up the weight of a quantised layer."""
+    if in_8_bits(layer):
+        settle_8bit_(layer)
+        return {"weight": layer.weight, "SCB": layer.state.SCB}
+    settle_4bit_(layer)
+    state = layer.quant_state
+    tensors = {"weight": layer.weight, "absmax": state.absmax, "quant_map": state.code}
+    if state.nested:
+        nested = {"nested_absmax": state.state2.absmax, "nested_quant_map": state.state2.code, "offset": state.offset}
+        tensors.update(nested)
+    return tensors
+
+
+def dequantized_weight(layer: Any) -> Tensor:
+    """The weight that a quantised layer stands for, [out_features, in_features].
+
+    Args:
+        layer: a ``Linear4bit`` or ``Linear8bitLt`` of bitsandbytes.
+
+    Returns:
+        For 4 bits in the dtype that was quantised, for int8 in float32: q · constant of the row / 127.
+
+    Raises:
+        TypeError: the layer is not quantised.
+
+    Example:
+        >>> from lightning_fasttrain.finetune import quantize_base_
+        >>> net = nn.Sequential(nn.Linear(64, 64))
+        >>> before = net[0].weight.detach().clone()
+        >>> report = quantize_base_(net, "int8")
+        >>> error = (dequantized_weight(net[0]) - before).norm() / before.norm()
+        >>> bool(error < 0.005)
+        True
+
+    Source:
+        bitsandbytes.
+    """
+    if not is_quantized(layer):
+        raise TypeError(f"{type(layer).__name__} has no quantised weight: use its weight as it is.")
+    if in_8_bits(layer):
+        settle_8bit_(layer)
+        return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)
+    settle_4bit_(layer)
+    if layer.weight.device.type == "cpu":
+        return dequantize_flat(layer.weight.data, layer.quant_state, layer.quant_state.dtype)
+    return require_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)

@@ -1,0 +1,228 @@
+"""A quantised model made from files, without the full-precision one ever being in memory."""
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.progress import Progress
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
+from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
+from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+
+_LONG = 2**30  # bytes from which on it takes long enough to show progress
+
+
+def load_quantized(
+    make_model: Callable[[], nn.Module],
+    files: Where | Sequence[Where],
+    kind: str = "nf4",
+    *,
+    double_quant: bool = True,
+    compute_dtype: torch.dtype | str = "auto",
+    skip: Blocks = (),
+    dtype: torch.dtype | None = None,
+    device: torch.device | str = "cpu",
+) -> nn.Module:
+    """Build a model without memory, and fill it from safetensors, each weight quantised as it arrives.
+
+    What is in memory at any time is the model as far as it is quantised, and one tensor in full precision. The result
+    is bit for bit what :func:`~lightning_fasttrain.finetune.quantize_base_` makes of the loaded model. Buffers that are
+    in no file, such as the frequencies of rotary embeddings, are computed as usual when the model is built.
+
+    Args:
+        make_model: builds the model, such as ``lambda: AutoModelForCausalLM.from_config(config)``. Its parameters get
+            no memory; what it does to their values is lost.
+        files: a ``.safetensors`` file, several, or a folder as Hugging Face's ``save_pretrained`` writes it, whole or
+            in shards with an index.
+        kind: as for :func:`~lightning_fasttrain.finetune.quantize_base_`.
+        double_quant: as there.
+        compute_dtype: as there.
+        skip: as there.
+        dtype: of all floating-point tensors, before they are quantised; None leaves each as it is in the file.
+        device: where to quantise, and where the model then is.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: what :func:`~lightning_fasttrain.finetune.quantize_base_` refuses; names or shapes that do not fit
+            each other; a file that is cut short or no safetensors; an index that leads out of its folder.
+        TypeError: ``make_model`` gives no module.
+        FileNotFoundError: no such file.
+        ModuleNotFoundError: bitsandbytes or safetensors is missing.
+
+    Example:
+        >>> from safetensors.torch import save_file
+        >>> make = lambda: nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+        >>> file = getfixture("tmp_path") / "model.safetensors"
+        >>> save_file(make().state_dict(), file)
+        >>> load_quantized(make, file)
+        Sequential(
+          (0): Linear4bit(in_features=64, out_features=64, bias=True)
+          (1): Tanh()
+          (2): Linear(in_features=64, out_features=2, bias=True)
+        )
+
+    Source:
+        Ours; checked bit for bit against ``quantize_base_`` of the loaded model.
+    """
+    check_settings(kind, compute_dtype)
+    for package in ("bitsandbytes", "safetensors"):
+        require(package, extra="finetune")
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(explain(f"dtype={dtype}", "it cannot be quantised", f"Use {', '.join(map(str, FLOATS))}"))
+    model = _empty(make_model)
+    layers, already, left = sort_out(model, skip)
+    slots = _slots(model)
+    stored = find_tensors(files)
+    wanted = _what_to_read(model, slots, stored)
+    _refuse_unfit(layers, slots, wanted, dtype)
+    quantize = {id(layer._parameters["weight"]): layer for layer in layers.values()}
+    before = 0
+    total = sum(tensor.nbytes for tensor in wanted.values())
+    with _progress(total) as advance:
+        for name, tensor in read_tensors(wanted):
+            advance(tensor.nbytes)
+            tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
+            empty = slots[name]
+            layer = quantize.get(id(empty.tensor))
+            if layer is None:
+                empty.fill(tensor)
+            else:
+                chosen = choose_compute_dtype(compute_dtype, model, tensor)
+                before += tensor.nbytes
+                quantize_layer_(layer, tensor, kind, double_quant, chosen)
+            del tensor
+    for layer in layers.values():
+        round_bias_(layer)
+        keep_quantized_(layer)
+    model.to(device)  # buffers that are in no file
+    say("load_quantized: %s", report(model, kind, layers, already, left, before))
+    return model
+
+
+class _Slot:
+    """All places in a model that hold one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.places: list[tuple[dict[str, Any], str]] = []
+
+    def fill(self, tensor: Tensor) -> None:
+        tensor = tensor.clone()  # what was read may lie in the file
+        is_parameter = isinstance(self.tensor, nn.Parameter)
+        filled = nn.Parameter(tensor, self.tensor.requires_grad) if is_parameter else tensor
+        for table, name in self.places:
+            table[name] = filled
+
+
+def _slots(model: nn.Module) -> dict[str, _Slot]:
+    """Qualified name → slot, of parameters and buffers; tied ones have one slot with several names."""
+    by_id: dict[int, _Slot] = {}
+    slots: dict[str, _Slot] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        tables: tuple[Any, ...] = (module._parameters, module._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is not None:
+                    slot = by_id.setdefault(id(tensor), _Slot(tensor))
+                    slot.places.append((table, name))
+                    slots[f"{prefix}.{name}" if prefix else name] = slot
+    return slots
+
+
+def _empty(make: Callable[[], nn.Module]) -> nn.Module:
+    """Call ``make``; each parameter is replaced by one without memory as it is registered, and ties stay."""
+    thread = threading.get_ident()
+    empties: Any = WeakIdKeyDictionary()
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None
+        if parameter not in empties:
+            empties[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        return empties[parameter]
+
+    hook: Any = without_memory  # torch's annotation has no result, and its documentation has
+    handle = register_module_parameter_registration_hook(hook)
+    try:
+        model = make()
+    finally:
+        handle.remove()
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            explain(f"make_model gives {type(model).__name__}", "a model is needed", "Return an nn.Module from it")
+        )
+    return model
+
+
+def _what_to_read(
+    model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor]
+) -> dict[str, StoredTensor]:
+    """The stored tensors that the model needs, each tie once."""
+    needed = {name: slots[name] for name in model.state_dict() if name in slots}
+    there = {id(slots[name]) for name in stored if name in slots}
+    missing = [name for name, slot in needed.items() if id(slot) not in there]
+    unexpected = [name for name in stored if name not in slots]
+    shapes = [
+        f"{name} is {list(stored[name].shape)} in the file and {list(slot.tensor.shape)} in the model"
+        for name, slot in needed.items()
+        if name in stored and tuple(stored[name].shape) != tuple(slot.tensor.shape)
+    ]
+    listed = (("missing in the files", missing), ("unknown to the model", unexpected), ("of another shape", shapes))
+    wrong = [f"{what}: {_some(names)}" for what, names in listed if names]
+    if wrong:
+        way_out = "Build the class and configuration that the files were saved from"
+        raise ValueError(explain(f"the files do not fit {type(model).__name__}", "; ".join(wrong), way_out))
+    read: dict[int, str] = {}
+    for name in needed:
+        if name in stored:
+            read.setdefault(id(slots[name]), name)
+    return {name: stored[name] for name in read.values()}
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def _refuse_unfit(
+    layers: dict[str, nn.Linear],
+    slots: dict[str, _Slot],
+    wanted: dict[str, StoredTensor],
+    dtype: torch.dtype | None,
+) -> None:
+    for name in layers:
+        stored = wanted[f"{name}.weight"]
+        if (dtype or stored.dtype) not in FLOATS:
+            raise ValueError(
+                explain(f"{name}.weight is stored in {stored.dtype}", "it cannot be quantised", "Give dtype=")
+            )
+    for name, slot in slots.items():
+        if slot.tensor.is_meta and not isinstance(slot.tensor, nn.Parameter) and name not in wanted:
+            raise ValueError(
+                explain(
+                    f"buffer {name} is on the meta device and in no file",
+                    "its values are not known",
+                    "Build the model without torch.device('meta'): parameters get no memory in any case",
+                )
+            )
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], object]]:
+    if total < _LONG:
+        yield lambda nbytes: None
+        return
+    with Progress(transient=True) as progress:
+        task = progress.add_task("Loading and quantising", total=total)
+        yield lambda nbytes: progress.advance(task, nbytes)

@@ -1,0 +1,359 @@
+"""The weights of a model's linear layers in 4 or 8 bits, frozen, while something else is trained."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._blocks import Blocks, _candidates, _matches
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain._host import trainer_of
+from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain.finetune.parts._unreached_weights import (
+    out_of_reach,
+    read_past,
+    shares_of,
+    warn_of_what_is_out_of_reach,
+)
+from lightning_fasttrain.finetune.quantized._quantized_layer import (
+    FLOATS,
+    KINDS,
+    is_quantized,
+    quantization_of,
+    quantize_layer_,
+    require_bitsandbytes,
+    round_bias_,
+)
+from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+
+_ADAPTERS = (
+    "BaseTunerLayer",
+    "AuxiliaryTrainingWrapper",
+    "BasePromptEncoder",
+)  # PEFT's, by name: it is not imported for this
+_IN_ADAPTER = "an adapter is on it already"
+
+
+@dataclass(frozen=True)
+class QuantizedReport:
+    """What :func:`quantize_base_` has done; print it for one line.
+
+    Args:
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
+        quantized: qualified names of the layers that it has quantised.
+        already: of those that were quantised before.
+        left: name of each other linear layer, and of all else that holds a matrix, such as experts in one tensor,
+            GPT-2's ``Conv1D`` and convolutions → why it was left. Embeddings are not listed.
+        bytes_before: what the quantised weights took.
+        bytes_after: what they take, with all constants and tables.
+        shares: name of what was left → its share of the bytes that all parameters take now.
+    """
+
+    kind: str
+    quantized: tuple[str, ...]
+    already: tuple[str, ...]
+    left: dict[str, str]
+    bytes_before: int
+    bytes_after: int
+    shares: dict[str, float] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        size = f"{self.bytes_before / 2**20:.1f} → {self.bytes_after / 2**20:.1f} MiB"
+        parts = [f"{len(self.quantized)} linear layers in {self.kind}, {size}"]
+        if self.already:
+            parts.append(f"{len(self.already)} were quantised before")
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        for reason, names in reasons.items():
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            share = sum(self.shares.get(name, 0.0) for name in names)
+            parts.append(f"left: {', '.join(names[:3])}{more} ({reason}; {share:.0%} of all bytes)")
+        return "; ".join(parts)
+
+
+def quantize_base_(
+    model: nn.Module,
+    kind: str = "nf4",
+    *,
+    double_quant: bool = True,
+    compute_dtype: torch.dtype | str = "auto",
+    skip: Blocks = (),
+) -> QuantizedReport:
+    """Quantise the weights of a model's linear layers, in place, with bitsandbytes; freeze them and their biases.
+
+    A weight in 4 bits takes about an eighth of its float32 memory, in int8 a quarter. It is dequantised where it is
+    used, so activations and gradients are of the usual dtype, and gradients flow through to what lies before it. All
+    other parameters are left as they are: embeddings, norms and the head still train, unless something freezes them
+    (:class:`LoRA` does). An optimizer must be made afterwards, and other references to the old weights be gone, or
+    their memory stays. One layer after another is quantised, with temporaries of three times its float32 size; of six
+    times in fp4 on a CPU.
+
+    Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
+    weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
+    as ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as
+    experts in one tensor: if these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight``
+    instead of calling the layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
+
+    Args:
+        model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.
+        kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
+        double_quant: quantise the constants of 4-bit blocks too, which saves 0.37 bits a weight.
+        compute_dtype: of the products in 4-bit layers. ``"auto"``: half precision as the Trainer or the weights have
+            it; for float32, bfloat16 on CUDA devices that can, and else float32. In int8 it is that of the input.
+        skip: layers to leave: a class, a class name, or a pattern of qualified names as for
+            :func:`~lightning_fasttrain.find_blocks`; or several of these. What lies inside of them is left too.
+
+    Returns:
+        What was quantised, what had been before, and what was left and why. Quantising cannot be undone; twice is
+        the same as once, and a model that Hugging Face has loaded in 4 or 8 bits is recognised.
+
+    Raises:
+        ValueError: unknown kind or dtype; ``skip`` matches nothing; nothing to quantise; weights on the meta device.
+        TypeError: ``skip`` holds something else than patterns and classes.
+        ModuleNotFoundError: bitsandbytes is missing.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(2)], nn.Linear(64, 9))
+        >>> report = quantize_base_(net)
+        >>> report.quantized, report.left
+        (('1', '2'), {'3': 'a head'})
+        >>> net[1].weight.dtype, net[0].weight.requires_grad
+        (torch.uint8, True)
+
+    Source:
+        Dettmers et al. 2023, "QLoRA", https://arxiv.org/abs/2305.14314; int8: Dettmers et al. 2022, "LLM.int8()",
+        https://arxiv.org/abs/2208.07339, without its outliers. The layers are bitsandbytes'.
+    """
+    check_settings(kind, compute_dtype)
+    require_bitsandbytes()
+    layers, already, left = sort_out(model, skip)
+    for name, layer in layers.items():
+        if layer.weight.is_meta:
+            raise ValueError(
+                explain(f"{name!r} is on the meta device", "it has no weights yet", "Use load_quantized(...)")
+            )
+    before = sum(layer.weight.nbytes for layer in layers.values())
+    for layer in layers.values():
+        dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
+        quantize_layer_(layer, layer.weight, kind, double_quant, dtype)
+        round_bias_(layer)
+    for layer in (*layers.values(), *already.values()):
+        keep_quantized_(layer)
+    return report(model, kind, layers, already, left, before)
+
+
+def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
+    one_of("kind", kind, KINDS)
+    if compute_dtype != "auto" and compute_dtype not in FLOATS:
+        allowed = ", ".join(map(str, FLOATS))
+        raise ValueError(
+            explain(f"compute_dtype={compute_dtype!r}", "bitsandbytes cannot compute in it", f'Use "auto" or {allowed}')
+        )
+    if kind == "int8" and compute_dtype != "auto":
+        raise ValueError(
+            explain(f"compute_dtype={compute_dtype} with int8", "it computes in the dtype of its input", "Leave it out")
+        )
+
+
+def report(
+    model: nn.Module,
+    kind: str,
+    layers: dict[str, nn.Linear],
+    already: dict[str, nn.Module],
+    left: dict[str, str],
+    before: int,
+) -> QuantizedReport:
+    """Say what was done to ``model``, and warn where much of it was not reached."""
+    after = sum(tensor.nbytes for layer in layers.values() for tensor in quantization_of(layer).values())
+    shares = shares_of(model, left)
+    warn_of_what_is_out_of_reach(model, left, shares)
+    return QuantizedReport(kind, tuple(layers), tuple(already), left, before, after, shares)
+
+
+def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
+    """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
+    skipped, heads, shared = _skipped(model, skip), find_heads(model), _shared(model)
+    shared = {**_kept_whole(model), **shared}
+    shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
+    layers: dict[str, nn.Linear] = {}
+    already: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    adapter = "\0"
+    for name, module in model.named_modules():
+        if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
+            adapter = f"{name}."
+        if is_quantized(module):
+            already[name] = module
+        elif isinstance(module, nn.Linear):
+            own = name.removesuffix(".base_layer")
+            reason = "skip" if name in skipped else "a head" if own in heads else shared.get(name) or _unfit(module)
+            if name.startswith(adapter):
+                if name == f"{adapter}base_layer":
+                    left[name] = reason or _IN_ADAPTER
+            elif reason:
+                left[name] = reason
+            else:
+                layers[name] = module
+    left.update(out_of_reach(model, skipped))
+    if not layers and not already:
+        way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
+        reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
+        raise ValueError(
+            explain(
+                f"nothing to quantise in {type(model).__name__}",
+                f"all its matrices are left: {reasons}" if left else "it has no nn.Linear",
+                way_out if left else "Leave quantisation out",
+            )
+        )
+    if _IN_ADAPTER in left.values():
+        warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
+    return layers, already, left
+
+
+def _skipped(model: nn.Module, skip: Blocks) -> set[str]:
+    modules = dict(model.named_modules())
+    outer: list[str] = []
+    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
+        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
+            raise TypeError(
+                explain(f"skip={wanted!r}", "it is no pattern and no class of modules", "Use skip=['**.router']")
+            )
+        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
+        if not found:
+            raise ValueError(
+                explain(
+                    f"skip={wanted!r} matches nothing in {type(model).__name__}",
+                    f"candidates are {_candidates(model)}",
+                    "Give a class, a class name or a pattern such as '**.router'",
+                )
+            )
+        outer += found
+    return {name for name in modules if any(name == one or name.startswith(f"{one}.") or not one for one in outer)}
+
+
+def _shared(model: nn.Module) -> dict[str, str]:
+    """Name of each module whose weight another one has too → that."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
+            owners.setdefault(weight, []).append(name)
+    return {
+        name: f"it shares its weight with {next(other for other in names if other != name)}"
+        for names in owners.values()
+        if len(names) > 1
+        for name in names
+    }
+
+
+def _kept_whole(model: nn.Module) -> dict[str, str]:
+    """What Hugging Face's models name as never to be in less than float32, such as ``wo`` in T5 → that."""
+    return {
+        f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
+        for prefix, owner in model.named_modules()
+        if (kept := getattr(owner, "_keep_in_fp32_modules", None))
+        for name, _ in owner.named_modules()
+        if set(kept) & set(name.split("."))
+    }
+
+
+def _unfit(layer: nn.Linear) -> str:
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}, not a plain nn.Linear"
+    weight = layer._parameters.get("weight")
+    if weight is None or is_traceable_wrapper_subclass(weight):
+        return "its weight is not a plain parameter"
+    if weight.dtype not in FLOATS:
+        return f"its weight is in {weight.dtype}"
+    return ""
+
+
+def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: torch.Tensor) -> torch.dtype:
+    if isinstance(wanted, torch.dtype):
+        return wanted
+    trainer = trainer_of(model)
+    precision = "" if trainer is None else str(trainer.precision)
+    device = weight.device if trainer is None else trainer.strategy.root_device
+    if precision.startswith("bf16"):
+        return torch.bfloat16
+    if precision.startswith("16"):
+        return torch.float16
+    if weight.dtype is torch.float32 and device.type == "cuda" and torch.cuda.is_bf16_supported():
+        return torch.bfloat16
+    return weight.dtype
+
+
+class QuantizedBase(Technique):
+    """Keep the weights of the linear layers in 4 or 8 bits, frozen.
+
+    Acts right after ``configure_model``, before all other surgery, so before a checkpoint is restored: one of a
+    quantised model and one of the plain model both load. Alone it freezes no more than what it quantises, so
+    embeddings, norms and the head train; with :class:`~lightning_fasttrain.LoRA` beside it, the adapters do. It stays
+    after the run, since what was rounded away cannot come back.
+
+    Args:
+        kind: as for :func:`~lightning_fasttrain.finetune.quantize_base_`.
+        double_quant: as there.
+        compute_dtype: as there.
+        skip: as there.
+
+    Attributes:
+        report: what the last :meth:`apply` has done.
+
+    Raises:
+        ValueError: unknown kind or dtype.
+
+    Example:
+        >>> techniques = [QuantizedBase("nf4", skip=["**.router"])]
+
+    Source:
+        See :func:`~lightning_fasttrain.finetune.quantize_base_`.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    surgery: ClassVar[Surgery | None] = Surgery.QUANTIZE
+    effect: ClassVar[str] = "frozen weights in 4 or 8 bits: an eighth or a quarter of their memory"
+    when: ClassVar[str] = "frozen weights are most of the memory, and something else trains"
+    in_a_loop: ClassVar[str] = "finetune.quantize_base_(model)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        kind: str = "nf4",
+        *,
+        double_quant: bool = True,
+        compute_dtype: torch.dtype | str = "auto",
+        skip: Blocks = (),
+    ) -> None:
+        check_settings(kind, compute_dtype)
+        self.kind, self.double_quant, self.compute_dtype, self.skip = kind, double_quant, compute_dtype, skip
+        self.report: QuantizedReport | None = None
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.trains == 1:
+            return "all weights train, and what is quantised cannot: use QLoRA, or freeze most of them"
+        return None
+
+    def predict(self, step: PredictedStep) -> "QuantizedBase":
+        """A Trainer tells it the precision. Here is none, so a copy is told what it would be."""
+        if self.compute_dtype != "auto" or self.kind == "int8":
+            return self
+        told = copy.deepcopy(self)
+        told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
+        return told
+
+    def apply(self, model: nn.Module) -> None:
+        settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}
+        self.report = quantize_base_(model, self.kind, **settings)
+        if self.report.quantized:
+            say("QuantizedBase: %s", self.report)
+        else:
+            note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is done")

@@ -1,0 +1,190 @@
+"""Quantised layers that can be saved, loaded, copied, pickled and moved like any other."""
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import wrapper_on
+from lightning_fasttrain.finetune.quantized._flat_forward import FlatForward
+from lightning_fasttrain.finetune.quantized._quantized_layer import (
+    FLOATS,
+    in_8_bits,
+    is_quantized,
+    pack,
+    require_bitsandbytes,
+    settle_4bit_,
+    settle_8bit_,
+)
+
+StateDict = MutableMapping[str, Any]
+_NESTED_BLOCK = 256  # as bitsandbytes has it, always
+_MOST_SETTINGS = 4096  # bytes; they are a few names and numbers
+
+
+def keep_quantized_(layer: Any) -> None:
+    """Let a quantised layer keep its state through saving, loading, copying, moving and validation, in place.
+
+    bitsandbytes' layers save their state but do not load it again: ``load_state_dict`` refuses the extra names in
+    4 bits, and in int8 after the first forward. Here they do, from a checkpoint of a quantised model or of the plain
+    one, whose weights are then quantised. On CPUs with AVX512-BF16 a layer in 4 bits would also repack itself in eval
+    and give no gradient in the training after that, with its constants rounded; that is switched off. And with
+    AVX-512 it gets products wrong whose inputs are no multiple of 64; these are done in another way on the CPU.
+    :func:`~lightning_fasttrain.finetune.quantize_base_` does all this by itself. Doing it twice is the same as once.
+
+    Args:
+        layer: a ``Linear4bit`` or ``Linear8bitLt`` of bitsandbytes that is quantised.
+
+    Raises:
+        TypeError: another kind of layer.
+
+    Example:
+        >>> import bitsandbytes as bnb
+        >>> one, two = (bnb.nn.Linear4bit(64, 64).to("cpu") for _ in range(2))
+        >>> keep_quantized_(two)
+        >>> two.load_state_dict(one.state_dict())
+        <All keys matched successfully>
+
+    Source:
+        Ours; checked bit for bit against the layer that was saved.
+    """
+    if not is_quantized(layer):
+        raise TypeError(explain(f"{type(layer).__name__}", "it is not quantised", "Call quantize_base_ on its model"))
+    if in_8_bits(layer):
+        _hook_(layer, load_8bit, settle_8bit_)
+    else:
+        _hook_(layer, load_4bit, settle_4bit_)
+        _without_repacking_(layer)
+        if layer.in_features % layer.quant_state.blocksize and not wrapper_on(layer, FlatForward):
+            FlatForward(layer).install()
+
+
+def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -> None:
+    if layer.weight.dtype in FLOATS and layer.weight.dim() == 2 and layer.weight.shape[1] == layer.in_features:
+        layer.to(layer.weight.device)  # quantised by bitsandbytes when it is first moved, and it was not yet
+    settle(layer)
+    if not any(hook.hook is load for hook in layer._load_state_dict_pre_hooks.values()):
+        layer.register_load_state_dict_pre_hook(load)
+        layer.register_forward_pre_hook(settle)
+
+
+def _without_repacking_(layer: Any) -> None:
+    if getattr(layer.quant_state, "packing_format_for_cpu", False):
+        layer._save_to_state_dict({}, "", keep_vars=True)  # which unpacks
+        layer.quant_state = layer.weight.quant_state
+    layer.support_avx512bf16_for_cpu = False
+
+
+def load_4bit(
+    layer: Any,
+    state_dict: StateDict,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Hook of ``load_state_dict``: take the state of the weight out of what is loaded, or make it."""
+    name = f"{prefix}weight"
+    parts = {key.removeprefix(f"{name}."): key for key in state_dict if key.startswith(f"{name}.")}
+    weight = state_dict.get(name)
+    if weight is None:  # a checkpoint of something else, such as adapters
+        return
+    settle_4bit_(layer)
+    old = layer.weight.quant_state
+    if parts:
+        found = {part: state_dict.pop(key).detach().clone() for part, key in parts.items()}
+        wrong = _what_is_wrong(weight, found, old, layer)
+        if wrong:
+            return _refuse(state_dict, name, layer, wrong, errors)
+        functional: Any = require_bitsandbytes().functional
+        new = functional.QuantState.from_dict(found, layer.weight.device)
+    elif _is_plain(weight, layer):
+        plain = weight.detach().to(layer.weight.device)
+        state_dict[name], new = pack(plain, old.quant_type, old.nested)
+    else:
+        return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
+    layer.weight.quant_state = layer.quant_state = new
+
+
+def _what_is_wrong(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
+    """Sizes are checked to the last, since the kernels that read these tensors do not."""
+    settings = found.get(f"quant_state.bitsandbytes__{old.quant_type}")
+    if settings is None:
+        kinds = [part.partition("__")[2] for part in found if part.startswith("quant_state.")]
+        return f"is quantised as {', '.join(kinds) or 'something unknown'}, and the layer as {old.quant_type}"
+    if settings.dtype is not torch.uint8 or settings.numel() > _MOST_SETTINGS:
+        return "has settings that cannot be read"
+    blocks = -(-layer.out_features * layer.in_features // old.blocksize)
+    nested = "nested_absmax" in found
+    expected = {"absmax": (torch.uint8 if nested else torch.float32, blocks), "quant_map": (torch.float32, 16)}
+    if nested:
+        expected["nested_absmax"] = torch.float32, -(-blocks // _NESTED_BLOCK)
+        expected["nested_quant_map"] = torch.float32, 256
+    if set(found) - set(expected) != {f"quant_state.bitsandbytes__{old.quant_type}"}:
+        return f"has unknown parts: {', '.join(sorted(found))}"
+    if (weight.dtype, weight.numel()) != (layer.weight.dtype, layer.weight.numel()):
+        return f"is {list(weight.shape)} of {weight.dtype}, and in the layer {list(layer.weight.shape)}"
+    for part, (dtype, size) in expected.items():
+        tensor = found.get(part)
+        if tensor is None or tensor.dtype != dtype or tensor.numel() != size:
+            return f"has no {part} of {size} numbers in {dtype}"
+    return _settings_that_differ(settings, layer, nested)
+
+
+def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
+    unpack: Any = require_bitsandbytes().utils.unpack_tensor_to_dict
+    try:
+        settings = unpack(packed)
+        wanted = {"blocksize": layer.quant_state.blocksize, "shape": [layer.out_features, layer.in_features]}
+        if nested:
+            wanted |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
+            float(settings["nested_offset"])
+        differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
+        if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
+            differ.append(f"dtype={settings['dtype']}")
+    except (ValueError, KeyError, TypeError, UnicodeDecodeError):
+        return "has settings that cannot be read"
+    return f"has {', '.join(differ)}" if differ else ""
+
+
+def load_8bit(
+    layer: Any,
+    state_dict: StateDict,
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
+) -> None:
+    """Hook of ``load_state_dict``: take the constants of the rows out of what is loaded, or make them."""
+    name = f"{prefix}weight"
+    constants = state_dict.pop(f"{prefix}SCB", None)
+    layout = state_dict.pop(f"{prefix}weight_format", 0)
+    weight = state_dict.get(name)
+    if weight is None:
+        return
+    settle_8bit_(layer)
+    if _is_plain(weight, layer):
+        state_dict[name], constants = pack(weight.detach().to(layer.weight.device), "int8", False)
+    elif weight.dtype is not torch.int8 or constants is None or constants.shape != layer.state.SCB.shape:
+        return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to int8", errors)
+    elif layout not in (0, "row"):
+        return _refuse(state_dict, name, layer, f"lies in another order, weight_format={layout}", errors)
+    layer.state.SCB = constants.detach().to(layer.weight.device, torch.float32, copy=True)
+    if local_metadata.get("assign_to_params_buffers", False):
+        layer.state.CB = state_dict[name]
+
+
+def _is_plain(weight: Tensor, layer: Any) -> bool:
+    return weight.dtype in FLOATS and weight.shape == (layer.out_features, layer.in_features)
+
+
+def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
+    way_out = "Load it with the kind that it was saved with, or from the plain model"
+    errors.append(explain(f"{name!r} in the checkpoint {wrong}", f"the layer is a {type(layer).__name__}", way_out))
+    state_dict[name] = layer.weight.detach()  # as it is, so that nothing else is said of it

@@ -1,0 +1,361 @@
+"""A run that was killed goes on, from its last checkpoint, bit for bit as if nothing had happened."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
+from torch.distributed.tensor import DTensor
+
+from lightning_fasttrain._guarded_loading import guard_loading
+from lightning_fasttrain._host import is_last_batch_taken, step_goes_on, validation_loaders
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.data import TokenWeightedAccumulation
+from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, packed, unpacked
+from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.resume._loop_progress import (
+    SavePoint,
+    complete_batch_,
+    end_epoch_of_plateau_schedules,
+    go_on_after_batch,
+    go_on_after_epoch,
+    save_point,
+)
+from lightning_fasttrain.run.resume._run_identity import (
+    about_loader,
+    disagreements,
+    other_hyper_parameters,
+    refuse_other_optimizers,
+    settings_of,
+)
+from lightning_fasttrain.run.resume._running_metrics import metrics_state, restore_metrics
+from lightning_fasttrain.run.resume._uncheckpointed_state import forgotten_state, restore_forgotten
+from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader
+
+KEY = "ExactResume"
+
+
+class ExactResume(Technique):
+    """Resume a run exactly: the same batches, the same random numbers, the same weights, whenever it was killed.
+
+    Into each checkpoint go, for every process: the states of torch's, CUDA's, Python's and NumPy's generators and of
+    those that loaders own, the position in the training loaders (see :func:`~lightning_fasttrain.resumable`), running
+    metrics, and, within an accumulation window of ``accumulate_grad_batches``, the gradients so far. On resuming, the
+    iteration that was cut off by the checkpoint is finished first, with the validation that may have been due.
+
+    Exact are checkpoints taken by callbacks after a batch, after validation and after an epoch; after an exception,
+    the batch is begun again. Not repeated is what the module itself does in ``on_train_batch_end``, since callbacks
+    save before it. Not saved are gradients that manual optimisation carries over several batches, and those of a
+    window under strategies that shard them, which is said. A loader with a ``state_dict`` of its own is Lightning's.
+
+    Acts where the strategy takes its loaders, when checkpoints are made, and in the first iteration of a resumed run.
+    With :class:`~lightning_fasttrain.AtomicCheckpoints` a kill costs no checkpoint either.
+
+    Args:
+        strict: whether a checkpoint of another number of processes, precision, clipping, accumulation, or of other
+            training data, batch size, order or ``drop_last`` is an error; else it is a warning, and what still fits
+            is restored. Data are told by their class, length, and a few entries of the tensors and lists that a
+            dataset holds; its own code is not run for it. Other hyper-parameters are a warning in any case.
+
+    Raises:
+        ValueError: in ``fit`` with ``ckpt_path``, if ``strict``: such a checkpoint; the message has both values.
+            Strict or not: a checkpoint of another optimizer.
+
+    Example:
+        >>> callbacks = [ExactResume(), L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=100)]
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_progress_bar=False)
+
+    Source:
+        The oracle of Composer's resumption tests: the whole checkpoint equals that of the uninterrupted run, bit for
+        bit. Lightning alone keeps neither random states nor positions (its issues 17543 and 18780).
+    """
+
+    effect: ClassVar[str] = "a killed run goes on bit for bit: data order, random states, metrics, open windows"
+    when: ClassVar[str] = "a run may be killed, and must end as if it had not been"
+    in_a_loop: ClassVar[str] = "resumable(loader), and save random_state() with its state_dict()"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, strict: bool = True) -> None:
+        self.strict = strict
+        self._begin()
+
+    def _begin(self) -> None:
+        self._patches = ExitStack()
+        self._loaders: list[ResumableLoader | None] = []
+        self._about: list[dict[str, Any] | None] = []  # of the loaders, before anything was read
+        self._restored: dict[str, Any] | None = None  # of all processes
+        self._mine: dict[str, Any] | None = None  # of this one
+        self._used = 0
+        self._wrapping: list[ResumableLoader | None] | None = None  # those made right now
+        self._positioned = self._begins_epoch = False
+        self._between: list[tuple[ResumableLoader, Any]] = []  # what the next pass begins with, if none was going on
+        self._validation: list[Any] = []
+        self._said: set[str] = set()
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        self._begin()
+        self._patches.callback(guard_loading(trainer.strategy))
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._take_places(trainer, pl_module)
+        return self._patches.close
+
+    def _take_places(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        fit_loop, strategy = trainer.fit_loop, trainer.strategy
+        setup_data, process = fit_loop.setup_data, strategy.process_dataloader
+        run_start = fit_loop.epoch_loop.on_run_start
+
+        def restoring_setup_data() -> None:
+            if self._begins_epoch:  # after on_train_start, before on_train_epoch_start
+                self._begins_epoch = False
+                self._restore(trainer, pl_module)
+            self._hold_loaders_of(setup_data)
+
+        def counting_run_start(data_fetcher: Any) -> None:
+            if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
+                for held in (loader for loader in self._loaders if loader is not None):  # Lightning iterates again
+                    held.count_from(0)
+            run_start(data_fetcher)
+
+        self._patches.callback(patch(fit_loop, "setup_data", restoring_setup_data))
+        self._patches.callback(patch(strategy, "process_dataloader", lambda loader: process(self._hold(loader))))
+        self._patches.callback(patch(fit_loop.epoch_loop, "on_run_start", counting_run_start))
+
+    def _hold_loaders_of(self, setup_data: Callable[[], None]) -> None:
+        """Run Lightning's ``setup_data``, and keep the training loaders that it makes, if it makes any."""
+        before, self._wrapping, self._about = (self._loaders, self._about), [], []
+        try:
+            setup_data()
+        finally:
+            made, self._wrapping = self._wrapping, None
+        if made:
+            self._loaders = made
+            self._positioned = self._positioned or self._mine is not None
+        else:
+            self._loaders, self._about = before
+
+    def _hold(self, loader: Any) -> Any:
+        """What takes the place of a loader of this run: of a training loader one that knows where it is."""
+        if self._wrapping is None:
+            if self._validation:
+                _set_generators(loader, self._validation.pop(0))
+            return loader
+        held = _held(loader)
+        self._wrapping.append(held)
+        self._about.append(None if held is None else about_loader(loader))
+        if self._restored is not None and not self._positioned:
+            self._check(about_loader(loader), len(self._wrapping) - 1)
+            self._set_position(held, len(self._wrapping) - 1)
+        return loader if held is None else held
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: called on all processes, whoever writes the file."""
+        loops = checkpoint["loops"]["fit_loop"]["state_dict"]
+        theirs = [state for state in loops.pop("combined_loader", []) if state]
+        if theirs:
+            loops["combined_loader"] = theirs  # without our own, which are empty
+        if trainer.interrupted and trainer.world_size > 1:
+            return  # the other processes may not come, and waiting for them would hide the error
+        point, device = save_point(trainer), trainer.strategy.root_device
+        mine = {
+            "random": random_state(),
+            "loaders": self._positions(trainer, point),
+            "validation": [
+                [generator_state(g) for g in generators_of(loader)] for loader in validation_loaders(trainer)
+            ],
+            **metrics_state(trainer, pl_module, point),
+        }
+        checkpoint[KEY] = {
+            "point": str(point),
+            "ranks": gather(packed(mine), device),
+            "settings": {**settings_of(trainer), "loaders": self._about},
+            "forgotten": forgotten_state(trainer),
+        }
+        if _in_window(trainer, point):
+            if _sharded(trainer, pl_module):
+                if not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own say it themselves
+                    warn(
+                        explain(
+                            f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}",
+                            "gradients are in pieces there and are not saved, so a resumed run lacks them for one step",
+                            "Save at optimizer steps",
+                        )
+                    )
+            else:
+                checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
+
+    def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[Any]:
+        batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
+        ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
+        follows_user = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        positions: list[Any] = []
+        for held in self._loaders:
+            if held is None:
+                positions.append(None)
+            elif ended:
+                positions.append(held.between_passes())
+            else:
+                positions.append(held.position(held.handed_out if follows_user else batches))
+        return positions
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: before Lightning restores its loops, and on most strategies before there is an optimizer."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        state = checkpoint.get(KEY)
+        if state is None:
+            warn(
+                explain(
+                    "ExactResume: this checkpoint was saved without it, or when several processes failed",
+                    "neither random states nor positions in the data are in it, so the run goes on as Lightning does",
+                    "Save with ExactResume next time",
+                )
+            )
+            return
+        self._restored = {**state, "point": SavePoint(state["point"])}
+        fit_loop = checkpoint["loops"]["fit_loop"]
+        self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
+        epochs = fit_loop["epoch_progress"]["current"]
+        self._restored["plateaus"] = epochs["completed"] < epochs["processed"]
+        if self._restored["point"] in (SavePoint.BATCH, SavePoint.VALIDATION):
+            complete_batch_(checkpoint)
+        self._check(settings_of(trainer))
+        other = other_hyper_parameters(checkpoint, pl_module)
+        if other is not None:
+            warn(f"ExactResume: {other}")
+        if len(state["ranks"]) != trainer.world_size:
+            return
+        self._mine = mine = unpacked(state["ranks"][trainer.global_rank])
+        self._validation = list(mine["validation"])
+        theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
+        states = [{} if position is not None else next(theirs, {}) for position in mine["loaders"]]
+        if any(states):
+            fit_loop["state_dict"]["combined_loader"] = states
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: optimizers are there, and their state is not restored yet."""
+        if self._restored is not None:
+            refuse_other_optimizers(self._restored["settings"], settings_of(trainer))
+            self._check(settings_of(trainer))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: Lightning has restored all it does, and not begun an epoch."""
+        if self._restored is None:
+            return
+        if not self._positioned and self._mine is not None:  # this strategy restores after it made the loaders
+            for i, held in enumerate(self._loaders):
+                self._set_position(held, i)
+            if trainer.fit_loop._data_fetcher is not None:
+                iter(trainer.fit_loop._data_fetcher)
+            self._positioned = True
+        cycle = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+        if isinstance(cycle, _MaxSizeCycle):  # it ends when each loader has ended once
+            repeats = [held is not None and held.repeats > 0 for held in self._loaders]
+            cycle._consumed = [a or b for a, b in zip(cycle._consumed, repeats, strict=True)]
+        if self._restored["point"] is SavePoint.EPOCH:
+            self._begins_epoch = True
+            go_on_after_epoch(trainer)
+        else:
+            point = self._restored["point"]
+            self._patches.callback(go_on_after_batch(trainer, point, lambda: self._restore(trainer, pl_module)))
+
+    def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """The last thing before training goes on; the random state is the last of it."""
+        state, mine = self._restored, self._mine
+        assert state is not None
+        self._restored = self._mine = None
+        restore_forgotten(trainer, state["forgotten"])
+        if mine is None:
+            return
+        parameters = dict(pl_module.named_parameters())
+        for name, grad in state["gradients"][trainer.global_rank].items() if "gradients" in state else ():
+            parameters[name].grad = grad.to(parameters[name])
+        restore_metrics(trainer, pl_module, mine)
+        if state["point"] is SavePoint.EPOCH and state["plateaus"]:
+            end_epoch_of_plateau_schedules(trainer)
+        for held, between in self._between:
+            _load(held, between)  # again: Lightning may have fetched a batch ahead
+        self._between.clear()
+        loaders = validation_loaders(trainer)
+        for loader, states in zip(loaders, mine["validation"], strict=False):
+            _set_generators(loader, states)
+        self._validation = [] if loaders else list(mine["validation"])
+        set_random_state(mine["random"])
+
+    def _set_position(self, held: ResumableLoader | None, i: int) -> None:
+        states = [] if self._mine is None else self._mine["loaders"]
+        state = states[i] if i < len(states) else None
+        if held is None or state is None:
+            return
+        _load(held, state)
+        if state["start"] is None:
+            self._between.append((held, state))
+        else:
+            held.count_from(self._used)
+
+    def _check(self, now: dict[str, Any], loader: int | None = None) -> None:
+        assert self._restored is not None
+        then = self._restored["settings"]
+        if loader is not None:
+            then = dict(enumerate(then["loaders"])).get(loader) or {}
+        for message in disagreements(then, now):
+            if message in self._said:
+                continue
+            self._said.add(message)
+            if self.strict:
+                raise ValueError(message)
+            warn(message)
+
+
+class _Held(ResumableLoader):
+    """A loader whose position is kept by the callback, for every process, rather than by Lightning for rank zero."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert not state
+
+
+_load = ResumableLoader.load_state_dict
+
+
+def _held(loader: Any) -> ResumableLoader | None:
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return None
+    if isinstance(loader, Iterator):
+        warn(
+            explain(
+                f"ExactResume with a {type(loader).__name__} as training loader",
+                "an iterator cannot be read again up to where it was, so its position is not in checkpoints",
+                "Use a DataLoader, or an object whose __iter__ starts over",
+            )
+        )
+        return None
+    return _Held(loader)
+
+
+def _set_generators(loader: Any, states: list[Any]) -> None:
+    for generator, state in zip(generators_of(loader), states, strict=False):
+        set_generator_state(generator, state)
+
+
+def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
+    """Whether gradients are carried to the next batch, and nobody else saves them."""
+    if point in (SavePoint.EPOCH, SavePoint.WITHIN):
+        return False
+    if any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks):
+        return False
+    return step_goes_on(trainer)
+
+
+def _sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+    if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
+        return True
+    return any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())

@@ -1,0 +1,7 @@
+"""Shards a model with FSDP2, in the Trainer and in Fabric.
+
+Checkpoints are written by all ranks and load on any number.
+
+From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``shard_blocks``, ``materialize``,
+``sharded_checkpoint``, ``sharding``, ``fsdp2_fabric``, ``fsdp2_strategy``.
+"""

@@ -1,0 +1,229 @@
+"""Training with parameters, gradients and optimizer state sharded over all processes, for Fabric."""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.strategies import ModelParallelStrategy
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.types import _Stateful
+from torch import nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import local_path
+from lightning_fasttrain._run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
+from lightning_fasttrain.strategy.background_save import BackgroundSave
+from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, refuse_unfit, without_gradient_reduction
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+class FabricFSDP2Strategy(ModelParallelStrategy):
+    """Shard the model, its gradients and its optimizer over all processes; the loop is that of any Fabric run.
+
+    ``fabric.setup(model, optimizer)`` works, and so does an optimizer made before the model is set up: it is given
+    the sharded parameters instead of those it held. ``fabric.no_backward_sync(model, enabled=...)`` sums
+    gradients without reducing them, and leaves reduction on. Methods beside ``forward`` that use parameters of
+    their own: ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
+
+    Args:
+        reshard_after_forward: as for :class:`~lightning_fasttrain.FSDP2Strategy`, like all others.
+        offload: see there.
+        replicas: see there.
+        blocks: see there.
+        reduce_dtype: see there.
+        async_checkpoints: see there.
+        process_group_backend: see there.
+        timeout: see there.
+
+    Raises:
+        ValueError: as there; an optimizer of which parameters are not in the model, or that has taken steps.
+
+    Example:
+        >>> fabric = L.Fabric(accelerator="cpu", devices=1, strategy=FabricFSDP2Strategy(replicas=1))
+
+    Source:
+        As there.
+    """
+
+    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+
+    def __init__(
+        self,
+        reshard_after_forward: bool | int = True,
+        *,
+        offload: str | None = None,
+        replicas: int = 1,
+        blocks: Blocks | None = None,
+        reduce_dtype: str | None = None,
+        async_checkpoints: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
+        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype)
+        self.async_checkpoints = async_checkpoints
+        self.sharded_blocks: list[str] = []
+        self._backward_sync_control = _SyncControl()
+        self._background: BackgroundSave | None = None
+        self.roll_call, self._saving = RollCall(None), None
+        self._moved: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        assert self.parallel_devices is not None
+        assert self.accelerator is not None
+        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
+        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
+        self.accelerator.setup_device(self.root_device)
+        self._setup_distributed()
+        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        if self.async_checkpoints and self._background is None:
+            self._background = BackgroundSave(self._write)
+
+    def _write(self, path: Path, *states: Any) -> None:
+        save_sharded(path, *states, group=self._saving)
+
+    def setup_module(self, module: nn.Module) -> nn.Module:
+        with self.roll_call.all_or_none("fabric.setup"):
+            pass  # whoever is gone is missed here
+        before = dict(module.named_parameters(remove_duplicate=False))
+        precision = self.precision.precision
+        self.sharded_blocks = self.sharding.shard_(module, self.device_mesh, precision, self.root_device)
+        after = dict(module.named_parameters(remove_duplicate=False))
+        self._moved = [pair for pair in self._moved if pair[0]() is not None]
+        self._moved += [(weakref.ref(old), after[name]) for name, old in before.items() if after[name] is not old]
+        self._modules.append(weakref.ref(module))
+        if isinstance(module, L.LightningModule):
+            for name in _STEPS:
+                register_fsdp_forward_method(module, name)
+        check_sharded(module)
+        return module
+
+    def setup_module_and_optimizers(
+        self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None
+    ) -> tuple[nn.Module, list[Optimizer], Any]:
+        module = self.setup_module(module)
+        return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
+
+    def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Give an optimizer the sharded parameters instead of those that it was made with."""
+        refuse_unfit(optimizer)
+        now = {id(old()): new for old, new in self._moved}
+        stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
+        if any(p in optimizer.state for p in stale):
+            raise ValueError(
+                explain(
+                    f"{type(optimizer).__name__} has taken steps before the model was sharded",
+                    "its state is of whole parameters",
+                    "Set up the model before the first step",
+                )
+            )
+        for group in optimizer.param_groups:
+            group["params"] = [now.get(id(p), p) for p in group["params"]]
+        live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
+        foreign = sum(id(p) not in live for group in optimizer.param_groups for p in group["params"])
+        if foreign:
+            raise ValueError(
+                explain(
+                    f"{type(optimizer).__name__} holds {foreign} parameters of no model that was set up",
+                    "they would never move",
+                    "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)",
+                )
+            )
+        return optimizer
+
+    def wait(self) -> None:
+        """Until no checkpoint is being written; raises what went wrong with the last."""
+        if self._background is not None:
+            self._background.wait()
+
+    def save_checkpoint(
+        self,
+        path: Any,
+        state: dict[str, Any],
+        storage_options: Any = None,
+        filter: dict[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        if storage_options is not None or filter is not None:
+            raise TypeError(
+                explain(
+                    "storage_options and filter", "checkpoints of shards are folders of all of it", "Leave them out"
+                )
+            )
+        key, model = _model_in(state)
+        optimizers = {k: named_state(model, v) for k, v in state.items() if isinstance(v, Optimizer)}
+        rest = {
+            k: v.state_dict() if isinstance(v, _Stateful) else v
+            for k, v in state.items()
+            if k != key and k not in optimizers
+        }
+        states = (model.state_dict(), optimizers, rest)
+        path = local_path(self.broadcast(path))
+        rest[KEY] = mark_of(self).facts(step_in(rest))
+        if self._background is not None:
+            self._background.start(path, *states)
+        else:
+            self._write(path, *states)
+
+    def load_checkpoint(
+        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        self.wait()
+        state = {"model": state} if isinstance(state, nn.Module) else state or {}
+        key, model = _model_in(state)
+        optimizers = {k: v for k, v in state.items() if isinstance(v, Optimizer)}
+        chosen = choose_checkpoint(path, substitute=bool(optimizers))  # with weights alone nothing goes on
+        load = load_sharded_ if chosen.is_dir() else load_full_
+        rest = load(chosen, model, optimizers, strict=strict)
+        mark_of(self).go_on_from(rest.pop(KEY, None))
+        asked = [k for k in state if k != key and k not in optimizers]
+        missing = [k for k in asked if k not in rest]
+        if strict and missing:
+            raise KeyError(
+                explain(f"{chosen} has no {missing}", "it was saved without", "Leave them out, or strict=False")
+            )
+        for k in asked:
+            if k in rest:
+                value = rest.pop(k)
+                if isinstance(state[k], _Stateful):
+                    state[k].load_state_dict(value)
+                else:
+                    state[k] = value
+        return rest
+
+
+class _SyncControl(_BackwardSyncControl):
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
+        return without_gradient_reduction(module) if enabled else nullcontext()
+
+
+def _model_in(state: dict[str, Any]) -> tuple[str, nn.Module]:
+    models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
+    if len(models) != 1:
+        raise ValueError(
+            explain(
+                f"a state with {len(models)} models",
+                "a sharded checkpoint holds one, with its optimizers",
+                "Give {'model': model, 'optimizer': optimizer, ...}, and save several models apart",
+            )
+        )
+    return next(iter(models.items()))

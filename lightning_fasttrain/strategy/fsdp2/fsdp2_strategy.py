@@ -1,0 +1,293 @@
+"""Training with parameters, gradients and optimizer state sharded over all processes, for the Trainer."""
+
+import inspect
+from collections.abc import Generator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.optim import Optimizer
+
+from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._host import step_goes_on
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._reading import local_path
+from lightning_fasttrain._run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
+from lightning_fasttrain.strategy.background_save import BackgroundSave
+from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
+from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+
+_STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+_PATIENCE_S = 60.0  # for a checkpoint in flight when a run fails
+
+
+class FSDP2Strategy(ModelParallelStrategy):
+    """Shard the model, its gradients and its optimizer over all processes; the LightningModule needs no code for it.
+
+    Acts in ``Strategy.setup``: after ``configure_model`` and all techniques of the suite, before
+    ``configure_optimizers``. Blocks are found as everywhere in the suite, each rank begins with the weights of rank
+    zero, and every ``*_step`` runs with what is around the blocks gathered. Under accumulation gradients are reduced
+    once a step. Precision: see :func:`~lightning_fasttrain.strategy.precision_policy`. Runs on the CPU with gloo too.
+    The model stays sharded after ``fit``; :func:`~lightning_fasttrain.strategy.full_state_dict` reads its checkpoints.
+
+    Checkpoints are folders, written aside, checksummed and renamed; they load on any number of processes. In ``fit``
+    a corrupt one is passed over for an older one of the same run. Files of one device or DDP load too.
+
+    Args:
+        reshard_after_forward: as for :func:`~lightning_fasttrain.strategy.shard_blocks_`.
+        offload: ``"cpu"``: shards, gradients and optimizer in host memory.
+        replicas: hybrid sharding: so many copies of the model, each sharded over its part of the processes; the
+            number of nodes keeps the gathering inside a node.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        reduce_dtype: ``"float32"`` (default) or ``"bfloat16"``, in which gradients are reduced.
+        reduce_once: under accumulation, sum whole gradients and reduce them once; False reduces each micro-batch
+            and keeps shards only: less memory, more communication.
+        async_checkpoints: write checkpoints while training goes on, one at a time.
+        process_group_backend: as for Lightning's strategies.
+        timeout: as for Lightning's strategies.
+
+    Raises:
+        ValueError: ``replicas`` does not divide the processes; float16; a callback that copies the model.
+        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
+            or did not answer within ``timeout``.
+
+    Example:
+        >>> trainer = L.Trainer(accelerator="cpu", strategy=FSDP2Strategy(reshard_after_forward=False), logger=False,
+        ...                     enable_checkpointing=False, enable_progress_bar=False)
+
+    Source:
+        ``torch.distributed.fsdp.fully_shard``, on Lightning's ``ModelParallelStrategy``.
+    """
+
+    strategy_name: ClassVar[str] = "fasttrain_fsdp2"
+
+    def __init__(
+        self,
+        reshard_after_forward: bool | int = True,
+        *,
+        offload: str | None = None,
+        replicas: int = 1,
+        blocks: Blocks | None = None,
+        reduce_dtype: str | None = None,
+        reduce_once: bool = True,
+        async_checkpoints: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__(process_group_backend=process_group_backend, timeout=timeout)
+        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype)
+        self.reduce_once = reduce_once
+        self.async_checkpoints = async_checkpoints
+        self.sharded_blocks: list[str] = []
+        self._background: BackgroundSave | None = None
+        self.roll_call, self._saving = RollCall(None), None
+        self._steps = ExitStack()
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.world_size, "rank": self.global_rank}
+
+    def setup_environment(self) -> None:
+        assert self.parallel_devices is not None
+        self.sharding.shape(self.num_nodes * self.num_processes)  # refuses before any process waits for another
+        self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
+        self._setup_distributed()
+        self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
+        if self.async_checkpoints and self._background is None:
+            self._background = BackgroundSave(self._write)
+
+    def _write(self, path: Path, *states: Any) -> None:
+        save_sharded(path, *states, group=self._saving)
+
+    def setup(self, trainer: L.Trainer) -> None:
+        assert self.model is not None
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        refuse_averaging(trainer.callbacks, type(self).__name__)
+        # Not before adapters are in place: PEFT takes a module with a mesh for a Hugging Face model.
+        self.lightning_module._device_mesh = self.device_mesh
+        self.accelerator.setup(trainer)
+        self.model = model = self.precision_plugin.convert_module(self.model)
+        forget_unfinished_(model)
+        precision = self.precision_plugin.precision
+        self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
+        self._rest_to_device(model)
+        self._steps.close()
+        for name in _STEPS:
+            if is_overridden(name, self.lightning_module):
+                self._run_gathered(model, name)
+        self.barrier()
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            with self.roll_call.all_or_none("configure_optimizers"):
+                self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if fitting and self.sharding.offload is None:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        check_sharded(model, self.optimizers)
+        if fitting:
+            probe_folders(trainer, self.optimizers)
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator:
+        """Around ``configure_model``."""
+        with self.roll_call.all_or_none("configure_model"), super().model_sharded_context():
+            yield
+
+    def _rest_to_device(self, model: nn.Module) -> None:
+        """What sharding has not moved, such as metrics; shards in host memory must stay there."""
+        if self.sharding.offload is None:
+            model.to(self.root_device)
+            return
+        for module in model.modules():
+            if not any(True for _ in module.parameters()):
+                module.to(self.root_device)
+        _update_properties(model, device=self.root_device)
+
+    def _run_gathered(self, model: nn.Module, name: str) -> None:
+        """A step uses parameters outside of ``forward`` too, as a fused loss does its head's."""
+        previous = vars(model).get(name)
+        register_fsdp_forward_method(model, name)
+        gathered: Any = vars(model)[name]
+        gathered.__func__.__wrapped__ = inspect.unwrap(gathered)  # Lightning looks for a function one layer deep
+
+        def restore() -> None:
+            if vars(model).get(name) is not gathered:  # a technique has taken what we wrapped away
+                return
+            if previous is None:
+                delattr(model, name)
+            else:
+                setattr(model, name, previous)
+
+        self._steps.callback(restore)
+
+    def on_train_start(self) -> None:
+        """Hook: after all callbacks had their say."""
+        assert self.model is not None
+        check_sharded(self.model, self.optimizers)
+
+    def on_validation_end(self) -> None:
+        """Hook: a forward without backward leaves the root gathered."""
+        assert self.model is not None
+        reshard_(self.model)
+
+    on_test_end = on_predict_end = on_validation_end
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator:
+        assert self.model is not None
+        with without_gradient_reduction(self.model) if self.reduce_once else nullcontext():
+            yield
+
+    def scale_gradients_(self, factor: Tensor) -> None:
+        """For token-weighted windows: multiply the gradients of the coming step, each rank its shards."""
+        grads = [p.grad for o in self.optimizers for g in o.param_groups for p in g["params"] if p.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor.to(grads[0].device))
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.model is not None
+        return self.model.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.model is not None
+        optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return named_state(self.model, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        if storage_options is not None:
+            raise TypeError(
+                explain("storage_options", f"{type(self).__name__} writes folders by itself", "Leave them out")
+            )
+        trainer = self.lightning_module.trainer if self.lightning_module is not None else None
+        if trainer is not None and trainer.training and step_goes_on(trainer):
+            warn(
+                "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
+                "batches of the window before it do not count. Save after steps, or at an epoch's end."
+            )
+        path = local_path(self.broadcast(filepath))
+        checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
+        optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
+        states = (checkpoint.pop("state_dict"), optimizers, checkpoint)
+        if self._background is not None:
+            self._background.start(path, *states)
+        else:
+            self._write(path, *states)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """An older checkpoint goes only after the newer one is complete."""
+        if self._background is not None:
+            self._background.afterwards(lambda: super(FSDP2Strategy, self).remove_checkpoint(filepath))
+        else:
+            super().remove_checkpoint(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        assert self.model is not None
+        self.wait()
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        path = choose_checkpoint(checkpoint_path, substitute=fitting)
+        optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
+        load = load_sharded_ if path.is_dir() else load_full_
+        checkpoint = load(path, self.model, optimizers, strict=self.lightning_module.strict_loading)
+        mark_of(self).go_on_from(checkpoint.pop(KEY, None))
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Done in :meth:`load_checkpoint`."""
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._background is not None:
+            self._background.give_up(_PATIENCE_S)
+
+    def teardown(self) -> None:
+        self._steps.close()
+        try:
+            self.wait()
+        finally:
+            super().teardown()
+
+    def wait(self) -> None:
+        """Until no checkpoint is being written; raises what went wrong with the last."""
+        if self._background is not None:
+            self._background.wait()
+
+
+def refuse_averaging(callbacks: list[Any], strategy: str) -> None:
+    """Refuse callbacks that copy the model. Techniques that cannot work on shards refuse them by themselves."""
+    for callback in callbacks:
+        if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
+            raise ValueError(
+                explain(
+                    f"{type(callback).__name__} with {strategy}",
+                    "it averages a copy of the whole model, and a sharded one cannot be copied",
+                    "Average the checkpoints afterwards, with full_state_dict(folder)",
+                )
+            )
+
+
+def forget_unfinished_(model: nn.Module) -> None:
+    """Gradients of a window that an error has cut short lie where ``zero_grad`` does not reach."""
+    reset: Any = getattr(model, "reset_iter_state", None)  # of FSDPModule, and not in every torch of the tested range
+    if reset is not None:
+        with suppress(AttributeError):  # torch's own, if the model was sharded but never run
+            reset()

@@ -1,0 +1,137 @@
+"""Every rank begins with the weights of rank zero, whatever it has built: others, or none (the meta device)."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import stays_whole
+
+
+def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
+    """What rank zero will send, by reference; call it on all ranks, before the model is sharded.
+
+    Rank zero gives a model that it too has built on the meta device its weights first, by ``reset_parameters``.
+    Parameters that are sharded already stay as they are.
+
+    Returns:
+        Name → parameter or buffer, also those that ``state_dict`` leaves out; empty on other ranks.
+
+    Raises:
+        ValueError: ranks have built models of other names, shapes or dtypes, or quantised other weights; or rank zero
+            has a layer without weights that does not say how to make them.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        >>> sorted({str(tensor.device) for tensor in whole_on_rank_zero(net).values()})
+        ['cpu']
+    """
+    if isinstance(model, FSDPModule):
+        return {}
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    error = _build_(model) if rank == 0 else None
+    first: list[Any] = [None if error else _description(model)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(first, src=0)
+    if first[0] is not None:
+        error = _difference(_description(model), first[0], rank)
+    if not agree_on_all_ranks(error is None and first[0] is not None):
+        another = explain("another rank refused its model", "see its error", "Build the same model on every rank")
+        raise ValueError(error or another)
+    return _tensors(model) if rank == 0 else {}
+
+
+def send_from_rank_zero_(
+    model: nn.Module, whole: dict[str, Tensor], device: torch.device, home: torch.device | None = None
+) -> None:
+    """Give every rank of a sharded model its part of rank zero's weights, one tensor at a time.
+
+    Args:
+        model: sharded by :func:`~lightning_fasttrain.strategy.shard_blocks_`, on all ranks alike.
+        whole: of :func:`whole_on_rank_zero`; emptied, so that memory is freed on the way.
+        device: where the ranks communicate.
+        home: where the shards live, if not there.
+    """
+    if any(tensor.is_meta for tensor in _tensors(model).values()):
+        model.to_empty(device=home or device)
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module._buffers[name] = torch.empty_like(buffer, device=device)
+    with torch.no_grad():
+        for name, target in _tensors(model).items():
+            full = whole.pop(name, None)
+            full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
+            full = full.to(device).contiguous()
+            if isinstance(target, DTensor):
+                parts: Any = distribute_tensor(full, target.device_mesh, target.placements)
+                target.to_local().copy_(parts.to_local())
+            elif not (isinstance(target, nn.Parameter) and stays_whole(target)):  # those were found to agree
+                dist.broadcast(full, src=0)
+                target.copy_(full)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _build_(model: nn.Module) -> str | None:
+    """Weights for the layers that are on the meta device, on the host; or why there can be none."""
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for module in model.modules():
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.is_meta:
+                places.setdefault(parameter, []).append((module, key))
+    for name, module in model.named_modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        if not any(tensor.is_meta for tensor in own):
+            continue
+        lost = [key for key in module._non_persistent_buffers_set if getattr(module, key).is_meta]
+        reset: Any = getattr(module, "reset_parameters", None)
+        if lost or not callable(reset):
+            return explain(
+                f"layer '{name}' ({type(module).__name__}) is on the meta device",
+                f"the values of its buffer '{lost[0]}' are gone" if lost else "it does not say how to make its weights",
+                "Build it on rank zero outside of init_module, or give it a reset_parameters()",
+            )
+        module.to_empty(device="cpu", recurse=False)
+        reset()
+    for (first, name), *others in places.values():  # what was tied is now many
+        for module, key in others:
+            module._parameters[key] = first._parameters[name]
+    return None
+
+
+def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
+    """What all ranks must have in common: names, shapes and dtypes, and the numbers in quantised layers."""
+    layers = {n: m for n, m in model.named_modules() if any(stays_whole(p) for p in m.parameters(recurse=False))}
+    tensors = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()]
+    return tensors, {name: _digest(layer) for name, layer in layers.items()}
+
+
+def _digest(layer: nn.Module) -> list[float]:
+    tensors = [t.double() for t in layer.state_dict().values() if isinstance(t, Tensor) and not t.is_meta]
+    return [float(total) for t in tensors for total in (t.sum(), t.square().sum())]
+
+
+def _difference(mine: Any, first: Any, rank: int) -> str | None:
+    if mine[0] != first[0]:
+        names = sorted({entry[0] for entry in {*mine[0]} ^ {*first[0]}}) or ["their order"]
+        return explain(
+            f"rank {rank} has built another model than rank 0: {', '.join(names[:4])}",
+            "shards of different models do not fit together",
+            "Build the same layers, in the same order, on every rank",
+        )
+    for name, digest in first[1].items():
+        if mine[1][name] != digest:
+            return explain(
+                f"rank {rank} has quantised other weights than rank 0 in '{name}'",
+                "quantised layers stay whole on every rank, so they must agree from the start",
+                "Load the same pretrained weights on every rank, or call seed_everything() before the model is built",
+            )
+    return None

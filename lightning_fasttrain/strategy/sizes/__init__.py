@@ -1,0 +1,6 @@
+"""Counts what parameters, gradients and optimizer state take on a rank.
+
+Nothing is allocated for it.
+
+From the bottom up: ``_optimizer_state``, ``_model_sizes``, ``model_states``, ``choose_stage``.
+"""

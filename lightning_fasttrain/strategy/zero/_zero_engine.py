@@ -1,0 +1,339 @@
+"""What the Trainer's and Fabric's ZeRO strategies share: settings, DeepSpeed on a CPU, and what an engine is asked."""
+
+import argparse
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import LBFGS, Optimizer
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.finetune.adapters._float32_adapters import let_round_
+from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy.zero._zero_groups import leave_out_idle_groups, refuse_replaced, without_phantom_step
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, without the warning that it found no accelerator; or an error that names the extra.
+
+    Raises:
+        ModuleNotFoundError: it is not installed.
+    """
+    if torch.cuda.is_available() or "DS_ACCELERATOR" in os.environ:
+        return require("deepspeed", extra="deepspeed")
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    try:
+        deepspeed = require("deepspeed", extra="deepspeed")
+        deepspeed.accelerator.get_accelerator()
+        return deepspeed
+    finally:
+        del os.environ["DS_ACCELERATOR"]
+
+
+def finish_config(config: dict[str, Any]) -> None:
+    """Set what DeepSpeed would otherwise decide against the user, where the config does not say."""
+    config.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default is to clip at 1.0
+    config.setdefault("zero_force_ds_cpu_optimizer", False)  # the user's optimizer is the one that steps
+
+
+def fit_buckets(config: dict[str, Any], model: nn.Module, settings: Mapping[str, Any]) -> None:
+    """Make the buffer for gradients no larger than the gradients, unless the user has set its size."""
+    zero = config.get("zero_optimization", {})
+    trained = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters() if p.requires_grad)
+    if "reduce_bucket_size" in zero and "reduce_bucket_size" not in settings and trained:
+        zero["reduce_bucket_size"] = min(zero["reduce_bucket_size"], trained)
+
+
+def refuse_half_on_cpu(precision: str, device_type: str) -> None:
+    """Refuse float16 where DeepSpeed has no kernels for it.
+
+    Raises:
+        ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
+    """
+    if device_type == "cpu" and precision in ("16-mixed", "16-true"):
+        raise ValueError(
+            explain(
+                f"precision={precision!r} on a CPU",
+                "DeepSpeed has no float16 there",
+                f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too",
+            )
+        )
+
+
+def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
+    """Refuse optimizers that need what a rank does not have under ZeRO: a closure, or whole matrices.
+
+    Raises:
+        ValueError: the optimizer, why, and what to use.
+    """
+    if isinstance(optimizer, LBFGS):
+        raise ValueError(
+            explain(
+                f"{type(optimizer).__name__} under ZeRO",
+                "it evaluates a closure several times a step, which DeepSpeed does not do",
+                "Use AdamW, or Lightning's DDP",
+            )
+        )
+    if stage > 0:
+        refuse_unshardable(optimizer)
+        refuse_replaced(optimizer)
+
+
+@contextmanager
+def without_needless_ops(device_type: str) -> Iterator[None]:
+    """Let DeepSpeed's process group start without compiling its shared-memory kernel: gloo does without."""
+    if device_type != "cpu":
+        yield
+        return
+    ops = import_deepspeed().ops.__compatible_ops__
+    before = ops.get("deepspeed_shm_comm")
+    ops["deepspeed_shm_comm"] = False
+    try:
+        yield
+    finally:
+        if before is None:
+            del ops["deepspeed_shm_comm"]
+        else:
+            ops["deepspeed_shm_comm"] = before
+
+
+def enter(device_type: str) -> Undo:
+    """Before DeepSpeed is used: what puts back ``torch.nn.functional.linear``, which stage 3 replaces for good.
+
+    On a CPU it is let use that, on a machine that has a GPU too. Then the variables are taken back as well by which
+    processes find each other, and which Lightning sets for DeepSpeed: the next Trainer in this process would take
+    itself for one of several that were started by somebody else.
+    """
+    from deepspeed.accelerator import get_accelerator, set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    undo = ExitStack()
+    undo.callback(setattr, functional, "linear", functional.linear)
+    if device_type != "cpu":
+        return undo.close
+    before: Any = get_accelerator()
+    if before.device_name() != "cpu":
+        set_accelerator(CPU_Accelerator())
+        undo.callback(set_accelerator, before)
+    for name in ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if name not in os.environ:
+            undo.callback(os.environ.pop, name, None)
+    return undo.close
+
+
+class Engine:
+    """A DeepSpeed engine of ours: what it hung on the model comes off again, and its gradients can be scaled.
+
+    Args:
+        config: DeepSpeed's.
+        model: the user's module.
+        optimizer: the user's; None to evaluate only.
+        scheduler: of learning rates, if DeepSpeed is to know it.
+        device_rank: index of this rank's device.
+    """
+
+    def __init__(
+        self, config: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any, device_rank: int
+    ) -> None:
+        before = {module: _hooks(module) for module in model.modules()}
+        self.module = model
+        if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
+            let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
+        deepspeed = import_deepspeed()
+        if optimizer is not None:
+            leave_out_idle_groups(optimizer, scheduler)
+        with without_phantom_step():
+            self.deepspeed, self.optimizer, _, self.scheduler = deepspeed.initialize(
+                args=argparse.Namespace(device_rank=device_rank),
+                config=config,
+                model=model,
+                model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
+                optimizer=optimizer,
+                lr_scheduler=scheduler,
+                dist_init_required=False,
+            )
+        self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
+        self._windows = 0
+        if optimizer is not None:
+            self.deepspeed.set_gradient_accumulation_boundary(True)
+
+    def release(self) -> None:
+        """Take off the model what DeepSpeed hung on it; hooks of others stay."""
+        self.deepspeed.destroy()
+        for module, keys in self._hung.items():
+            for kind, key in keys:
+                getattr(module, kind).pop(key, None)
+        self._hung = {}
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """DeepSpeed's save waits for no other rank in here, so a rank that cannot write is free to say so.
+
+        Call :meth:`end_saving` when all ranks have agreed.
+
+        Raises:
+            OSError: a file could not be written.
+        """
+        from deepspeed import comm
+
+        write = self.deepspeed.checkpoint_engine.save
+
+        def save(*args: Any, **kwargs: Any) -> None:
+            try:
+                write(*args, **kwargs)
+            except RuntimeError as error:  # as torch.save calls a full disk
+                raise OSError(f"a file of the checkpoint could not be written: {error}") from error
+
+        with ExitStack() as undo:
+            undo.callback(patch(self.deepspeed.checkpoint_engine, "save", save))
+            undo.callback(patch(comm, "barrier", lambda *args, **kwargs: None))
+            undo.callback(patch(self.deepspeed, "_checkpoint_tag_validation", lambda tag: None))
+            if self._gathers_after_saving():
+                undo.callback(patch(self.deepspeed.optimizer, "checkpoint_event_epilogue", lambda: None))
+            yield
+
+    def end_saving(self) -> None:
+        """All ranks together: gather again what stage 3 keeps whole."""
+        if self._gathers_after_saving():
+            self.deepspeed.optimizer.checkpoint_event_epilogue()
+
+    def _gathers_after_saving(self) -> bool:
+        return hasattr(self.deepspeed.optimizer, "checkpoint_event_epilogue")
+
+    @contextmanager
+    def inside_window(self) -> Iterator[None]:
+        """Backward passes in here are added up, and the next optimizer step is not theirs. Can be nested."""
+        self._windows += 1
+        self.deepspeed.set_gradient_accumulation_boundary(False)
+        try:
+            yield
+        finally:
+            self._windows -= 1
+            self.deepspeed.set_gradient_accumulation_boundary(self._windows == 0)
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        """Let stage 3 count the backward pass now, which it does in the engine's next forward.
+
+        Under manual optimisation there is none before the next backward, which would overwrite the gradient.
+        """
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+        if isinstance(self.deepspeed.optimizer, ZeROOptimizer):
+            self.deepspeed.optimizer.clear_backward_seen_flag()
+
+    def scale_gradients_(self, factor: Tensor | float) -> None:
+        """Multiply the gradients of the coming step by ``factor``, before their norm is taken and clipped.
+
+        ZeRO's optimizers divide gradients by the loss scale as they use them, wherever they live; so for one step
+        the loss scale is another one.
+        """
+        sharded = self._sharded()
+        if sharded is None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, torch.as_tensor(factor, device=grads[0].device))
+            return
+        if isinstance(factor, Tensor) and _is_offloaded(sharded):
+            factor = float(factor)  # gradients on the host cannot be multiplied by a number on the device
+        previous = sharded.loss_scale
+        scale = previous / factor if isinstance(factor, Tensor) or factor != 0 else float("inf")
+        sharded.custom_loss_scaler, sharded.external_loss_scale = True, scale
+
+    def end_step(self) -> None:
+        """After each optimizer step: what :meth:`scale_gradients_` did was for that one."""
+        sharded = self._sharded()
+        if sharded is not None:
+            sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
+
+    def gradient_norm(self) -> Tensor:
+        """The 2-norm of the coming step's gradient over all ranks."""
+        sharded = self._sharded()
+        if sharded is None:
+            grads = [p.grad for p in self.module.parameters() if p.grad is not None]
+            return torch.nn.utils.get_total_norm(grads)
+        if hasattr(sharded, "scaled_global_norm"):
+            norm = sharded.scaled_global_norm()
+        else:
+            from deepspeed.runtime.utils import combine_grad_norm_groups
+
+            norm = combine_grad_norm_groups(sharded._get_norm_groups())
+        return torch.as_tensor(norm) / sharded.loss_scale
+
+    def _sharded(self) -> Any:
+        """ZeRO's optimizer of stage 1 to 3; None at stage 0, where gradients are where they always are."""
+        stage = self.deepspeed.zero_optimization_stage() if self.optimizer is not None else 0
+        if stage == 0:
+            return None
+        optimizer = self.deepspeed.optimizer
+        if not hasattr(optimizer, "external_loss_scale"):
+            raise ValueError(
+                explain(
+                    f"scaling the gradients of {type(optimizer).__name__}",
+                    "this wrapper of DeepSpeed's has no loss scale",
+                    "Use another stage, or leave data_types.grad_accum_dtype out of the config",
+                )
+            )
+        return optimizer
+
+
+def _is_offloaded(sharded: Any) -> bool:
+    return bool(getattr(sharded, "cpu_offload", False) or getattr(sharded, "offload_optimizer", False))
+
+
+def _hooks(module: nn.Module) -> set[tuple[str, int]]:
+    return {(kind, key) for kind in _HOOKS for key in getattr(module, kind)}
+
+
+def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor:
+    """Scale the coming step's gradient to a norm of at most ``max_norm``; returns what the norm was.
+
+    Raises:
+        RuntimeError: the norm is not finite.
+    """
+    norm = engine.gradient_norm()
+    norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed says -1 for a norm that is none
+    if error_if_nonfinite and not float(norm) < float("inf"):
+        raise RuntimeError(
+            explain(
+                "the norm of the gradients is not finite",
+                "it cannot be clipped",
+                "Lower the learning rate, or pass error_if_nonfinite=False",
+            )
+        )
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def optimizer_of(optimizers: list[Optimizer]) -> Optimizer:
+    """The one optimizer.
+
+    Raises:
+        ValueError: there are several, or none.
+    """
+    if len(optimizers) != 1:
+        raise ValueError(
+            explain(
+                f"{len(optimizers)} optimizers under ZeRO",
+                "DeepSpeed shards the state of exactly one",
+                "Use one optimizer with several parameter groups",
+            )
+        )
+    return optimizers[0]

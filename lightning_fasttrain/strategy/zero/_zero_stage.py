@@ -1,0 +1,253 @@
+"""The question which stage to use, and how all ranks come to the same answer."""
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from rich.console import Console
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._host import training_loader
+from lightning_fasttrain._messages import explain, say, wide_enough
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.plan import predict_memory
+from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.sizes.choose_stage import choose_stage
+from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
+
+GIB = 2**30
+
+# Settings of Lightning's strategy that a stage is made of, so that they cannot be given beside stage=.
+_PART_OF_STAGE = (
+    "zero_optimization",
+    "offload_optimizer",
+    "offload_parameters",
+    "offload_params_device",
+    "offload_optimizer_device",
+    "remote_device",
+)
+
+
+def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
+    """``stage`` as one of :data:`STAGES` or ``"auto"``.
+
+    Raises:
+        TypeError: a setting that there is none of.
+        ValueError: another stage, or one beside settings that already say what the stage would.
+    """
+    name = str(stage)
+    if isinstance(stage, bool) or name not in (*STAGES, "auto"):
+        words = ", ".join(repr(int(word) if word.isdigit() else word) for word in STAGES)
+        raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", f"Use stage='auto', or one of {words}"))
+    known = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    unknown = [key for key in settings if key not in known]
+    if unknown:
+        raise TypeError(
+            explain(
+                f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}",
+                "neither it nor Lightning's DeepSpeedStrategy has such a setting"
+                + (", FSDP2Strategy has" if unknown[0] in Sharding.__dataclass_fields__ else ""),
+                "Leave it out",
+            )
+        )
+    twice = [key for key in _PART_OF_STAGE if key in settings]
+    if twice:
+        raise ValueError(
+            explain(
+                f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}",
+                "the stage says where gradients, optimizer state and parameters live, offload included",
+                "Leave it out, and choose the stage, as in stage='2+offload'",
+            )
+        )
+    if config is not None and stage != "auto":
+        raise ValueError(
+            explain(
+                f"stage={stage!r} with a DeepSpeed config",
+                "both say which stage it is",
+                "Leave one of the two out",
+            )
+        )
+    if config is not None and settings:
+        raise ValueError(
+            explain(
+                f"a DeepSpeed config with {sorted(settings)[0]}=",
+                "DeepSpeed's settings come from the config then, and this one would be ignored",
+                "Write it into the config",
+            )
+        )
+    return name
+
+
+def settings_of(stage: str, nvme_path: str | None) -> dict[str, Any]:
+    """The arguments by which Lightning's DeepSpeed strategies mean this stage."""
+    level, _, where = stage.partition("+")
+    device = "nvme" if where == "nvme" else "cpu"
+    settings: dict[str, Any] = {"stage": int(level), "offload_optimizer": bool(where)}
+    if where:
+        settings["offload_optimizer_device"] = device
+    if where and level == "3":
+        settings |= {"offload_parameters": True, "offload_params_device": device, "remote_device": device}
+    if where == "nvme":
+        if nvme_path is None:
+            raise ValueError(
+                explain("stage='3+nvme' without nvme_path", "there is no folder to offload to", "Give nvme_path=")
+            )
+        settings["nvme_path"] = nvme_path
+    return settings
+
+
+@dataclass
+class StageQuestion:
+    """A stage as it was asked for, checked, and what it means in DeepSpeed's settings.
+
+    Args:
+        stage: ``"auto"`` or a stage.
+        memory_gib: of a rank.
+        headroom: share that stays free.
+        nvme_path: folder to offload to.
+        config: DeepSpeed's, if the user gave one.
+        settings: further arguments of Lightning's strategy.
+    """
+
+    stage: Any
+    memory_gib: float | None
+    headroom: float
+    nvme_path: str | None
+    config: Any
+    settings: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        self.stage = check_stage(self.stage, self.config, self.settings)
+        if self.memory_gib is not None and not self.memory_gib > 0:
+            raise ValueError(explain(f"memory_gib={self.memory_gib}", "nothing fits into that", "Give GiB above 0"))
+        if not 0 <= self.headroom < 1:
+            raise ValueError(explain(f"headroom={self.headroom}", "it is a share", "Give a number from 0 to below 1"))
+        named = self.config is not None or self.stage != "auto"
+        if named and self.memory_gib is not None:
+            raise ValueError(
+                explain(
+                    f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}",
+                    "it is what stage='auto' chooses by, and nothing is to be chosen",
+                    "Leave one of the two out",
+                )
+            )
+
+    @property
+    def open(self) -> bool:
+        """Whether the stage is still to be chosen."""
+        return self.stage == "auto" and self.config is None
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
+        if self.config is not None:
+            return {}
+        return settings_of("0" if self.open else str(self.stage), self.nvme_path)
+
+
+def choose_together(
+    question: StageQuestion,
+    module: nn.Module,
+    optimizer: Optimizer,
+    *,
+    device: torch.device,
+    local_ranks: int,
+    precision: str,
+    activation_bytes: int = 0,
+) -> dict[str, Any]:
+    """Choose the stage from what the smallest rank has; the same answer on all ranks, and the table on rank zero.
+
+    Args:
+        question: answered by this: its ``stage`` is the one chosen.
+        module: with adapters and quantised layers in place.
+        optimizer: the user's, made.
+        device: of this rank.
+        local_ranks: processes that share this host.
+        precision: as Lightning means it.
+        activation_bytes: that this rank expects; the most of all ranks counts.
+
+    Returns:
+        DeepSpeed's ``zero_optimization`` section.
+
+    Raises:
+        ValueError: nothing fits; on all ranks, with what is missing.
+    """
+    host = require("psutil", extra="deepspeed").virtual_memory().available // local_ranks
+    free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    if question.memory_gib is not None:
+        free = int(question.memory_gib * GIB)
+    elif device.type == "cpu":
+        host = 0  # it is the device's own memory, so there is nowhere to offload to
+    free, host, activations = _smallest([free, host, -activation_bytes], device)
+    bucket = question.settings.get("reduce_bucket_size")
+    choice = choose_stage(
+        module,
+        optimizer,
+        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        free_bytes=free,
+        host_bytes=host,
+        nvme_path=question.nvme_path,
+        activation_bytes=-activations,
+        precision=f"bf{precision}" if precision.startswith("16-") else precision,  # of the same size
+        headroom=question.headroom,
+        sizes=ZeROSizes(reduce_bucket=bucket) if bucket is not None else None,
+    )
+    question.stage = choice.stage
+    _show(choice)
+    made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
+    assert made is not None
+    given = {
+        key: question.settings[key] for key in ("reduce_bucket_size", "sub_group_size") if key in question.settings
+    }
+    return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # what was predicted with
+
+
+def _smallest(values: list[int], device: torch.device) -> list[int]:
+    if not dist.is_initialized():
+        return values
+    tensor = torch.tensor(values, dtype=torch.int64, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
+    return [int(value) for value in tensor.tolist()]
+
+
+@rank_zero_only
+def _show(choice: Any) -> None:
+    wide_enough(Console()).print(choice.as_table())
+
+
+def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device: torch.device) -> int:
+    """Bytes of activations of one step on one batch of the training loader; 0, and it is said, if not to be had."""
+    loader = training_loader(trainer)
+    if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+        say("ZeRO stage: chosen without activations, as a batch of this loader cannot be had without using it up")
+        return 0
+    before = random_state()
+    try:
+        batch = _a_batch(loader)
+        techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
+        precision = "32-true" if trainer.precision == "32-true" else "bf16-true"  # DeepSpeed's "mixed" casts the model
+        report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
+    except Exception as error:  # whatever a user's step does that cannot be predicted: the choice goes on without
+        say("ZeRO stage: chosen without activations, as they cannot be predicted: %s", error)
+        return 0
+    finally:
+        set_random_state(before)
+    return report.peaks["activations"] + report.peaks["temporaries"]
+
+
+def _a_batch(loader: DataLoader) -> Any:
+    """As the loader would make it, without its sampler and workers: they are as if nobody had asked."""
+    dataset: Any = loader.dataset
+    if loader.batch_sampler is None:
+        return loader.collate_fn(dataset[0])
+    size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]
+    return loader.collate_fn([dataset[i % len(dataset)] for i in range(size)])

@@ -1,0 +1,314 @@
+"""ZeRO for the Trainer: the stage chosen by what fits, Lightning's own accumulation, checkpoints that are whole."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Surgery, Technique, check_together, refuse_conflicts, techniques_of
+from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
+from lightning_fasttrain.strategy._roll_call import RollCall, own_group
+from lightning_fasttrain.strategy.zero import _zero_engine as engines
+from lightning_fasttrain.strategy.zero._zero_conflicts import CONFLICTS_OF_ZERO
+from lightning_fasttrain.strategy.zero._zero_engine import Engine
+from lightning_fasttrain.strategy.zero._zero_stage import StageQuestion, choose_together, predicted_activations
+from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
+
+
+class ZeROStrategy(DeepSpeedStrategy):
+    """Shard optimizer state, gradients and parameters over processes with DeepSpeed, as far as it takes to fit.
+
+    A thin layer over Lightning's strategy, which runs on CPUs with gloo too. Accumulation is Lightning's own, so that
+    losses are divided once, steps are counted once and the last window of an epoch is stepped; hooks of the optimizer
+    fire once a step; evaluation leaves the hooks of the model alone. Checkpoints are folders, written aside,
+    checksummed and renamed: see :func:`~lightning_fasttrain.strategy.consolidate` for one file of plain weights.
+
+    Args:
+        stage: 0 (like DDP), 1 (optimizer state is sharded), 2 (gradients too), 3 (parameters too), ``"2+offload"`` or
+            ``"3+offload"`` (what is sharded waits in host memory), ``"3+nvme"`` (or on a disk). ``"auto"``: the first
+            in this order that fits the free memory of the smallest rank, with the optimizer of
+            ``configure_optimizers``; the table is printed. A model built in ``configure_model`` is sharded as it is
+            built under a given stage 3; under ``"auto"`` it is built whole first, in host memory.
+        memory_gib: what a rank may use, for ``"auto"``, instead of its free memory.
+        headroom: share of the memory that ``"auto"`` leaves free.
+        nvme_path: folder for ``"3+nvme"``; without it ``"auto"`` leaves that stage out.
+        trusted: whether to load checkpoints that hold pickled objects of unknown classes, which can run any code.
+        universal: whether to load checkpoints that were saved by another number of processes, by way of DeepSpeed's
+            universal format.
+        config: a DeepSpeed config, dict or path, instead of all of the above.
+        settings: further arguments of Lightning's ``DeepSpeedStrategy``.
+
+    Raises:
+        ModuleNotFoundError: deepspeed is not installed.
+        ValueError: an unknown stage, one beside settings that contradict it, float16 on a CPU; in ``fit``: nothing
+            fits, an optimizer or a technique that cannot be sharded, clipping that DeepSpeed cannot do.
+        RuntimeError: in ``fit``: another rank failed in ``configure_model`` or ``configure_optimizers``, or is gone,
+            or did not answer within ``timeout=``.
+
+    Example:
+        >>> strategy = ZeROStrategy(stage=2)
+        >>> strategy.config["zero_optimization"]["stage"]
+        2
+
+    Source:
+        Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+        https://arxiv.org/abs/1910.02054, in DeepSpeed, by way of Lightning's ``DeepSpeedStrategy``.
+    """
+
+    strategy_name = "fasttrain_zero"
+
+    def __init__(
+        self,
+        stage: int | str = "auto",
+        *,
+        memory_gib: float | None = None,
+        headroom: float = 0.1,
+        nvme_path: str | None = None,
+        trusted: bool = False,
+        universal: bool = False,
+        config: str | Path | dict[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        engines.import_deepspeed()
+        self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
+        self.trusted, self.universal = trusted, universal
+        super().__init__(**self.question.arguments(), config=config, **settings)
+        engines.finish_config(self._given_config)
+        self.engine: Engine | None = None
+        self.roll_call = RollCall(None)
+        self._made: Any = None
+        self._inside_window = False
+        self._leave: Undo = lambda: None
+
+    @property
+    def _given_config(self) -> dict[str, Any]:
+        assert isinstance(self.config, dict)
+        return self.config
+
+    # The process group, on a CPU too.
+
+    def _configure_launcher(self) -> None:
+        engines.refuse_half_on_cpu(str(self.precision_plugin.precision), self.root_device.type)
+        super()._configure_launcher()
+
+    def setup_environment(self) -> None:
+        """Join the process group; on a CPU as on a GPU."""
+        if self.root_device.type == "cuda":
+            super().setup_environment()
+            return
+        assert self.accelerator is not None
+        self.accelerator.setup_device(self.root_device)
+        self.setup_distributed()
+
+    def setup_distributed(self) -> None:
+        """On a CPU: gloo, and no kernel is compiled."""
+        self._leave = engines.enter(self.root_device.type)
+        if self.root_device.type == "cuda":
+            super().setup_distributed()
+        else:
+            reset_seed()
+            self.set_world_ranks()
+            with engines.without_needless_ops(self.root_device.type):
+                self._init_deepspeed_distributed()
+        self.roll_call = RollCall(own_group(self._timeout))
+
+    def teardown(self) -> None:
+        """The run is over; checkpoints can still be saved."""
+        super().teardown()
+        self._made = None
+        self._leave()
+
+    # The engine.
+
+    def setup(self, trainer: L.Trainer) -> None:
+        """After ``configure_model`` and surgery: choose the stage if it is to be chosen, and make the engine."""
+        assert self.lightning_module is not None
+        if self.engine is not None:
+            self.engine.release()
+            self.engine = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._check(trainer, self.lightning_module)
+        super().setup(trainer)
+
+    def _check(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if is_overridden("configure_gradient_clipping", module, L.LightningModule):
+            raise ValueError(
+                explain(
+                    "configure_gradient_clipping under ZeRO",
+                    "gradients are in pieces on all ranks, so your code would clip nothing",
+                    "Use Trainer(gradient_clip_val=...), which clips by the norm over all ranks",
+                )
+            )
+        if not module.automatic_optimization:
+            warn(
+                "automatic_optimization=False under ZeRO: each backward is taken for the last before a step, and what "
+                "came before it is lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
+            )
+        optimizer = None
+        if "optimizer" not in self._given_config:
+            with self.roll_call.all_or_none("configure_optimizers"):
+                self._made = super()._init_optimizers()
+            optimizer = self._made[0]
+        if self.question.open:
+            assert optimizer is not None
+            self._given_config["zero_optimization"] = choose_together(
+                self.question,
+                module,
+                optimizer,
+                device=self.root_device,
+                local_ranks=self.num_processes,
+                precision=str(trainer.precision),
+                activation_bytes=predicted_activations(trainer, module, self.root_device),
+            )
+        if optimizer is not None:
+            engines.refuse_unfit_optimizer(optimizer, self.stage)
+        check_together(techniques_of(trainer), self)  # once more: "auto" has chosen a stage only now
+        refuse_conflicts(self, CONFLICTS_OF_ZERO, trainer.callbacks)
+        engines.fit_buckets(self._given_config, module, self.question.settings)
+        probe_folders(trainer, [] if optimizer is None else [optimizer])  # which is whole, before DeepSpeed cuts it
+
+    def _init_optimizers(self) -> Any:
+        made, self._made = self._made, None
+        return made if made is not None else super()._init_optimizers()
+
+    def _setup_model_and_optimizer(self, model: nn.Module, optimizer: Any, lr_scheduler: Any = None) -> Any:
+        self.engine = Engine(self._given_config, model, optimizer, lr_scheduler, self._device_rank)
+        return self.engine.deepspeed, self.engine.optimizer
+
+    def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
+        config = {key: self._given_config[key] for key in ("fp16", "bf16") if key in self._given_config}
+        config["train_micro_batch_size_per_gpu"] = 1
+        if self.zero_stage_3:
+            for key in ("zero_allow_untested_optimizer", "zero_optimization"):
+                if key in self._given_config:
+                    config[key] = self._given_config[key]
+        self.engine = Engine(config, model, None, None, self._device_rank)
+        self.model = self.engine.deepspeed
+
+    @property
+    def _device_rank(self) -> int:
+        index = self.root_device.index
+        return self.local_rank if index is None else index
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Around ``configure_model``: layers are sharded as they are made, unless techniques will add to them."""
+        with self.roll_call.all_or_none("configure_model"):
+            adding = self._technique_that_adds() if self.zero_stage_3 else None
+            if adding is None:
+                with super().model_sharded_context():
+                    yield
+                return
+            note_once(
+                f"ZeROStrategy: {type(adding).__name__} needs whole layers, so the model is built in host memory "
+                "and sharded then"
+            )
+            self._init_config_if_needed()
+            yield
+
+    def _technique_that_adds(self) -> Technique | None:
+        assert self.lightning_module is not None
+        callbacks: list[Any] = self.lightning_module.trainer.callbacks
+        adding = [c for c in callbacks if isinstance(c, Technique) and c.surgery in (Surgery.QUANTIZE, Surgery.ADAPT)]
+        return adding[0] if adding else None
+
+    # Accumulation: windows, steps and tails are Lightning's.
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        """No: Lightning's loop does, which steps the last window of an epoch too."""
+        return False
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        assert self.lightning_module is not None
+        config, trainer = self._given_config, self.lightning_module.trainer
+        if config.get("gradient_accumulation_steps", 1) != 1:
+            raise ValueError(
+                explain(
+                    f"gradient_accumulation_steps={config['gradient_accumulation_steps']} in the DeepSpeed config",
+                    "accumulation is the Trainer's, and would be done twice",
+                    "Use Trainer(accumulate_grad_batches=...)",
+                )
+            )
+        config["gradient_accumulation_steps"] = 1
+        config.setdefault("train_micro_batch_size_per_gpu", 1)  # DeepSpeed uses it for its own log lines only
+        if trainer.gradient_clip_val is not None:
+            config["gradient_clipping"] = trainer.gradient_clip_val
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Around a batch, or a part of one, after which the window goes on."""
+        self._inside_window = True
+        if self.engine is None:
+            yield
+            return
+        with self.engine.inside_window():
+            yield
+
+    def scale_gradients_(self, factor: Tensor | float) -> None:
+        """Multiply the gradients of the coming optimizer step, before their norm is taken and clipped."""
+        assert self.engine is not None
+        self.engine.scale_gradients_(factor)
+
+    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
+        """One step of the engine for one of the Trainer's."""
+        assert self.engine is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self.engine.end_step()
+        self._inside_window = False
+        return output
+
+    # Checkpoints.
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Write a folder that is whole and checksummed, or nothing.
+
+        Raises:
+            OSError: a rank could not write; an older folder of this name is as it was.
+            RuntimeError: a rank is gone, or did not answer within ``timeout=``.
+        """
+        warn_inside_window(self._inside_window)
+        if storage_options is not None:
+            raise TypeError(
+                explain("storage_options=", "DeepSpeed writes its files itself, to a local path", "Leave it out")
+            )
+        assert self.engine is not None
+        save, step = super().save_checkpoint, checkpoint.get("global_step")
+        save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
+
+        Raises:
+            CorruptCheckpoint: there is none.
+            ValueError: it was saved by another number of processes, or holds objects of unknown classes.
+        """
+        if self.load_full_weights and self.zero_stage_3:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        assert self.lightning_module is not None
+        assert self.engine is not None
+        fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        with folder_to_load(
+            self,
+            checkpoint_path,
+            self.engine,
+            stage=self.stage,
+            trusted=self.trusted,
+            universal=self.universal,
+            optimizer_too=fitting,
+        ) as path:
+            return super().load_checkpoint(path, weights_only)
+
+    @property
+    def stage(self) -> int:
+        """The stage in use: 0 to 3."""
+        return int(self._given_config.get("zero_optimization", {}).get("stage", 0))

@@ -1,0 +1,95 @@
+"""Techniques and strategies out of YAML, by LightningCLI and jsonargparse."""
+
+import importlib
+import inspect
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench.techniques import techniques
+from lightning_fasttrain.cli import main
+from tests.run_example import ROOT
+
+
+def build(tmp_path, **trainer):
+    """What LightningCLI makes of these settings of the trainer, from a file."""
+    path = tmp_path / "config.yaml"
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    path.write_text(yaml.safe_dump({"trainer": {**quiet, "enable_model_summary": False, **trainer}}))
+    cli = LightningCLI(BoringModel, run=False, args=["--config", str(path)], save_config_callback=None)
+    return cli.trainer
+
+
+def yaml_on_its_card(technique, capsys):
+    assert main(["techniques", technique.__name__]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("YAML")]
+    return yaml.safe_load(lines[0].removeprefix("YAML").strip())["trainer"]["callbacks"][0] if lines else None
+
+
+@pytest.mark.parametrize("technique", list(techniques()), ids=lambda technique: technique.__name__)
+def test_the_yaml_of_its_card_makes_the_technique_with_its_settings(technique, tmp_path, capsys):
+    spec = yaml_on_its_card(technique, capsys)
+    if spec is None:  # it takes an object, such as a teacher, that YAML cannot make
+        needed = [p for p in inspect.signature(technique).parameters.values() if p.default is p.empty]
+        assert needed or technique in (ft.ActivationCheckpointing, ft.Preemption)
+        return
+    callbacks = build(tmp_path, callbacks=[spec]).callbacks
+    (made,) = [callback for callback in callbacks if type(callback) is technique]
+    by_hand = technique(**spec.get("init_args", {}))
+    for name in inspect.signature(technique).parameters:
+        if name in vars(by_hand):
+            assert repr(getattr(made, name)) == repr(getattr(by_hand, name)), name
+
+
+@pytest.mark.parametrize("policy", ["EveryBlock", "SelectiveOps", "MemoryBudget"])
+def test_policies_are_settings_too(policy, tmp_path):
+    spec = {"class_path": f"lightning_fasttrain.{policy}"}
+    callback = {"class_path": "lightning_fasttrain.ActivationCheckpointing", "init_args": {"policy": spec}}
+    trainer = build(tmp_path, callbacks=[callback])
+    (made,) = [one for one in trainer.callbacks if isinstance(one, ft.ActivationCheckpointing)]
+    assert type(made.policy) is getattr(ft, policy)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings"),
+    [("FSDP2Strategy", {"offload": "cpu", "reduce_dtype": "float32"}), ("ZeROStrategy", {"stage": 2})],
+)
+def test_strategies(strategy, settings, tmp_path):
+    spec = {"class_path": f"lightning_fasttrain.{strategy}", "init_args": settings}
+    made = build(tmp_path, devices=2, strategy=spec).strategy
+    assert type(made) is getattr(ft, strategy)
+    if strategy == "FSDP2Strategy":
+        assert made.sharding.offload == "cpu"
+    else:
+        assert made.stage == 2
+
+
+def test_what_was_built_fits(tmp_path):
+    every = [
+        {"class_path": "lightning_fasttrain.MicroBatching", "init_args": {"n": 2}},
+        {"class_path": "lightning_fasttrain.EagerGradientRelease"},
+        {"class_path": "lightning_fasttrain.DevicePrefetch"},
+    ]
+    trainer = build(tmp_path, max_steps=3, callbacks=every, limit_val_batches=0)
+    model = BoringModel()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    trainer.fit(model)
+    assert trainer.global_step == 3
+    assert not all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    assert trainer.callbacks[0].parts == 2 or trainer.callbacks[1].parts == 2
+
+
+def test_the_example_trains(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "examples"))
+    monkeypatch.chdir(tmp_path)
+    example = importlib.import_module("cli")
+    cli = example.main(["fit", "--config", str(ROOT / "examples/config.yaml"), "--trainer.max_steps=4"])
+    assert cli.trainer.global_step == 4
+    assert [type(c) for c in cli.trainer.callbacks if isinstance(c, ft.Technique)] == [
+        *(ft.ActivationCheckpointing, ft.MicroBatching, ft.DevicePrefetch),
+        *(ft.EagerGradientRelease, ft.ExactResume, ft.AtomicCheckpoints),
+    ]
