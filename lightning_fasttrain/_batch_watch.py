@@ -46,10 +46,6 @@ class BatchWatch:
 
 
 def _tell_of_missing_loss(batch_idx: int, factor: int) -> None:
-    warn(
-        explain(
-            f"training_step returned None for batch {batch_idx}, with accumulate_grad_batches={factor}",
-            f"Lightning divides by {factor} all the same, so this step's gradient is too small",
-            f"Use TokenWeightedAccumulation({factor}) instead of accumulate_grad_batches",
-        )
-    )
+    what = f"training_step returned None for batch {batch_idx}, with accumulate_grad_batches={factor}"
+    why = f"Lightning divides by {factor} all the same, so this step's gradient is too small"
+    warn(explain(what, why, f"Use TokenWeightedAccumulation({factor}) instead of accumulate_grad_batches"))

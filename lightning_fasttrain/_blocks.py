@@ -89,33 +89,31 @@ class _Search:
 
     def layered_blocks(self) -> dict[str, nn.Module]:
         """Every block that is made of layers, of all the classes that matter."""
-        members: list[nn.Module] = []
+        members: set[nn.Module] = set()
         for parent in self.names:
             for run in self._runs_of(parent):
                 if not any(self._holds_blocks(member, parent) for member in run):
-                    members += run
-        found = _outermost({name: module for module, name in self.names.items() if module in set(members)})
+                    members.update(run)
+        found = keep_outermost({name: module for module, name in self.names.items() if module in members})
         kinds = self._kinds_that_matter(found)
-        beside = {
-            other
-            for module in self.names
-            if type(module) is nn.ModuleList and any(type(child) in kinds for child in module)
-            for other in module
-            if self._is_layered(other)
-        }
+        beside: set[nn.Module] = set()
+        for parent in self.names:
+            if type(parent) is nn.ModuleList and any(type(child) in kinds for child in parent):
+                beside.update(child for child in parent if self._is_layered(child))
         every = {name: m for m, name in self.names.items() if m in beside or (type(m) in kinds and self._is_layered(m))}
-        return _outermost(every)
+        return keep_outermost(every)
 
     def _is_layered(self, module: nn.Module) -> bool:
         return self.weighty[module] > 1 and type(module) not in _CONTAINERS
 
     def _runs_of(self, parent: nn.Module) -> list[list[nn.Module]]:
         """Children of one class, at least two; or the only one of a list."""
-        layered = [child for child in parent.children() if self._is_layered(child)]
-        kinds = dict.fromkeys(type(child) for child in layered)
-        runs = [[child for child in layered if type(child) is kind] for kind in kinds]
-        alone = isinstance(parent, nn.ModuleList) and len(parent) > 0 and len(set(parent)) == 1
-        return [run for run in runs if alone or len(run) > 1]
+        runs: dict[type[nn.Module], list[nn.Module]] = {}
+        for child in parent.children():
+            if self._is_layered(child):
+                runs.setdefault(type(child), []).append(child)
+        alone = isinstance(parent, nn.ModuleList) and len(set(parent)) == 1
+        return [run for run in runs.values() if alone or len(run) > 1]
 
     def _holds_blocks(self, module: nn.Module, parent: nn.Module) -> bool:
         """Whether blocks are to be looked for inside of this member of a run."""
@@ -148,7 +146,7 @@ class _Search:
             return {}
         longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
         kind = type(longest[0][1])
-        return _outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
+        return keep_outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
 
     def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
         taken = set(found.values())
@@ -194,12 +192,12 @@ def _share(model: nn.Module, found: dict[str, nn.Module]) -> float:
 def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Module]]]:
     """Every run of at least two same-class children with parameters; ``neighbours``: with nothing in between."""
     for prefix, parent in model.named_modules():
-        children = [(f"{prefix}.{name}" if prefix else name, child) for name, child in parent.named_children()]
+        children = [(f"{prefix}.{name}".removeprefix("."), child) for name, child in parent.named_children()]
         if not neighbours:
             children.sort(key=lambda item: id(type(item[1])))  # stable: the members keep their order
         for _, run in groupby(children, key=lambda item: type(item[1])):
             members = list(run)
-            if len(members) > 1 and any(True for _ in members[0][1].parameters()):
+            if len(members) > 1 and has_parameters(members[0][1]):
                 yield members
 
 
@@ -211,9 +209,11 @@ def _rank(module: nn.Module) -> int:
 
 def _matching(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
-    return _outermost(
-        {name: module for name, module in model.named_modules() if any(_matches(name, module, w) for w in wanted)}
-    )
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(_matches(name, module, one) for one in wanted):
+            found[name] = module
+    return keep_outermost(found)
 
 
 def _matches(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> bool:
@@ -225,7 +225,12 @@ def _matches(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> boo
     return re.fullmatch(pattern, name) is not None
 
 
-def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
+    return any(True for _ in module.parameters(recurse))
+
+
+def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of the named modules that lie in no other of them."""
     kept: dict[str, nn.Module] = {}
     for name, module in modules.items():  # parents come before their children
         if not any(other == "" or name.startswith(f"{other}.") for other in kept):
@@ -234,9 +239,9 @@ def _outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def _candidates(model: nn.Module) -> str:
-    counts: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if name and any(True for _ in module.parameters()):
-            counts[type(module).__name__] = counts.get(type(module).__name__, 0) + 1
-    ranked = sorted(counts.items(), key=lambda item: -item[1])[:8]
+        if name and has_parameters(module):
+            kinds[type(module).__name__] += 1
+    ranked = kinds.most_common(8)
     return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none (no submodule has parameters)"

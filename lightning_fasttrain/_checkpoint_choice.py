@@ -89,13 +89,9 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
         if _is_whole(path):
             return path
     if candidates:
-        raise CorruptCheckpoint(
-            explain(
-                f"{folder} holds {len(candidates)} checkpoints",
-                "all of them are corrupt, and a run from the beginning is not what was asked for",
-                "Move them away to begin again",
-            )
-        )
+        why = "all of them are corrupt, and a run from the beginning is not what was asked for"
+        way_out = "Move them away to begin again"
+        raise CorruptCheckpoint(explain(f"{folder} holds {len(candidates)} checkpoints", why, way_out))
     say("no checkpoint in %s: the run starts from the beginning", folder)
     return None
 

@@ -24,7 +24,7 @@ _MARK = b"A folder that lightning_fasttrain has made and will remove. Do not put
 _LARGEST_MANIFEST = 100 * 2**20
 
 
-def agree_on_all_ranks(ok: bool, group: Any = None) -> bool:
+def agree_on_all_ranks(ok: bool, group: dist.ProcessGroup | None = None) -> bool:
     """Whether every process says yes; each waits for all. Alone, it is the caller's own answer."""
     if not (dist.is_available() and dist.is_initialized()):
         return ok
@@ -106,13 +106,8 @@ def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
         agree(False)
         raise
     if not agree(True):
-        raise OSError(
-            explain(
-                f"checkpoint {target} could not be written",
-                "another rank failed, see its error; an older checkpoint of this name is untouched",
-                "Look at the other ranks' output",
-            )
-        )
+        why = "another rank failed, see its error; an older checkpoint of this name is untouched"
+        raise OSError(explain(f"checkpoint {target} could not be written", why, "Look at the other ranks' output"))
 
 
 def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
@@ -217,9 +212,8 @@ def settle(target: Path) -> None:
 
 def _refuse_foreign(folder: Path) -> None:
     if os.path.lexists(folder):
-        raise FileExistsError(
-            explain(f"{folder}", "it has a name that saving uses, and was not made by it", "Move it elsewhere")
-        )
+        why = "it has a name that saving uses, and was not made by it"
+        raise FileExistsError(explain(f"{folder}", why, "Move it elsewhere"))
 
 
 def _refuse_to_replace(target: Path) -> None:
@@ -228,9 +222,8 @@ def _refuse_to_replace(target: Path) -> None:
         return
     there = [path.name for path in target.iterdir()]
     if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
-        raise FileExistsError(
-            explain(f"{target}", f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}", "Use another name")
-        )
+        why = f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}"
+        raise FileExistsError(explain(f"{target}", why, "Use another name"))
 
 
 def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -251,9 +244,8 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
     reason = _damage(path)
     if reason is not None:
-        raise CorruptCheckpoint(
-            explain(f"{path} is corrupt", reason, f"Use an older one: newest_checkpoint({str(path.parent)!r})")
-        )
+        way_out = f"Use an older one: newest_checkpoint({str(path.parent)!r})"
+        raise CorruptCheckpoint(explain(f"{path} is corrupt", reason, way_out))
     return read_manifest(path) if path.is_dir() else {"bytes": path.stat().st_size}
 
 

@@ -1,7 +1,10 @@
 """Floor: a Trainer goes on from files of this machine, whole and of a run; all else is said before it is used."""
 
+import os
 import pickle
 from typing import Any
+
+from lightning.pytorch.strategies import Strategy
 
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
 from lightning_fasttrain._messages import explain
@@ -9,7 +12,7 @@ from lightning_fasttrain._reading import CorruptCheckpoint, ForeignObjects, firs
 from lightning_fasttrain._surgery import Undo, patch
 
 
-def guard_loading(strategy: Any) -> Undo:
+def guard_loading(strategy: Strategy) -> Undo:
     """Let ``strategy.load_checkpoint`` take files and folders of this machine only, and say what is wrong with one.
 
     For every technique that checkpoints matter to. Once is enough, however many of them there are.
@@ -20,10 +23,10 @@ def guard_loading(strategy: Any) -> Undo:
 
 
 class _GuardedLoad:
-    def __init__(self, strategy: Any) -> None:
+    def __init__(self, strategy: Strategy) -> None:
         self.strategy, self.load = strategy, strategy.load_checkpoint
 
-    def __call__(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         path = local_path(checkpoint_path)
         if not path.exists():
             raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))

@@ -6,7 +6,7 @@ from typing import Any, cast
 from torch import nn
 
 from lightning_fasttrain._blocks import find_blocks
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain._surgery import told_heads
 
 
@@ -50,13 +50,13 @@ def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Coll
     names = [name for name, _ in model.named_modules()]
     last = max((i for i, name in enumerate(names) if name in blocks), default=0)
     taken = {*blocks, *named}
-    left = [name for name in _blocks_of(model) if name not in taken and not is_inside(name, taken)]
-    beyond = [
-        name for name in left if names.index(name) > last and not any(one.startswith(f"{name}.") for one in blocks)
-    ]
+    beyond: list[str] = []
+    for name in _blocks_of(model):
+        holds_taken = any(one.startswith(f"{name}.") for one in blocks)
+        if names.index(name) > last and not (name in taken or is_inside(name, taken) or holds_taken):
+            beyond.append(name)
     if beyond:
-        listed = ", ".join(beyond[:3]) + (f" and {len(beyond) - 3} more" if len(beyond) > 3 else "")
-        why = f"{listed} come after the blocks that are named, and would count as head"
+        why = f"{list_some(beyond)} come after the blocks that are named, and would count as head"
         warn(explain(what, why, "Name these blocks too, or leave blocks= out"))
 
 
@@ -75,7 +75,7 @@ def _blocks_of(model: nn.Module) -> list[str]:
 
 def _told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
     told = [base_of(head) for head in told_heads(model)]
-    return [name for name in linear if any(layers[name] is head for head in told)]
+    return [name for name in linear if layers[name] in told]
 
 
 def _tied(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:

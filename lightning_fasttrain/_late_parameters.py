@@ -82,13 +82,8 @@ class LateParameters:
             return
         self.hooks.close()
         if not _holders(training):
-            raise RuntimeError(
-                explain(
-                    f"{type(optimizer).__name__} was made before {self.what}",
-                    f"{len(training)} tensors that train since then are in no optimizer, so they would never move",
-                    _WAY_OUT,
-                )
-            )
+            why = f"{len(training)} tensors that train since then are in no optimizer, so they would never move"
+            raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {self.what}", why, _WAY_OUT))
 
 
 def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

@@ -3,6 +3,7 @@
 import functools
 import logging
 import warnings
+from collections.abc import Sequence
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
@@ -24,6 +25,17 @@ def explain(what: str, why: str, way_out: str) -> str:
         'n=0: a batch has at least one part. Use n=1.'
     """
     return f"{what}: {why}. {way_out}."
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """The first of the names, and how many more there are.
+
+    Example:
+        >>> list_some(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 @rank_zero_only

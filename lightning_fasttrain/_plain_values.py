@@ -31,13 +31,9 @@ def refuse_unreadable(values: Any) -> None:
     found = _unreadable(values, "", set())
     if found is not None:
         where, value = found
-        raise ValueError(
-            explain(
-                f"checkpoint entry {where or 'itself'} of class {type(value).__name__}",
-                "it is of a class that could only be read back by running code from the file, which is refused",
-                "Keep numbers, strings, tensors, and lists and dicts of these, in state_dict() and hyper-parameters",
-            )
-        )
+        why = "it is of a class that could only be read back by running code from the file, which is refused"
+        way_out = "Keep numbers, strings, tensors, and lists and dicts of these, in state_dict() and hyper-parameters"
+        raise ValueError(explain(f"checkpoint entry {where or 'itself'} of class {type(value).__name__}", why, way_out))
 
 
 def _unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:

@@ -35,7 +35,7 @@ class ForeignObjects(ValueError, pickle.UnpicklingError):
 
 
 @contextmanager
-def as_corrupt(path: Any, *more: type[BaseException]) -> Iterator[None]:
+def as_corrupt(path: str | os.PathLike[str], *more: type[BaseException]) -> Iterator[None]:
     """What Python and torch say of pieces that do not fit together, as what it means; our own errors pass."""
     try:
         yield
@@ -46,12 +46,12 @@ def as_corrupt(path: Any, *more: type[BaseException]) -> Iterator[None]:
         raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
 
 
-def is_remote(path: Any) -> bool:
+def is_remote(path: object) -> bool:
     """Whether ``path`` is an address rather than a file here: ``http://``, ``s3://`` and their like."""
     return "://" in str(path)
 
 
-def local_path(path: Any) -> Path:
+def local_path(path: str | os.PathLike[str]) -> Path:
     """Return ``path`` if it names a file or folder of this machine.
 
     Raises:
@@ -155,7 +155,7 @@ def _asks_for_memory(pickled: bytes, most: int) -> bool:
         return False  # which whoever loads it will say
 
 
-def read_archive(path: Any, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_archive(path: str | os.PathLike[str], *, map_location: Any = "cpu", mmap: bool = False) -> Any:
     """Tensors and plain values out of a file of ``torch.save``, and nothing else.
 
     Args:

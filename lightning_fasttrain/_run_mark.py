@@ -36,7 +36,7 @@ class RunMark:
         self.run = run if isinstance(run, str) else self.run
 
 
-def mark_of(owner: Any) -> RunMark:
+def mark_of(owner: object) -> RunMark:
     """The mark of the run that ``owner``, a strategy, writes the checkpoints of; drawn when it is asked for first."""
     return vars(owner).setdefault("_run_mark", RunMark())
 

@@ -1,7 +1,7 @@
 """Floor: replace a module's ``forward``, and ask models for their heads."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
@@ -14,7 +14,8 @@ def told_heads(model: nn.Module) -> list[nn.Module]:
     Classes are asked, because adapters' wrappers pass on every attribute of the model that they hold.
     """
     models: list[Any] = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
-    return [head for head in (module.get_output_embeddings() for module in models) if head is not None]
+    heads: list[nn.Module | None] = [module.get_output_embeddings() for module in models]
+    return [head for head in heads if head is not None]
 
 
 class WrappedForward:
@@ -49,9 +50,9 @@ class WrappedForward:
     def install(self) -> Undo:
         """Put this object in place; the returned function takes it out again, wherever in the stack it then is."""
         self.module.forward = self
-        return self.remove
+        return self.undo
 
-    def remove(self) -> None:
+    def undo(self) -> None:
         """Take this object out, also from under others that were put on top since."""
         holder: Any = self.module.__dict__.get("forward")
         if holder is self:
@@ -65,6 +66,9 @@ class WrappedForward:
                 holder.previous = self.previous
                 return
             holder = holder.previous
+
+
+W = TypeVar("W", bound=WrappedForward)
 
 
 def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
@@ -82,7 +86,7 @@ def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str
     return why, "Name the modules that training_step calls, with blocks="
 
 
-def wrappers_on(module: nn.Module, kind: type[WrappedForward]) -> Iterator[WrappedForward]:
+def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
     """The wrappers of this ``kind`` that stand on ``module``, the outermost first."""
     holder = module.__dict__.get("forward")
     while isinstance(holder, WrappedForward):

@@ -99,13 +99,9 @@ class Technique(L.Callback):
 
     def apply(self, model: nn.Module) -> Undo | None:
         """Operate on ``model`` in place; return how to undo it, or None if it cannot be undone."""
-        raise TypeError(
-            explain(
-                f"apply(model, [{type(self).__name__}])",
-                "this technique acts in the training loop, not on the model",
-                f"In a Fabric or bare loop call {self.in_a_loop}",
-            )
-        )
+        why = "this technique acts in the training loop, not on the model"
+        way_out = f"In a Fabric or bare loop call {self.in_a_loop}"
+        raise TypeError(explain(f"apply(model, [{type(self).__name__}])", why, way_out))
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         """Take a place in ``trainer``; return how to leave it. Called before the model is configured."""
@@ -157,7 +153,7 @@ class Technique(L.Callback):
         """Hook: the only one that is called when a run fails."""
         self._close()
 
-    def on_after_setup(self, fabric: Any = None, module: Any = None) -> None:
+    def on_after_setup(self, fabric: L.Fabric | None = None, module: nn.Module | None = None) -> None:
         """Hook: the one that Fabric itself calls. A technique that is listed there would never act: refused."""
         name = type(self).__name__
         raise TypeError(
@@ -228,7 +224,7 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
 _operated: WeakSet[nn.Module] = WeakSet()
 
 
-def is_operated_on(model: Any) -> bool:
+def is_operated_on(model: object) -> bool:
     """Whether a Trainer or :func:`apply` ever operated on a model."""
     return model in _operated
 
@@ -285,13 +281,9 @@ def _after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: 
 def _refuse_all_frozen(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} has {len(parameters)} parameters",
-                "no parameter requires a gradient, so nothing would be trained",
-                "Thaw what you want to train: parameter.requires_grad_(True)",
-            )
-        )
+        why = "no parameter requires a gradient, so nothing would be trained"
+        way_out = "Thaw what you want to train: parameter.requires_grad_(True)"
+        raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
 def check_together(techniques: Iterable[Technique], strategy: Strategy | None = None) -> None:

@@ -45,6 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
+def _refuse(command: str, reason: object) -> int:
+    print(f"fasttrain {command}: {reason}", file=sys.stderr)
+    return BAD_INPUT
+
+
 def _add_ladder(commands: Any) -> None:
     parser = commands.add_parser(
         "ladder",
@@ -76,10 +81,13 @@ def _ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench.ladder import preparation, report
+    from lightning_fasttrain.bench.ladder import climb, preparation, report
     from lightning_fasttrain.bench.ladder.live import Live
 
     console = wide_enough(Console())
+    names = None
+    if options.rungs:
+        names = [name.strip() for name in options.rungs.split(",")]
     try:
         prepared = preparation.prepare(
             options.size,
@@ -92,11 +100,10 @@ def _ladder(options: argparse.Namespace) -> int:
             attention=options.attention,
             batch=options.batch,
             micro_batches=options.micro_batches,
-            names=[name.strip() for name in options.rungs.split(",")] if options.rungs else None,
+            names=names,
         )
     except (ValueError, ModuleNotFoundError) as error:
-        print(f"fasttrain ladder: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("ladder", error)
     for one in prepared.skipped:
         console.print(f"{one.rung.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with Live(console, climb.number_of_rows(prepared)) as live:
@@ -117,7 +124,8 @@ def _ladder(options: argparse.Namespace) -> int:
         print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
         return INTERRUPTED
     naive, *others = result["rungs"]
-    return 0 if naive["error"] is None and any(row["error"] is None for row in others) else 1
+    worked = naive["error"] is None and any(row["error"] is None for row in others)
+    return 0 if worked else 1
 
 
 def _add_memory(commands: Any) -> None:
@@ -127,6 +135,16 @@ def _add_memory(commands: Any) -> None:
         description="Predict the peak memory of one training step, by category, on a machine that need not fit it. "
         "TARGET is imported and called, which runs its code.",
     )
+    _add_target(parser)
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
+    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
+    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.set_defaults(run=_memory)
+
+
+def _add_target(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "target",
         nargs="?",
@@ -138,12 +156,6 @@ def _add_memory(commands: Any) -> None:
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
     )
     parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
-    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
-    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
-    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    parser.set_defaults(run=_memory)
 
 
 def _memory(options: argparse.Namespace) -> int:
@@ -160,8 +172,7 @@ def _memory(options: argparse.Namespace) -> int:
     from lightning_fasttrain.plan.subject import load_subject, techniques_named
 
     if (options.target is None) == (options.size is None):
-        print("fasttrain memory: give either TARGET or --size. See fasttrain memory --help.", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("memory", "give either TARGET or --size. See fasttrain memory --help.")
     console = wide_enough(Console())
     try:
         with Console(stderr=True).status("Predicting…"):
@@ -178,8 +189,7 @@ def _memory(options: argparse.Namespace) -> int:
                 device=options.device,
             )
     except (ValueError, TypeError) as error:
-        print(f"fasttrain memory: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("memory", error)
     if options.json:
         print(json.dumps(dataclasses.asdict(predicted), indent=2))
     else:
@@ -195,17 +205,7 @@ def _add_shard(commands: Any) -> None:
         "sends in a step, and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, "
         "which runs its code.",
     )
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="TARGET",
-        help="package.module:Name of a LightningModule with a train_dataloader, or of a function that returns "
-        "(module, batch)",
-    )
-    parser.add_argument(
-        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
-    )
-    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
+    _add_target(parser)
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")
@@ -235,11 +235,9 @@ def _shard(options: argparse.Namespace) -> int:
     from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named
 
     if (options.target is None) == (options.size is None):
-        print("fasttrain shard: give either TARGET or --size. See fasttrain shard --help.", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("shard", "give either TARGET or --size. See fasttrain shard --help.")
     if options.size is None and options.batch is not None:
-        print("fasttrain shard: --batch goes with --size; TARGET brings its own batch.", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("shard", "--batch goes with --size; TARGET brings its own batch.")
     console = wide_enough(Console())
     try:
         with Console(stderr=True).status("Predicting…"):
@@ -261,8 +259,7 @@ def _shard(options: argparse.Namespace) -> int:
                 host_gib=options.host,
             )
     except (ValueError, TypeError, ModuleNotFoundError) as error:
-        print(f"fasttrain shard: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("shard", error)
     if options.json:
         print(json.dumps(choice.as_dict(), indent=2))
     else:
@@ -293,8 +290,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     try:
         written = consolidate(folder, out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        print(f"fasttrain consolidate: {' '.join(str(error).split())}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("consolidate", " ".join(str(error).split()))
     size = format_bytes(written.nbytes)
     print(
         f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
@@ -337,15 +333,13 @@ def _techniques(options: argparse.Namespace) -> int:
         if options.name is not None:
             one_of("technique", options.name, tuple(known))
     except ValueError as error:
-        print(f"fasttrain techniques: {error}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("techniques", error)
     try:
         measured = json.loads(Path(options.ladder).read_text()) if options.ladder else None
         print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
-        print(f"fasttrain techniques: {options.ladder}: {reason}", file=sys.stderr)
-        return BAD_INPUT
+        return _refuse("techniques", f"{options.ladder}: {reason}")
     return 0
 
 

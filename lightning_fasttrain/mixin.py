@@ -86,16 +86,13 @@ def _refuse_hidden(cls: type) -> None:
     if nn.Module in order and order.index(nn.Module) < order.index(FastTrainMixin):
         bases = [base.__name__ for base in cls.__bases__]
         right = sorted(cls.__bases__, key=lambda base: issubclass(base, nn.Module))
-        raise TypeError(
-            explain(
-                f"class {cls.__name__}({', '.join(bases)})",
-                "LightningModule's configure_callbacks comes before the mixin's, so no technique would be used",
-                f"Turn the bases round: class {cls.__name__}({', '.join(base.__name__ for base in right)})",
-            )
-        )
+        why = "LightningModule's configure_callbacks comes before the mixin's, so no technique would be used"
+        way_out = f"Turn the bases round: class {cls.__name__}({', '.join(base.__name__ for base in right)})"
+        raise TypeError(explain(f"class {cls.__name__}({', '.join(bases)})", why, way_out))
 
 
 def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
     listed = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
-    missing = [t for t in module.configure_techniques() if not any(t is c for c in listed)]
+    there = {id(callback) for callback in listed}
+    missing = [technique for technique in module.configure_techniques() if id(technique) not in there]
     return [*listed, *missing]

@@ -2,6 +2,7 @@
 
 import importlib
 import inspect
+import sys
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.techniques import techniques
 from lightning_fasttrain.cli import main
 from tests.run_example import ROOT
+
+
+@pytest.fixture(autouse=True)
+def _only_our_arguments(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train.py"])  # Lightning warns where pytest's own are beside them
 
 
 def build(tmp_path, **trainer):

@@ -45,13 +45,9 @@ class GPTConfig:
             positive_int(name, getattr(self, name))
         one_of("attention", self.attention, ATTENTIONS)
         if self.width % self.heads:
-            raise ValueError(
-                explain(
-                    f"heads={self.heads} with width={self.width}",
-                    "each head takes an equal share of the width",
-                    f"Use a width of {math.ceil(self.width / self.heads) * self.heads}",
-                )
-            )
+            why = "each head takes an equal share of the width"
+            way_out = f"Use a width of {math.ceil(self.width / self.heads) * self.heads}"
+            raise ValueError(explain(f"heads={self.heads} with width={self.width}", why, way_out))
 
 
 def naive_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
@@ -159,13 +155,9 @@ class GPT(nn.Module):
         """What the head reads: token numbers [B, T] → hidden states [B, T, D]."""
         length = idx.size(1)
         if length > self.config.context:
-            raise ValueError(
-                explain(
-                    f"a sequence of {length} tokens",
-                    f"the model has {self.config.context} learned positions",
-                    f"Cut it to {self.config.context} tokens, or build the GPT with context={length}",
-                )
-            )
+            why = f"the model has {self.config.context} learned positions"
+            way_out = f"Cut it to {self.config.context} tokens, or build the GPT with context={length}"
+            raise ValueError(explain(f"a sequence of {length} tokens", why, way_out))
         x = self.tokens(idx) + self.positions(torch.arange(length, device=idx.device))
         x = self.drop(x)
         for block in self.blocks:
@@ -185,10 +177,9 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]
         [1, 1]
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trainable if p.dim() > 1], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() <= 1], "weight_decay": 0.0},
-    ]
+    matrices = [parameter for parameter in trainable if parameter.dim() > 1]
+    others = [parameter for parameter in trainable if parameter.dim() <= 1]
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 class GPTModule(L.LightningModule):

@@ -20,14 +20,16 @@ def hardware() -> dict[str, Any]:
         >>> sorted(hardware())
         ['bf16_units', 'cores', 'cpu', 'gpu', 'gpu_memory_gib', 'ram_gib']
     """
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    gpu: dict[str, Any] = {"gpu": None, "gpu_memory_gib": None}
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        gpu = {"gpu": properties.name, "gpu_memory_gib": round(properties.total_memory / GIB, 1)}
     return {
         "cpu": processor_name(),
         "bf16_units": bf16_units(),
         "cores": usable_cores(),
         "ram_gib": _ram_gib(),
-        "gpu": gpu.name if gpu else None,
-        "gpu_memory_gib": round(gpu.total_memory / GIB, 1) if gpu else None,
+        **gpu,
     }
 
 

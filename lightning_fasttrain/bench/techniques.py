@@ -40,15 +40,10 @@ def markdown_table(ladder: Mapping[str, Any] | None = None) -> str:
     """
     measured = _measured(ladder) if ladder is not None else {}
     head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
-    rows = [
-        [
-            f"`{technique.__name__}`",
-            technique.effect,
-            technique.exactness.value.replace("_", " "),
-            _as_code(technique.in_a_loop),
-        ]
-        for technique in techniques()
-    ]
+    rows = []
+    for technique in techniques():
+        exactness = technique.exactness.value.replace("_", " ")
+        rows.append([f"`{technique.__name__}`", technique.effect, exactness, _as_code(technique.in_a_loop)])
     if measured:
         head.append("measured: time, peak memory")
         for row, technique in zip(rows, techniques(), strict=True):
@@ -99,10 +94,11 @@ def card(technique: type[Technique], ladder: Mapping[str, Any] | None = None, fa
         in_yaml = yaml.safe_dump({"callbacks": [spec]}, default_flow_style=True, sort_keys=False, width=1000)
         lines.append(("YAML", f"trainer: {in_yaml.strip()}"))
     code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
-    shown = [
-        (head, text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)) for head, text in lines
-    ]
-    return "\n".join([f"{name}: {technique.effect}", "", *(f"{head:<11}{text}" for head, text in shown)])
+    shown = [f"{name}: {technique.effect}", ""]
+    for head, text in lines:
+        folded = text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)
+        shown.append(f"{head:<11}{folded}")
+    return "\n".join(shown)
 
 
 def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:

@@ -52,9 +52,8 @@ def read_text(path: str | Path | None = None, max_mib: float = MAX_TEXT_MIB) -> 
     except OSError as error:
         raise ValueError(explain(f"text {path}", error.strerror or str(error), "Check its permissions")) from error
     if not data.strip():
-        raise ValueError(
-            explain(f"text {path or 'of the standard library'}", "it holds no text", "Give another with --text PATH")
-        )
+        why = "it holds no text"
+        raise ValueError(explain(f"text {path or 'of the standard library'}", why, "Give another with --text PATH"))
     return data
 
 
@@ -133,13 +132,9 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __init__(self, tokens: np.ndarray, context: int, count: int, seed: int = 0) -> None:
         if len(tokens) <= context:
-            raise ValueError(
-                explain(
-                    f"a text of {len(tokens)} tokens",
-                    f"one window is {context} tokens and their successors",
-                    f"Give a text of at least {context + 1} tokens",
-                )
-            )
+            why = f"one window is {context} tokens and their successors"
+            way_out = f"Give a text of at least {context + 1} tokens"
+            raise ValueError(explain(f"a text of {len(tokens)} tokens", why, way_out))
         self.tokens = tokens
         self.context = context
         drawn = torch.Generator().manual_seed(seed)
@@ -162,13 +157,8 @@ def check_enough(tokens: np.ndarray, batch: int, context: int) -> None:
     """
     needed = batch * context + 1
     if len(tokens) < needed:
-        raise ValueError(
-            explain(
-                f"a text of {len(tokens):,} tokens",
-                f"it is shorter than one batch of {batch} windows of {context} tokens, {needed:,} in all",
-                "Give a longer text, or a smaller --batch",
-            )
-        )
+        why = f"it is shorter than one batch of {batch} windows of {context} tokens, {needed:,} in all"
+        raise ValueError(explain(f"a text of {len(tokens):,} tokens", why, "Give a longer text, or a smaller --batch"))
 
 
 def batches(

@@ -166,11 +166,12 @@ class ResNet(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(width)
-        shapes = [(width * 2**stage, 2 if stage and i == 0 else 1) for stage in range(3) for i in range(layers)]
         blocks, channels = [], width
-        for outputs, stride in shapes:
-            blocks.append(ResidualBlock(channels, outputs, stride))
-            channels = outputs
+        for stage in range(3):
+            for i in range(layers):
+                outputs = width * 2**stage
+                blocks.append(ResidualBlock(channels, outputs, stride=2 if stage and i == 0 else 1))
+                channels = outputs
         self.blocks = nn.Sequential(*blocks)
         self.head = nn.Linear(channels, 10)
 

@@ -14,7 +14,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies import ParallelStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,7 +28,7 @@ from lightning_fasttrain._host import (
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data._part_logs import PartLogs
-from lightning_fasttrain.data._part_weights import PartWeights, add_counts
+from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, count_targets, is_sum, weights_of
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
@@ -93,21 +93,13 @@ class BatchClosures:
         """Take part in this trainer's closures; the returned function leaves them again."""
         name = type(micro or window).__name__
         if not pl_module.automatic_optimization:
-            raise ValueError(
-                explain(
-                    f"{name} with automatic_optimization=False",
-                    "the module runs backward itself, so there is no step to split",
-                    "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward",
-                )
-            )
+            why = "the module runs backward itself, so there is no step to split"
+            way_out = "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward"
+            raise ValueError(explain(f"{name} with automatic_optimization=False", why, way_out))
         if trainer.strategy is not None and trainer.strategy.handles_gradient_accumulation:
-            raise ValueError(
-                explain(
-                    f"{name} with {type(trainer.strategy).__name__}",
-                    "this strategy counts micro-batches itself and steps on its own count",
-                    "Use accumulate_grad_batches with a smaller batch",
-                )
-            )
+            why = "this strategy counts micro-batches itself and steps on its own count"
+            way_out = "Use accumulate_grad_batches with a smaller batch"
+            raise ValueError(explain(f"{name} with {type(trainer.strategy).__name__}", why, way_out))
         joined = replaced_closures(trainer)
         closures = joined if isinstance(joined, cls) else cls(trainer)
         closures.micro = micro or closures.micro
@@ -132,17 +124,14 @@ class BatchClosures:
         one_part = self.micro is None or (self.micro.n == 1 and not self.micro.adaptive)
         return one_part and (self.window is None or self.window.holds_one_batch)
 
-    def _run(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Any) -> ClosureResult:
+    def _run(
+        self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Callable[[], None] | None
+    ) -> ClosureResult:
         if zero_grad is not None:
             zero_grad()
         if "any" in kwargs:
-            raise TypeError(
-                explain(
-                    "training_step(self, dataloader_iter)",
-                    "the module fetches its batches itself, so there is none to split",
-                    "Take `batch` in training_step",
-                )
-            )
+            why = "the module fetches its batches itself, so there is none to split"
+            raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
         if self.counted is None:
             self.counted = self._find_count(batch, rest)
@@ -202,7 +191,9 @@ class BatchClosures:
 
     def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         counts, total = weights_of(self.counted or count_targets, parts)
-        means = [batch_size(part) for part in parts] if is_sum(self.counted) else counts
+        means = counts
+        if is_sum(self.counted):
+            means = [batch_size(part) for part in parts]
         weights = PartWeights(counts, total)
         outputs = self._forward_backward(parts, rest, weights, means, optimizer)
         if self.window is not None:
@@ -243,13 +234,9 @@ class BatchClosures:
 
     def _refuse_none(self) -> None:
         if self.trainer.world_size > 1:
-            raise RuntimeError(
-                explain(
-                    "training_step returned None",
-                    "the other ranks would wait for this rank's gradients for ever",
-                    "Return a loss of zero that depends on the parameters, such as 0 * output.sum()",
-                )
-            )
+            why = "the other ranks would wait for this rank's gradients for ever"
+            way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
+            raise RuntimeError(explain("training_step returned None", why, way_out))
 
     def _forget_missing(self, outputs: list[Any], counts: list[Any], total: Any, optimizer: Optimizer) -> None:
         """A part whose step returned None was counted in ``total``: give its weight to the others."""
@@ -259,13 +246,9 @@ class BatchClosures:
         if float(held) in (0.0, float(total)):  # waits for the device, in a case that is rare
             return
         if self.trainer.accumulate_grad_batches > 1:
-            raise RuntimeError(
-                explain(
-                    "training_step returned None for one micro-batch inside an accumulation window",
-                    "the parts before it were already weighed as if it counted, and are summed with other batches",
-                    "Use TokenWeightedAccumulation, or return a loss of zero",
-                )
-            )
+            what = "training_step returned None for one micro-batch inside an accumulation window"
+            why = "the parts before it were already weighed as if it counted, and are summed with other batches"
+            raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
         scale_gradients_(optimizer, total, held, self.trainer.strategy)
 
 
@@ -276,13 +259,15 @@ def _can_be_cut(batch: Any) -> bool:
         return False
 
 
-def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any, strategy: Any = None) -> int:
+def scale_gradients_(
+    optimizer: Optimizer, numerator: Number, denominator: Number, strategy: Strategy | None = None
+) -> int:
     """Multiply every gradient by ``numerator / denominator`` (0 where the denominator is 0); returns how many.
 
     A strategy that keeps gradients where ``parameter.grad`` does not show them has a ``scale_gradients_`` of its own.
     """
     own = own_scaling(strategy)
-    if own is not None:
+    if strategy is not None and own is not None:
         own(_ratio(numerator, denominator, strategy.root_device, torch.float32))
         return sum(len(group["params"]) for group in optimizer.param_groups)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -293,17 +278,20 @@ def scale_gradients_(optimizer: Optimizer, numerator: Any, denominator: Any, str
     return len(grads)
 
 
-def own_scaling(strategy: Any) -> Callable[[Tensor], None] | None:
+def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
     """How a strategy that holds the gradients itself, in pieces, multiplies those of the coming step; else None."""
     return getattr(strategy, "scale_gradients_", None)
 
 
-def _ratio(numerator: Any, denominator: Any, device: torch.device, dtype: torch.dtype) -> Tensor:
-    up, down = (
-        x.to(device, dtype) if isinstance(x, Tensor) else torch.full((), x, dtype=dtype, device=device)
-        for x in (numerator, denominator)
-    )
+def _ratio(numerator: Number, denominator: Number, device: torch.device, dtype: torch.dtype) -> Tensor:
+    up, down = _as_tensor(numerator, device, dtype), _as_tensor(denominator, device, dtype)
     return torch.where(down > 0, up / down, torch.zeros((), dtype=dtype, device=device))
+
+
+def _as_tensor(number: Number, device: torch.device, dtype: torch.dtype) -> Tensor:
+    if isinstance(number, Tensor):
+        return number.to(device, dtype)
+    return torch.full((), number, dtype=dtype, device=device)
 
 
 def _detach(output: Any) -> Any:

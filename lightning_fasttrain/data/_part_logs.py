@@ -53,10 +53,7 @@ class PartLogs:
             return PartWeights(logged, add_counts(logged))
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            kwargs = {
-                **dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)),
-                **kwargs,
-            }
+            kwargs = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)), **kwargs}
             if isinstance(value, Tensor):
                 value = value.detach()
             calls.setdefault(name, []).append((self.part, value, kwargs))
@@ -103,12 +100,10 @@ class PartLogs:
 
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
-    grouped = any(
-        any(metric is other for other in collection.values())
-        for collection in pl_module.modules()
-        if isinstance(collection, MetricCollection)
-    )
-    return not (grouped or metric.full_state_update or metric.dist_sync_on_step)
+    for collection in pl_module.modules():
+        if isinstance(collection, MetricCollection) and any(metric is other for other in collection.values()):
+            return False
+    return not (metric.full_state_update or metric.dist_sync_on_step)
 
 
 def _set_aside(metric: Metric) -> tuple[dict[str, Any], int]:

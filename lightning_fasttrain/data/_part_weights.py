@@ -30,8 +30,9 @@ class PartWeights:
 
     def __init__(self, counts: Sequence[Number], total: Number) -> None:
         self.counts, self.total = counts, total
-        positive = all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total))
-        self._numbers: list[Any] | None = [count / total for count in counts] if positive else None
+        self._numbers: list[Any] | None = None
+        if all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total)):
+            self._numbers = [count / total for count in counts]
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
 
     def weigh(self, loss: Tensor, part: int) -> Tensor:

@@ -93,12 +93,9 @@ def accumulate_window(
     initialised; there, ranks may hold different numbers of targets and of batches.
 
     Args:
-        step: as for :func:`accumulate_gradients`.
+        step, count, check, backward: as for :func:`accumulate_gradients`.
         batches: the batches of one optimizer step.
         n: parts that each batch is split into.
-        count: as for :func:`accumulate_gradients`.
-        check: as for :func:`accumulate_gradients`.
-        backward: as for :func:`accumulate_gradients`.
         no_sync: as for :func:`accumulate_gradients`; entered for all parts of all batches but the very last.
 
     Returns:

@@ -43,13 +43,9 @@ class CountRule:
         labels = find_labels(batch)[1]
         if labels is None or (self.name == "next_tokens" and labels.ndim < 2):
             shape = "" if self.name == "targets" else " of shape (B, T)"
-            raise ValueError(
-                explain(
-                    f"count={self.name!r}",
-                    f"the batch has no integer labels{shape} to count",
-                    "Use count='samples', or a count= function of your own",
-                )
-            )
+            why = f"the batch has no integer labels{shape} to count"
+            way_out = "Use count='samples', or a count= function of your own"
+            raise ValueError(explain(f"count={self.name!r}", why, way_out))
         labels = labels[..., 1:] if self.name == "next_tokens" else labels
         return (labels != self.ignore_index).sum()
 

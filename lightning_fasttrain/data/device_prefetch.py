@@ -203,13 +203,9 @@ class DevicePrefetch(Technique):
         for owner in (pl_module, trainer.datamodule):
             for hook in ("on_before_batch_transfer", "transfer_batch_to_device"):
                 if owner is not None and is_overridden(hook, owner):
-                    warn(
-                        explain(
-                            f"DevicePrefetch with {type(owner).__name__}.{hook}",
-                            "that hook must see each batch before it travels, so nothing is prefetched",
-                            f"Do its work in the dataset's collate_fn, or in on_after_batch_transfer ({device})",
-                        )
-                    )
+                    why = "that hook must see each batch before it travels, so nothing is prefetched"
+                    way_out = f"Do its work in the dataset's collate_fn, or in on_after_batch_transfer ({device})"
+                    warn(explain(f"DevicePrefetch with {type(owner).__name__}.{hook}", why, way_out))
                     return None
         process = trainer.strategy.process_dataloader
 

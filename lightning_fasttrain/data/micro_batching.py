@@ -84,13 +84,9 @@ class MicroBatching(Technique):
         if trainer.state.fn != "fit":
             return None
         if self.adaptive and trainer.world_size > 1:
-            raise ValueError(
-                explain(
-                    f"MicroBatching('auto') on {trainer.world_size} processes",
-                    "a rank that runs out of memory inside a step would leave the others waiting for its gradients",
-                    "Find the number on one process, and give it: MicroBatching(8)",
-                )
-            )
+            why = "a rank that runs out of memory inside a step would leave the others waiting for its gradients"
+            way_out = "Find the number on one process, and give it: MicroBatching(8)"
+            raise ValueError(explain(f"MicroBatching('auto') on {trainer.world_size} processes", why, way_out))
         return BatchClosures.join(trainer, pl_module, micro=self)
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:

@@ -76,22 +76,13 @@ def batch_size(batch: Any) -> int:
 
     _walk(batch, note, "batch")
     if not lengths:
-        raise ValueError(
-            explain(
-                f"a batch of type {type(batch).__name__} cannot be split",
-                "it holds no tensor with a samples' axis",
-                "Return tensors from the loader, or give MicroBatching a split= function of your own",
-            )
-        )
+        why = "it holds no tensor with a samples' axis"
+        way_out = "Return tensors from the loader, or give MicroBatching a split= function of your own"
+        raise ValueError(explain(f"a batch of type {type(batch).__name__} cannot be split", why, way_out))
     first, size = next(iter(lengths.items()))
     if size == 0:
-        raise ValueError(
-            explain(
-                f"{first} has 0 samples",
-                "the mean loss of nothing is not a number",
-                "Leave empty batches out",
-            )
-        )
+        why = "the mean loss of nothing is not a number"
+        raise ValueError(explain(f"{first} has 0 samples", why, "Leave empty batches out"))
     for path, length in lengths.items():
         if length != size:
             raise ValueError(
@@ -120,22 +111,12 @@ def _walk(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
     """Rebuild ``value`` with every leaf replaced by ``visit(leaf, path)``; containers keep their type."""
     if isinstance(value, Tensor):
         if value.is_nested or value.is_sparse:
-            raise ValueError(
-                explain(
-                    f"{path} is a nested or sparse tensor",
-                    "it has no rows to cut along",
-                    "Give MicroBatching a split= function of your own",
-                )
-            )
+            way_out = "Give MicroBatching a split= function of your own"
+            raise ValueError(explain(f"{path} is a nested or sparse tensor", "it has no rows to cut along", way_out))
         return visit(value, path)
     if isinstance(value, PackedSequence):
-        raise ValueError(
-            explain(
-                f"{path} is a PackedSequence",
-                "its rows are time steps of all samples together",
-                "Pack inside the model, after the split",
-            )
-        )
+        why = "its rows are time steps of all samples together"
+        raise ValueError(explain(f"{path} is a PackedSequence", why, "Pack inside the model, after the split"))
     if isinstance(value, Mapping):
         parts = {key: _walk(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
         return _with_items(value, parts)

@@ -106,14 +106,9 @@ class TokenWeightedAccumulation(Technique):
             return None
         others = [type(c).__name__ for c in trainer.callbacks if isinstance(c, GradientAccumulationScheduler)]
         if trainer.accumulate_grad_batches != 1 or others:
-            raise ValueError(
-                explain(
-                    f"TokenWeightedAccumulation with {others[0] if others else ''}"
-                    f"{'' if others else f'accumulate_grad_batches={trainer.accumulate_grad_batches}'}",
-                    "two would decide when to step",
-                    "Leave the other one out",
-                )
-            )
+            other = others[0] if others else f"accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            what = f"TokenWeightedAccumulation with {other}"
+            raise ValueError(explain(what, "two would decide when to step", "Leave the other one out"))
         self._trainer = trainer
         self._world_size = trainer.world_size
         self._asked_for = -1
@@ -141,9 +136,9 @@ class TokenWeightedAccumulation(Technique):
 
     def _factor_now(self) -> int:
         assert self._trainer is not None
-        return self.factor_at(
-            self._trainer.current_epoch if self.by == "epoch" else self._trainer.fit_loop.epoch_loop.global_step
-        )
+        if self.by == "epoch":
+            return self.factor_at(self._trainer.current_epoch)
+        return self.factor_at(self._trainer.fit_loop.epoch_loop.global_step)
 
     def _window_goes_on(self) -> bool:
         """Lightning's question, asked before, during and after the step of a batch: does the window go on after it?"""
@@ -166,9 +161,7 @@ class TokenWeightedAccumulation(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: before the batch is run; a window begins without gradients."""
-        if self.holds_one_batch:
-            return
-        if self._batches == 0:
+        if not self.holds_one_batch and self._batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
@@ -206,12 +199,7 @@ class TokenWeightedAccumulation(Technique):
 
         # Where a strategy holds the gradient in pieces it is not saved: after a resume the window starts over.
         batches = 0 if own_scaling(trainer.strategy) else self._batches
-        state = {
-            "reference": self.reference,
-            "batches": batches,
-            "factor": self._factor,
-            **rule_state(self.found),
-        }
+        state = {"reference": self.reference, "batches": batches, "factor": self._factor, **rule_state(self.found)}
         if batches > 0:
             state["targets"] = mean(self._targets)
             state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}

@@ -1,6 +1,6 @@
 """What losses share that make the logits of a few tokens at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -34,6 +34,18 @@ def chunk_size(tokens: int, row_bytes: int, share: int = 8, enough: int = 2048) 
 
 def at_least_float32(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
+
+
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
+def dtype_of(tensor: Tensor | None) -> torch.dtype | None:
+    return None if tensor is None else tensor.dtype
+
+
+def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(dtype)
 
 
 def logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -88,6 +100,11 @@ class GradientSums:
         else:  # float16, too: the sum over a chunk can be beyond its range
             with _products_in_bfloat16() if d_logits.dtype is torch.bfloat16 else nullcontext():
                 self.weight.addmm_(d_logits.T.to(self.weight.dtype), hidden.to(self.weight.dtype))
+
+    def cast_to(self, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+        """The sums, in the dtypes of what they are the gradients of."""
+        sums = (self.hidden, self.weight, self.bias)
+        return [cast(gradient, dtype) for gradient, dtype in zip(sums, dtypes, strict=True)]
 
 
 @contextmanager

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import WrappedForward, wrapper_on
+from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._counted_positions import masks_in, of_feature, of_logits
 from lightning_fasttrain.loss._module_io import (
     PROJECTIONS,
     Seen,
     Tap,
-    autocast_dtype,
     feature_in,
     head_of,
     logits_of,
@@ -25,7 +25,7 @@ from lightning_fasttrain.loss._module_io import (
 )
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
-from lightning_fasttrain.loss.linear_kl_divergence import divergence
+from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf, divergence
 
 Features = Mapping[str, str | tuple[str, nn.Module]]
 Mask = Callable[[Any], Tensor]
@@ -56,8 +56,10 @@ class Distiller:
         _refuse_a_trained_teacher(model, teacher)
         self.model, self.student, self.mask = model, student, mask
         self.temperature, self.alpha, self.feature_weight = temperature, alpha, feature_weight
-        self.pairs = {name: to if isinstance(to, str) else to[0] for name, to in features.items()}
         self.projected = {name for name, to in features.items() if not isinstance(to, str)}
+        self.pairs: dict[str, str] = {}  # name in the student → name in the teacher
+        for name, to in features.items():
+            self.pairs[name] = to if isinstance(to, str) else to[0]
         self.head = head_of(student, head, "head")
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
@@ -98,13 +100,9 @@ class Distiller:
     def mix(self, own: Tensor, batch: Any) -> Tensor:
         """The loss of a step, in which the student was called."""
         if len(self.calls) != 1:
-            raise RuntimeError(
-                explain(
-                    f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients",
-                    "the teacher is compared with one call a step",
-                    "Name with student= the module whose output is compared, and call it once",
-                )
-            )
+            what = f"the step called {type(self.student).__name__} {len(self.calls)} times with gradients"
+            way_out = "Name with student= the module whose output is compared, and call it once"
+            raise RuntimeError(explain(what, "the teacher is compared with one call a step", way_out))
         call = self.calls[0]
         masks = list(masks_in(batch, call.arguments, self.student)) if self.mask is None else [self.mask(batch)]
         loss = (1 - self.alpha) * own
@@ -125,23 +123,14 @@ class Distiller:
         teacher = call.logits
         if student is None or teacher is None:
             whose, module = ("student", self.student) if student is None else ("teacher", self.teacher.module)
-            raise TypeError(
-                explain(
-                    f"{type(module).__name__}, the {whose}, returned no logits",
-                    "they are looked for in its output: itself, its 'logits', or the first of a tuple",
-                    "Name the layer that makes them with head=, or use alpha=0 and features=",
-                )
-            )
+            why = "they are looked for in its output: itself, its 'logits', or the first of a tuple"
+            way_out = "Name the layer that makes them with head=, or use alpha=0 and features="
+            raise TypeError(explain(f"{type(module).__name__}, the {whose}, returned no logits", why, way_out))
         shape = torch.Size((*student.hidden.shape[:-1], student.classes))
         mask, classes_second = of_logits(masks, shape)
         if self.mask is not None and mask is None:
-            raise ValueError(
-                explain(
-                    f"mask= returned {tuple(masks[0].shape)} for logits {tuple(shape)}",
-                    "it says of each position whether it counts",
-                    "Return one boolean for each",
-                )
-            )
+            what = f"mask= returned {tuple(masks[0].shape)} for logits {tuple(shape)}"
+            raise ValueError(explain(what, "it says of each position whether it counts", "Return one boolean for each"))
         if classes_second and student.weight is teacher.weight is None:
             student, teacher = (one._replace(hidden=one.hidden.movedim(1, -1)) for one in (student, teacher))
         return divergence(student, teacher, temperature=self.temperature, mask=mask)
@@ -158,13 +147,9 @@ class Distiller:
         to = self.pairs[name]
         ours, theirs = feature_in(self.seen.at.get(name, (None, None))[1]), call.features.get(to)
         if ours is None or theirs is None:
-            raise TypeError(
-                explain(
-                    f"features: '{name if ours is None else to}' gave no tensor",
-                    "it was not called by its model, or returned none first",
-                    "Name a layer that returns its hidden states",
-                )
-            )
+            why = "it was not called by its model, or returned none first"
+            way_out = "Name a layer that returns its hidden states"
+            raise TypeError(explain(f"features: '{name if ours is None else to}' gave no tensor", why, way_out))
         mask = of_feature(masks, ours.shape)
         if name in self.projected:
             projection: Any = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
@@ -172,13 +157,9 @@ class Distiller:
             ours = projection(ours.to(dtype))
         if ours.shape != theirs.shape:
             wide = f"nn.Linear({ours.shape[-1]}, {theirs.shape[-1]})"
-            raise ValueError(
-                explain(
-                    f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}",
-                    "hidden states are compared number by number",
-                    f"Give a module that maps one onto the other, which is learnt: {{'{name}': ('{to}', {wide})}}",
-                )
-            )
+            what = f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}"
+            way_out = f"Give a module that maps one onto the other, which is learnt: {{'{name}': ('{to}', {wide})}}"
+            raise ValueError(explain(what, "hidden states are compared number by number", way_out))
         wide_enough = torch.promote_types(ours.dtype, torch.float32)
         distance = (ours.to(wide_enough) - theirs.to(wide_enough)).square()
         if mask is None:
@@ -191,7 +172,7 @@ class _Call:
     """One call of the student, and what the teacher has to say to it."""
 
     output: Any
-    logits: Any
+    logits: LogitsOf | None
     features: dict[str, Tensor | None]
 
     def __init__(self, arguments: dict[str, Any], autocast: torch.dtype | None) -> None:
@@ -244,13 +225,9 @@ def _loss_in(output: Any) -> Tensor:
     else:
         loss = output if isinstance(output, Tensor) else getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            explain(
-                f"the step returned {type(output).__name__}",
-                "its loss is mixed with the teacher's, and there is no loss tensor in it",
-                "Return the loss, or a dict with a 'loss'",
-            )
-        )
+        why = "its loss is mixed with the teacher's, and there is no loss tensor in it"
+        way_out = "Return the loss, or a dict with a 'loss'"
+        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
     return loss
 
 
@@ -288,10 +265,6 @@ def _refuse_other_classes(head: nn.Module | None, teacher_head: nn.Module | None
     if isinstance(head, nn.Linear) and isinstance(teacher_head, nn.Linear):
         ours, theirs = head.out_features, teacher_head.out_features
         if ours != theirs:
-            raise ValueError(
-                explain(
-                    f"the student has {ours} classes, the teacher {theirs}",
-                    "their probabilities are compared class by class",
-                    "Bring them to one vocabulary; where only its padding differs, resize_token_embeddings does it",
-                )
-            )
+            why = "their probabilities are compared class by class"
+            way_out = "Bring them to one vocabulary; where only its padding differs, resize_token_embeddings does it"
+            raise ValueError(explain(f"the student has {ours} classes, the teacher {theirs}", why, way_out))

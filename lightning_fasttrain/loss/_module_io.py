@@ -9,6 +9,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain._blocks import has_parameters, keep_outermost
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
@@ -79,13 +80,8 @@ def named(model: nn.Module, name: str, argument: str) -> nn.Module:
     modules = dict(model.named_modules())
     if name not in modules:
         near = difflib.get_close_matches(name, modules, n=4, cutoff=0.3) or [key for key in modules if key][:4]
-        raise ValueError(
-            explain(
-                f"{argument}={name!r} in {type(model).__name__}",
-                "there is no such module",
-                f"Near it are {', '.join(map(repr, near)) or 'none'}",
-            )
-        )
+        way_out = f"Near it are {', '.join(map(repr, near)) or 'none'}"
+        raise ValueError(explain(f"{argument}={name!r} in {type(model).__name__}", "there is no such module", way_out))
     return modules[name]
 
 
@@ -93,24 +89,14 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
     """The module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
         return named(model, name, "student")
-    told: dict[str, nn.Module] = {}
-    for key, module in model.named_modules():
-        if hasattr(type(module), "get_output_embeddings") and not any(
-            other == "" or key.startswith(f"{other}.") for other in told
-        ):
-            told[key] = module
+    told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
     if len(told) > 1:
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}",
-                "one of them is compared with the teacher",
-                "Say which: student='...'",
-            )
-        )
+        what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
+        raise ValueError(explain(what, "one of them is compared with the teacher", "Say which: student='...'"))
     if told:
         return next(iter(told.values()))
     if isinstance(model, L.LightningModule):
-        children = [m for key, m in model.named_children() if key != PROJECTIONS and any(True for _ in m.parameters())]
+        children = [m for key, m in model.named_children() if key != PROJECTIONS and has_parameters(m)]
         if len(children) == 1 and type(children[0]) not in (nn.ModuleList, nn.ModuleDict):
             return children[0]
     return model
@@ -138,12 +124,10 @@ def feature_in(output: Any) -> Tensor | None:
     """The hidden states in what a layer returned: itself, or the first tensor of a tuple or mapping."""
     if isinstance(output, Tensor):
         return output
-    parts = output.values() if isinstance(output, Mapping) else output if isinstance(output, list | tuple) else ()
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    parts = output if isinstance(output, list | tuple) else ()
     return next((one for one in parts if isinstance(one, Tensor)), None)
-
-
-def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def logits_of(

@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import WrappedForward, patch
-from lightning_fasttrain.loss._module_io import Seen, Tap, autocast_dtype, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss._chunks import autocast_dtype
+from lightning_fasttrain.loss._module_io import Seen, Tap, feature_in, head_of, logits_of, named
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
@@ -31,25 +32,18 @@ def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
     with torch.random.fork_rng(list(devices)), torch.device("cpu"):
         made = teacher() if callable(teacher) else _from_directory(Path(teacher), student)
     if not isinstance(made, nn.Module):
-        raise TypeError(
-            explain(f"the function for the teacher returned {type(made).__name__}", "it is run", "Return a module")
-        )
+        why = "it is run"
+        raise TypeError(explain(f"the function for the teacher returned {type(made).__name__}", why, "Return a module"))
     return made
 
 
 def _from_directory(path: Path, student: nn.Module) -> nn.Module:
     if not path.is_dir():
-        raise ValueError(
-            explain(f"teacher={str(path)!r}", "there is no such directory", "Give one that save_pretrained wrote")
-        )
+        why = "there is no such directory"
+        raise ValueError(explain(f"teacher={str(path)!r}", why, "Give one that save_pretrained wrote"))
     if not any(path.glob("*.safetensors")):
-        raise ValueError(
-            explain(
-                f"teacher={str(path)!r}",
-                "there is no safetensors file in it, and pickles are not opened",
-                "Save it with model.save_pretrained(directory)",
-            )
-        )
+        why = "there is no safetensors file in it, and pickles are not opened"
+        raise ValueError(explain(f"teacher={str(path)!r}", why, "Save it with model.save_pretrained(directory)"))
     transformers = require("transformers", extra="finetune")
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     for name in dir(transformers):  # the same task as the student's, whatever the architecture
@@ -59,13 +53,9 @@ def _from_directory(path: Path, student: nn.Module) -> nn.Module:
         auto = getattr(transformers, name)
         options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
         return auto.from_pretrained(path, config=config, **options)
-    raise ValueError(
-        explain(
-            f"teacher={str(path)!r} for {type(student).__name__}",
-            f"no task of Hugging Face's has both that class and a {type(config).__name__}",
-            "Give the teacher as a module, or a function that makes it",
-        )
-    )
+    why = f"no task of Hugging Face's has both that class and a {type(config).__name__}"
+    way_out = "Give the teacher as a module, or a function that makes it"
+    raise ValueError(explain(f"teacher={str(path)!r} for {type(student).__name__}", why, way_out))
 
 
 def _lists(models: Any, student: nn.Module) -> bool:
@@ -123,7 +113,7 @@ class Teacher:
         self.home = tensors[0].device if tensors else None
         self.dtype = next((x.dtype for x in tensors if x.is_floating_point()), None)
 
-    def __deepcopy__(self, memo: Any) -> "Teacher":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Teacher":
         return self  # nothing changes it, so a copy of the student has the same one
 
     def undo(self) -> None:

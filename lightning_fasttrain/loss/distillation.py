@@ -13,7 +13,7 @@ from torch import nn
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, patch
+from lightning_fasttrain._surgery import Undo, patch, wrappers_on
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.loss._distiller import (
     DistilledStep,
@@ -195,9 +195,8 @@ class Distillation(Technique):
         if not temperature > 0:
             raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
         if not feature_weight >= 0:
-            raise ValueError(
-                explain(f"feature_weight={feature_weight}", "it would drive features apart", "Use 0 or more")
-            )
+            why = "it would drive features apart"
+            raise ValueError(explain(f"feature_weight={feature_weight}", why, "Use 0 or more"))
         if mask is not None and not callable(mask):
             raise TypeError(explain(f"mask={mask!r}", "it is called with a batch", "Give a function"))
         self.teacher, self.student, self.temperature, self.alpha = teacher, student, temperature, alpha
@@ -210,9 +209,8 @@ class Distillation(Technique):
         """Bring ``model`` and the teacher together; the result makes steps, and has a method ``undo``."""
         student = student_of(model, self.student)
         if distiller_on(student) is not None:
-            raise ValueError(
-                explain(f"{type(student).__name__} has a teacher", "a step asks one", "End the first distillation")
-            )
+            why = "a step asks one"
+            raise ValueError(explain(f"{type(student).__name__} has a teacher", why, "End the first distillation"))
         _add_projections_(model, self.features)
         teacher = load_teacher(self.teacher, student)
         if isinstance(teacher, L.LightningModule):
@@ -234,9 +232,8 @@ class Distillation(Technique):
     def distil(self, step: Callable[..., Any]) -> DistilledStep:
         """The step whose loss is mixed, once ``apply`` has brought model and teacher together."""
         if self._distiller is None:
-            raise RuntimeError(
-                explain("distil(step)", "there is no model yet", "Call ft.apply(model, [distillation]) before")
-            )
+            why = "there is no model yet"
+            raise RuntimeError(explain("distil(step)", why, "Call ft.apply(model, [distillation]) before"))
         return self._distiller(step)
 
     def predict(self, step: PredictedStep) -> None:
@@ -246,13 +243,9 @@ class Distillation(Technique):
         stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None
         if stage == "fit" and not pl_module.automatic_optimization:
             self._stage = None
-            raise ValueError(
-                explain(
-                    "Distillation with automatic_optimization=False",
-                    "the loss that training_step returns is not the one that is trained",
-                    "Use `with distilling(self, teacher) as distil` and distil(step) inside your training_step",
-                )
-            )
+            why = "the loss that training_step returns is not the one that is trained"
+            way_out = "Use `with distilling(self, teacher) as distil` and distil(step) inside your training_step"
+            raise ValueError(explain("Distillation with automatic_optimization=False", why, way_out))
 
         def undo() -> None:
             self._stage = None
@@ -301,22 +294,23 @@ def _checked(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
         raise TypeError(explain(f"features={features!r}", "it maps names to names", wanted))
     checked: dict[str, str | tuple[str, nn.Module]] = {}
     for name, to in features.items():
-        pair = (to, None) if isinstance(to, str) else tuple(to) if isinstance(to, tuple | list) else ()
-        fits = len(pair) == 2 and isinstance(pair[0], str) and (pair[1] is None or isinstance(pair[1], nn.Module))
-        if not isinstance(name, str) or not fits:
+        if not isinstance(name, str) or not (isinstance(to, str) or _is_pair(to)):
             raise TypeError(explain(f"features={{{name!r}: {to!r}}}", "it maps names to names", wanted))
-        checked[name] = to if isinstance(to, str) else (pair[0], pair[1])  # type: ignore[assignment]
+        checked[name] = to if isinstance(to, str) else (to[0], to[1])
     return checked
+
+
+def _is_pair(to: Any) -> bool:
+    """Whether it is a name and what is to be learnt: a module, or None."""
+    if not isinstance(to, tuple | list) or len(to) != 2:
+        return False
+    return isinstance(to[0], str) and (to[1] is None or isinstance(to[1], nn.Module))
 
 
 def distiller_on(student: nn.Module) -> Distiller | None:
     """What holds this module and its teacher together, if something does."""
-    holder = student.__dict__.get("forward")
-    while isinstance(holder, WrappedForward):
-        if isinstance(holder, Student):
-            return holder.distiller
-        holder = holder.previous
-    return None
+    held = next(wrappers_on(student, Student), None)
+    return None if held is None else held.distiller
 
 
 def _add_projections_(model: nn.Module, features: Features) -> None:
@@ -324,13 +318,9 @@ def _add_projections_(model: nn.Module, features: Features) -> None:
     if not given:
         return
     if isinstance(model, nn.Sequential | nn.ModuleList | nn.ModuleDict):
-        raise ValueError(
-            explain(
-                f"features with a projection in a {type(model).__name__}",
-                "the projection would become one of its layers",
-                "Put the model into a module of your own",
-            )
-        )
+        why = "the projection would become one of its layers"
+        way_out = "Put the model into a module of your own"
+        raise ValueError(explain(f"features with a projection in a {type(model).__name__}", why, way_out))
     held = model._modules.get(PROJECTIONS)
     if not isinstance(held, nn.ModuleDict):
         held = nn.ModuleDict()

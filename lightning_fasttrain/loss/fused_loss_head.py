@@ -12,6 +12,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 
@@ -62,13 +63,9 @@ def fuse_loss_head_(
     fused: dict[str, FusedHead] = {}
     for name, found in _heads(model, head).items():
         if type(found) is not nn.Linear:
-            raise TypeError(
-                explain(
-                    f"head '{name}' is a {type(found).__name__}",
-                    "only a plain nn.Linear is known to be the product that the fused loss computes",
-                    "Leave the head out of quantisation and adapters, or train without FusedLossHead",
-                )
-            )
+            why = "only a plain nn.Linear is known to be the product that the fused loss computes"
+            way_out = "Leave the head out of quantisation and adapters, or train without FusedLossHead"
+            raise TypeError(explain(f"head '{name}' is a {type(found).__name__}", why, way_out))
         if not wrapper_on(found, FusedHead):
             fused[name] = FusedHead(found, options)
             fused[name].install()
@@ -81,17 +78,13 @@ def _heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
         heads = {head: modules[head]} if head in modules else {}
     else:
         told = told_heads(model)
-        heads = {name: module for name, module in modules.items() if any(module is one for one in told)}
+        heads = {name: module for name, module in modules.items() if module in told}
     if not heads:
         widths = {name: m.out_features for name, m in modules.items() if isinstance(m, nn.Linear)}
         widest = sorted(widths, key=lambda name: -widths[name])[:4]
-        raise ValueError(
-            explain(
-                f"{head=} in {type(model).__name__}",
-                "there is no such layer" if head is not None else "no model in it has get_output_embeddings()",
-                f"Name the head; the widest linear layers are {', '.join(map(repr, widest)) or 'none'}",
-            )
-        )
+        why = "there is no such layer" if head is not None else "no model in it has get_output_embeddings()"
+        way_out = f"Name the head; the widest linear layers are {', '.join(map(repr, widest)) or 'none'}"
+        raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
     return heads
 
 
@@ -105,11 +98,6 @@ class FusedHead(WrappedForward):
         super().__init__(module)
         self.options = options
         self.used = False
-        self.undo: Undo = lambda: None
-
-    def install(self) -> Undo:
-        self.undo = super().install()
-        return self.undo
 
     def __call__(self, input: Tensor, then: Any = None) -> Any:
         if then is not None:
@@ -119,8 +107,7 @@ class FusedHead(WrappedForward):
         if is_traceable_wrapper_subclass(self.module.weight):
             note_once("FusedLossHead: a head whose weight is quantised or tensor-parallel makes its logits")
             return self.inner(input)
-        device = input.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(input.device)
         loss_of = functools.partial(self.loss_of, autocast)
         return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
 

@@ -11,7 +11,16 @@ from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int, require
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, logits_into, times
+from lightning_fasttrain.loss._chunks import (
+    GradientSums,
+    at_least_float32,
+    autocast_dtype,
+    cast,
+    chunk_size,
+    dtype_of,
+    logits_into,
+    times,
+)
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
@@ -85,9 +94,8 @@ def linear_cross_entropy(
     _check(hidden, weight, targets, bias, label_smoothing, softcap)
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
-    shape, device = targets.shape, hidden.device.type
+    shape, low = targets.shape, autocast_dtype(hidden.device)
     hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept = _counted_positions(targets, ignore_index)
@@ -99,12 +107,11 @@ def linear_cross_entropy(
     if backend in ("auto", "chunked", "compiled"):
         loss = _Chunked.apply(hidden, weight, bias, *arguments, size, low, backend == "compiled")
     elif chunk is not None:
-        raise ValueError(
-            explain(f"{chunk=} with {backend=}", "this backend has a rule of its own", "Use backend='chunked'")
-        )
+        why = "this backend has a rule of its own"
+        raise ValueError(explain(f"{chunk=} with {backend=}", why, "Use backend='chunked'"))
     else:
         if low is not None:
-            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+            hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         loss = (_ligers if backend == "liger" else _torchs)(hidden, weight, bias, *arguments)
     if reduction != "none":
         return loss
@@ -123,25 +130,19 @@ def _check(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, smoothing: float, softcap: float | None
 ) -> None:
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            explain(
-                f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}",
-                "they must be (..., D), (V, D) and (...)",
-                "Check which of them is transposed or shifted",
-            )
-        )
+        what = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
+        why = "they must be (..., D), (V, D) and (...)"
+        raise ValueError(explain(what, why, "Check which of them is transposed or shifted"))
     if bias is not None and bias.shape != weight.shape[:1]:
-        raise ValueError(
-            explain(f"bias {tuple(bias.shape)}", "there is one a class", f"Give {tuple(weight.shape[:1])}")
-        )
+        why = "there is one a class"
+        raise ValueError(explain(f"bias {tuple(bias.shape)}", why, f"Give {tuple(weight.shape[:1])}"))
     if targets.is_floating_point():
         raise ValueError(explain(f"targets of {targets.dtype}", "they are class numbers", "Convert them with .long()"))
     if not 0 <= smoothing <= 1:
         raise ValueError(explain(f"label_smoothing={smoothing}", "it is a share of the target", "Use 0 to 1"))
     if softcap is not None and softcap <= 0:
-        raise ValueError(
-            explain(f"softcap={softcap}", "it bounds the size of logits", "Use a positive number, or None")
-        )
+        why = "it bounds the size of logits"
+        raise ValueError(explain(f"softcap={softcap}", why, "Use a positive number, or None"))
 
 
 class _Chunked(torch.autograd.Function):
@@ -161,9 +162,9 @@ class _Chunked(torch.autograd.Function):
         low: torch.dtype | None,
         compiled: bool,
     ) -> Tensor:
-        ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+        ctx.dtypes = hidden.dtype, weight.dtype, dtype_of(bias)
         if low is not None:  # as F.linear would; in here, so that gradients of float32 weights are not rounded
-            hidden, weight, bias = hidden.to(low), weight.to(low), None if bias is None else bias.to(low)
+            hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         counted = targets != ignore_index
         targets = torch.where(counted, targets, 0)
         options = (smoothing, z_loss, softcap)
@@ -211,8 +212,7 @@ class _Chunked(torch.autograd.Function):
             d_logits = logits_into(buffer, chunk, weight, bias)
             _use_logits(d_logits, targets[part], ctx.options, ctx.compiled, share[part])
             sums.add(part, d_logits, chunk, weight)
-        found = zip((sums.hidden, sums.weight, sums.bias), ctx.dtypes, strict=True)
-        return *(None if g is None else g.to(dtype) for g, dtype in found), *[None] * 9
+        return *sums.cast_to(ctx.dtypes), *[None] * 9
 
 
 def _use_logits(
@@ -302,13 +302,9 @@ def _ligers(
 ) -> Tensor:
     runs = hidden.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"  # Triton's interpreter is for tests
     if not runs or reduction == "none" or hidden.dtype not in (torch.float32, torch.bfloat16):
-        raise ValueError(
-            explain(
-                f"backend='liger' on {hidden.device.type}, {hidden.dtype}, {reduction=}",
-                "Liger's kernel is for CUDA, float32 and bfloat16, 'mean' and 'sum'",
-                "Use backend='chunked'",
-            )
-        )
+        what = f"backend='liger' on {hidden.device.type}, {hidden.dtype}, {reduction=}"
+        why = "Liger's kernel is for CUDA, float32 and bfloat16, 'mean' and 'sum'"
+        raise ValueError(explain(what, why, "Use backend='chunked'"))
     liger = require("liger_kernel.transformers.fused_linear_cross_entropy", extra="liger")
     kernel = liger.LigerFusedLinearCrossEntropyLoss(
         ignore_index=ignore_index,
@@ -336,13 +332,9 @@ def _torchs(
     softcap: float | None,
 ) -> Tensor:
     if not hasattr(F, "linear_cross_entropy") or z_loss or smoothing or softcap is not None:
-        raise ValueError(
-            explain(
-                f"backend='torch' with torch {torch.__version__}, {z_loss=}, label_smoothing={smoothing}, {softcap=}",
-                "torch has this function from 2.13 on, and chunks it without z-loss, smoothing and softcap only",
-                "Use backend='chunked'",
-            )
-        )
+        what = f"backend='torch' with torch {torch.__version__}, {z_loss=}, label_smoothing={smoothing}, {softcap=}"
+        why = "torch has this function from 2.13 on, and chunks it without z-loss, smoothing and softcap only"
+        raise ValueError(explain(what, why, "Use backend='chunked'"))
     chunked = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True)
     return F.linear_cross_entropy(
         hidden, weight, targets, linear_bias=bias, options=chunked, ignore_index=ignore_index, reduction=reduction

@@ -9,7 +9,15 @@ from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.loss._chunks import GradientSums, at_least_float32, chunk_size, times
+from lightning_fasttrain.loss._chunks import (
+    GradientSums,
+    at_least_float32,
+    autocast_dtype,
+    cast,
+    chunk_size,
+    dtype_of,
+    times,
+)
 
 
 class LogitsOf(NamedTuple):
@@ -33,18 +41,17 @@ class LogitsOf(NamedTuple):
 
     def cast(self) -> "LogitsOf":
         """As autocast would cast them for ``F.linear``; a custom function has no autocast in its backward."""
-        device = self.hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.dtype
+        dtype = autocast_dtype(self.hidden.device) or self.dtype
         if self.weight is None or dtype is None:
             return self
-        bias = None if self.bias is None else self.bias.to(dtype)
-        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=cast(self.bias, dtype))
 
     def flat(self) -> "LogitsOf":
         return self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
 
     def detached(self) -> "LogitsOf":
-        weight, bias = (None if x is None else x.detach() for x in (self.weight, self.bias))
+        weight = None if self.weight is None else self.weight.detach()
+        bias = None if self.bias is None else self.bias.detach()
         return self._replace(hidden=self.hidden.detach(), weight=weight, bias=bias)
 
 
@@ -172,46 +179,26 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
         raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
-            raise ValueError(
-                explain(
-                    f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}",
-                    "they must be (..., D) and (V, D)",
-                    "Check which of them is transposed",
-                )
-            )
+            what = f"{whose}: hidden {tuple(one.hidden.shape)}, weight {tuple(one.weight.shape)}"
+            raise ValueError(explain(what, "they must be (..., D) and (V, D)", "Check which of them is transposed"))
         if one.bias is not None and one.bias.shape != (one.classes,):
-            raise ValueError(
-                explain(f"{whose}: bias {tuple(one.bias.shape)}", "there is one a class", f"Give ({one.classes},)")
-            )
+            why = "there is one a class"
+            raise ValueError(explain(f"{whose}: bias {tuple(one.bias.shape)}", why, f"Give ({one.classes},)"))
         if one.softcap is not None and one.softcap <= 0:
-            raise ValueError(
-                explain(f"{whose}: softcap={one.softcap}", "it bounds the size of logits", "Use a positive number")
-            )
+            why = "it bounds the size of logits"
+            raise ValueError(explain(f"{whose}: softcap={one.softcap}", why, "Use a positive number"))
     if student.classes != teacher.classes:
-        raise ValueError(
-            explain(
-                f"the student has {student.classes} classes, the teacher {teacher.classes}",
-                "their probabilities are compared class by class",
-                "Bring them to one vocabulary first; where only its padding differs, resize_token_embeddings does it",
-            )
-        )
+        what = f"the student has {student.classes} classes, the teacher {teacher.classes}"
+        way_out = "Bring them to one vocabulary first; where only its padding differs, resize_token_embeddings does it"
+        raise ValueError(explain(what, "their probabilities are compared class by class", way_out))
     shape = student.hidden.shape[:-1]
     if teacher.hidden.shape[:-1] != shape:
-        raise ValueError(
-            explain(
-                f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher",
-                "they are compared token by token",
-                "Run both on the same inputs",
-            )
-        )
+        what = f"{tuple(shape)} tokens of the student, {tuple(teacher.hidden.shape[:-1])} of the teacher"
+        raise ValueError(explain(what, "they are compared token by token", "Run both on the same inputs"))
     if mask is not None and (mask.shape != shape or mask.is_floating_point()):
-        raise ValueError(
-            explain(
-                f"mask {tuple(mask.shape)} of {mask.dtype} for {tuple(shape)} tokens",
-                "it says of each token whether it counts",
-                "Give booleans of their shape, such as labels != -100",
-            )
-        )
+        why = "it says of each token whether it counts"
+        way_out = "Give booleans of their shape, such as labels != -100"
+        raise ValueError(explain(f"mask {tuple(mask.shape)} of {mask.dtype} for {tuple(shape)} tokens", why, way_out))
 
 
 class _Chunked(torch.autograd.Function):
@@ -257,7 +244,7 @@ class _Chunked(torch.autograd.Function):
             tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor)
             ctx.save_for_backward(*tensors)
         elif sums is not None:  # of the sum, in float32; the mean's factor meets them in the backward, and is exact
-            ctx.dtypes = [None if x is None else x.dtype for x in (hidden, weight, bias)]
+            ctx.dtypes = hidden.dtype, dtype_of(weight), dtype_of(bias)
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss if reduction == "none" else loss.sum() * number.reciprocal()
 
@@ -281,8 +268,7 @@ class _Chunked(torch.autograd.Function):
                 sums.hidden[part] = d_logits  # type: ignore[index]
             else:
                 sums.add(part, d_logits, hidden[part], weight)
-        found: Any = zip((sums.hidden, sums.weight, sums.bias), (hidden, weight, bias), strict=True)
-        return *(None if g is None else g.to(x.dtype) for g, x in found), *[None] * 9
+        return *sums.cast_to((hidden.dtype, dtype_of(weight), dtype_of(bias))), *[None] * 9
 
 
 def _loss_of(

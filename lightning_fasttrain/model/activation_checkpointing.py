@@ -105,16 +105,12 @@ class SelectiveOps(CheckpointPolicy):
                 way_out = f"Use torch.ops.{op}.default" if isinstance(op, torch._ops.OpOverloadPacket) else "Use one"
                 raise TypeError(explain(f"also={op!r}", "this is no operation overload", way_out))
             if torch.Tag.nondeterministic_seeded in op.tags:
-                raise ValueError(
-                    explain(
-                        f"also={op}",
-                        "it draws random numbers; left out of the recomputation it would shift all later ones",
-                        "Leave it out: it is cheap to recompute",
-                    )
-                )
+                why = "it draws random numbers; left out of the recomputation it would shift all later ones"
+                raise ValueError(explain(f"also={op}", why, "Leave it out: it is cheap to recompute"))
 
     def __repr__(self) -> str:
-        return f"SelectiveOps(also={[str(op) for op in self.also]})" if self.also else "SelectiveOps()"
+        also = [str(op) for op in self.also]
+        return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
         savings = CheckpointSavings(repr(self))
@@ -248,7 +244,12 @@ class ActivationCheckpointing(Technique):
 
     def apply(self, model: nn.Module) -> Undo:
         undos = checkpoint_activations_(model, self.policy, self.blocks)
-        return lambda: _all(undos.values())
+
+        def undo() -> None:
+            for take_out in undos.values():
+                take_out()
+
+        return undo
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
@@ -271,8 +272,3 @@ class ActivationCheckpointing(Technique):
     ) -> None:
         """Hook: the batch is there, and nothing has been computed with it."""
         self.policy.see(batch)
-
-
-def _all(undos: Iterable[Undo]) -> None:
-    for undo in undos:
-        undo()

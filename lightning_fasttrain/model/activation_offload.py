@@ -228,8 +228,11 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 def _without_repeats(tensor: Tensor) -> Tensor:
     """The tensor before it was expanded: its dimensions of stride 0 have one element."""
-    pairs = list(zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.as_strided([min(size, 1) if stride == 0 else size for size, stride in pairs], tensor.stride())
+    sizes = list(tensor.size())
+    for axis, stride in enumerate(tensor.stride()):
+        if stride == 0:
+            sizes[axis] = min(sizes[axis], 1)
+    return tensor.as_strided(sizes, tensor.stride())
 
 
 class _Saved:
@@ -248,13 +251,9 @@ class _Saved:
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
-            raise RuntimeError(
-                explain(
-                    f"a tensor saved at version {self.version} is at version {self.tensor._version}",
-                    "one of the variables needed for gradient computation has been modified by an inplace operation",
-                    "Let that operation make a new tensor: x = x + 1 instead of x += 1",
-                )
-            )
+            what = f"a tensor saved at version {self.version} is at version {self.tensor._version}"
+            why = "one of the variables needed for gradient computation has been modified by an inplace operation"
+            raise RuntimeError(explain(what, why, "Let that operation make a new tensor: x = x + 1 instead of x += 1"))
         if self.stored is None:
             return self.tensor
         found = self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)

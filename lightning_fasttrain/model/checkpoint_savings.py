@@ -107,7 +107,7 @@ class _Storages:
         return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
 
 
-def _storage_of(thing: Any) -> Any:
+def _storage_of(thing: Any) -> torch.UntypedStorage | None:
     if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
         return None
     try:

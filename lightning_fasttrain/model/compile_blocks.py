@@ -2,14 +2,14 @@
 
 import os
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar
 
 import lightning as L  # before torch.compile is used: Lightning records its arguments
 import torch
 from torch import nn
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
+from lightning_fasttrain._blocks import Blocks, find_blocks, has_parameters
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._heads import find_heads
@@ -23,6 +23,7 @@ from lightning_fasttrain.model.compile_cache import load_compile_cache, save_com
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
 
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
+_OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -75,12 +76,12 @@ def compile_blocks_(
     options: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
-    entries: dict[Any, Any] = {}
+    entries: dict[tuple[Any, ...], Callable[..., Any]] = {}
     compiled: dict[str, CompiledForward | CompiledLoss] = {}
     found = find_blocks(model, blocks)
     for name, block in {**found, **(_pieces_beside(model, found.values()) if head else {})}.items():
         if wrapper_on(block, CompiledForward):
-            compiled[name] = next(_compiled_on(block))
+            compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
         signature = (type(block), _runs_class_forward(block), shapes)
@@ -96,7 +97,7 @@ def compile_blocks_(
     return compiled
 
 
-def _new_entry(block: nn.Module) -> Any:
+def _new_entry(block: nn.Module) -> types.FunctionType:
     """What is compiled for blocks like this one, as a function of its own code object.
 
     The compiler keeps its results, and its limit of 8, by code object, so the code is copied. A class's own forward
@@ -123,28 +124,15 @@ def _runs_class_forward(block: nn.Module) -> bool:
     return own and "forward" not in vars(block)
 
 
-def _compiled_on(block: nn.Module) -> Any:
-    holder: Any = block.__dict__.get("forward")
-    while isinstance(holder, WrappedForward):
-        if isinstance(holder, CompiledForward):
-            yield holder
-        holder = holder.previous
-
-
 class CompiledForward(WrappedForward):
     """A compiled forward that can fall back to what was there before."""
 
-    def __init__(self, module: nn.Module, name: str, entry: Any, fallback: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, entry: Callable[..., Any], fallback: bool) -> None:
         super().__init__(module)
         self.name = name
         self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
-        self.undo: Undo = lambda: None
-
-    def install(self) -> Undo:
-        self.undo = super().install()
-        return self.undo
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None or torch.compiler.is_compiling():
@@ -156,13 +144,9 @@ class CompiledForward(WrappedForward):
             if not self.fallback:
                 raise
             self.failure = first_line(error)
-        warn(
-            explain(
-                f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is",
-                self.failure,
-                "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error",
-            )
-        )
+        what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is"
+        way_out = "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error"
+        warn(explain(what, self.failure, way_out))
         return self.inner(*args, **kwargs)
 
 
@@ -195,7 +179,7 @@ def _pieces_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, n
             continue
         for name, part in holder.named_children():
             one_kernel = isinstance(part, nn.Linear | nn.Embedding)
-            if part not in holders and not one_kernel and any(True for _ in part.parameters()):
+            if part not in holders and not one_kernel and has_parameters(part):
                 pieces[f"{prefix}.{name}" if prefix else name] = part
     return pieces
 
@@ -267,12 +251,11 @@ class CompileBlocks(Technique):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        why = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"
         way_out = "Use CompileBlocks(mode='max-autotune-no-cudagraphs')"
         kept = "CUDA graphs keep what they save in memory of their own, so moving it would free nothing"
         return (
-            Conflict(MicroBatching, why, f"{way_out}, or one micro-batch", _graphs_and_parts),
-            Conflict(TokenWeightedAccumulation, why, way_out, lambda compiled, _: compiled.uses_cuda_graphs),
+            Conflict(MicroBatching, _OVERWRITES, f"{way_out}, or one micro-batch", _graphs_and_parts),
+            Conflict(TokenWeightedAccumulation, _OVERWRITES, way_out, lambda compiled, _: compiled.uses_cuda_graphs),
             Conflict(ActivationOffload, kept, way_out, lambda compiled, _: compiled.uses_cuda_graphs),
         )
 
@@ -283,13 +266,8 @@ class CompileBlocks(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if self.uses_cuda_graphs and trainer.accumulate_grad_batches > 1:
-            raise ValueError(
-                explain(
-                    f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}",
-                    "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed",
-                    "Use mode='max-autotune-no-cudagraphs'",
-                )
-            )
+            what = f"CompileBlocks(mode={self.mode!r}) with accumulate_grad_batches={trainer.accumulate_grad_batches}"
+            raise ValueError(explain(what, _OVERWRITES, "Use mode='max-autotune-no-cudagraphs'"))
         return None
 
     def apply(self, model: nn.Module) -> Undo:
@@ -335,13 +313,9 @@ class CompileBlocks(Technique):
         self.report = self._watch.report()
         self.report.fallbacks = {name: f.failure for name, f in self._compiled.items() if f.failure is not None}
         if self.report.recompiles >= _MANY_RECOMPILES:
-            warn(
-                explain(
-                    f"CompileBlocks: {self.report.recompiles} recompilations",
-                    "batches of ever new shapes are compiled again until the compiler gives up on them",
-                    "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)",
-                )
-            )
+            why = "batches of ever new shapes are compiled again until the compiler gives up on them"
+            way_out = "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)"
+            warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
             if self.cache is not None and not save_compile_cache(self.cache):

@@ -63,13 +63,9 @@ def load_compile_cache(path: str | os.PathLike[str]) -> bool:
         return False
     status = file.stat()
     if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)):
-        raise PermissionError(
-            explain(
-                f"compile cache {file} belongs to or can be written by other users",
-                "it holds code that would be executed",
-                f"If you made it: chown it to yourself and chmod go-w {file}",
-            )
-        )
+        what = f"compile cache {file} belongs to or can be written by other users"
+        why = "it holds code that would be executed"
+        raise PermissionError(explain(what, why, f"If you made it: chown it to yourself and chmod go-w {file}"))
     try:
         with zipfile.ZipFile(file) as packed:
             artifacts, machine = packed.read(_ARTIFACTS), packed.read(_MACHINE).decode()

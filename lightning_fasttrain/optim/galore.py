@@ -78,13 +78,9 @@ class GaLoreAdamW(Optimizer):
         adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "foreach": foreach}
         super().__init__(params, {**adam, "rank": None, "update_every": 200, "scale": 0.25, "subspace": "exact"})
         if all(group["rank"] is None for group in self.param_groups):
-            raise ValueError(
-                explain(
-                    f"GaLoreAdamW with {len(self.param_groups)} groups of which none has a rank",
-                    "no gradient would be projected, so this would be plain AdamW",
-                    "Use GaLoreAdamW(galore_groups(model, rank=128)), or torch.optim.AdamW",
-                )
-            )
+            what = f"GaLoreAdamW with {len(self.param_groups)} groups of which none has a rank"
+            way_out = "Use GaLoreAdamW(galore_groups(model, rank=128)), or torch.optim.AdamW"
+            raise ValueError(explain(what, "no gradient would be projected, so this would be plain AdamW", way_out))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -96,13 +92,9 @@ class GaLoreAdamW(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if any("rank" not in group for group in state_dict["param_groups"]):
-            raise ValueError(
-                explain(
-                    "a state without ranks for GaLoreAdamW",
-                    "it was saved by another optimizer, whose moments are in no subspace",
-                    "Load the weights alone, and start with a fresh optimizer",
-                )
-            )
+            why = "it was saved by another optimizer, whose moments are in no subspace"
+            way_out = "Load the weights alone, and start with a fresh optimizer"
+            raise ValueError(explain("a state without ranks for GaLoreAdamW", why, way_out))
         super().load_state_dict(state_dict)
 
     @torch.no_grad()
@@ -116,9 +108,13 @@ class GaLoreAdamW(Optimizer):
             if not parameters:
                 continue
             _refuse_gradients(parameters, group)
+            parts = [parameters]
+            if not _in_lists(parameters, group):
+                parts = [[parameter] for parameter in parameters]
             with torch.autocast(parameters[0].device.type, enabled=False):
-                for some in [parameters] if _in_lists(parameters, group) else [[p] for p in parameters]:
-                    self._step_plain(some, group) if group["rank"] is None else self._step_projected(some, group)
+                update = self._step_plain if group["rank"] is None else self._step_projected
+                for part in parts:
+                    update(part, group)
         return loss
 
     def _step_plain(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -161,13 +157,16 @@ class GaLoreAdamW(Optimizer):
                 state.setdefault("step", _zero())
                 state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
+        means = [state["exp_avg"] for state in states]
+        squares = [state["exp_avg_sq"] for state in states]
+        steps = [state["step"] for state in states]
         adamw(
             updated,
             gradients,
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            means,
+            squares,
             [],
-            [state["step"] for state in states],
+            steps,
             foreach=_in_lists(parameters, group),
             fused=False,
             has_complex=any(gradient.is_complex() for gradient in gradients),
@@ -216,13 +215,9 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
         # In float64: the product squares how far the singular values lie apart, which float32 has no digits for.
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:
-        raise RuntimeError(
-            explain(
-                f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors",
-                "it is not finite, or too far from being well conditioned",
-                "Look for NaN in the loss, and clip the gradients",
-            )
-        ) from error
+        what = f"the gradient of a parameter of shape {tuple(gradient.shape)} has no singular vectors"
+        why = "it is not finite, or too far from being well conditioned"
+        raise RuntimeError(explain(what, why, "Look for NaN in the loss, and clip the gradients")) from error
     found = vectors if basis is None else basis @ vectors.to(basis.dtype)
     return found.to(gradient.dtype).contiguous()
 
@@ -279,18 +274,11 @@ def _check_group(group: dict[str, Any]) -> None:
 def _refuse_gradients(parameters: list[Tensor], group: dict[str, Any]) -> None:
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.is_sparse:
-            raise RuntimeError(
-                explain(
-                    f"a sparse gradient of shape {tuple(parameter.shape)}",
-                    "AdamW's moments are dense",
-                    "Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for this parameter",
-                )
-            )
+            why = "AdamW's moments are dense"
+            way_out = "Use nn.Embedding(sparse=False), or torch.optim.SparseAdam for this parameter"
+            raise RuntimeError(explain(f"a sparse gradient of shape {tuple(parameter.shape)}", why, way_out))
         if group["rank"] is not None and parameter.ndim != 2:
-            raise RuntimeError(
-                explain(
-                    f"a matrix that was to be projected has become one of shape {tuple(parameter.shape)}",
-                    "the strategy has flattened it, so there are no rows and columns left",
-                    "Use a strategy that keeps parameters whole, such as DDP, or torch.optim.AdamW",
-                )
-            )
+            what = f"a matrix that was to be projected has become one of shape {tuple(parameter.shape)}"
+            why = "the strategy has flattened it, so there are no rows and columns left"
+            way_out = "Use a strategy that keeps parameters whole, such as DDP, or torch.optim.AdamW"
+            raise RuntimeError(explain(what, why, way_out))

@@ -54,7 +54,7 @@ def galore_groups(
     """
     settings = {"rank": rank, "update_every": update_every, "scale": scale, "subspace": subspace}
     check_settings(settings)
-    inside = [f"{name}." if name else "" for name in find_blocks(model, blocks)]
+    inside = [f"{name}.".removeprefix(".") for name in find_blocks(model, blocks)]
     embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
     projected, rest, too_small = [], [], {}
     for name, parameter in model.named_parameters():
@@ -67,15 +67,12 @@ def galore_groups(
             too_small[name] = tuple(parameter.shape)
     examples = ", ".join(f"{name} {shape[0]} × {shape[1]}" for name, shape in list(too_small.items())[:3])
     if not projected:
-        raise ValueError(
-            explain(
-                f"galore_groups(rank={rank}) on {type(model).__name__}",
-                f"it would save memory for none of its {len(too_small)} matrices in blocks ({examples})"
-                if too_small
-                else f"there is no matrix that could be projected in {len(inside)} blocks",
-                "Use a smaller rank" if too_small else "Name the modules whose matrices are to be projected: blocks=",
-            )
-        )
+        why = f"there is no matrix that could be projected in {len(inside)} blocks"
+        way_out = "Name the modules whose matrices are to be projected: blocks="
+        if too_small:
+            why = f"it would save memory for none of its {len(too_small)} matrices in blocks ({examples})"
+            way_out = "Use a smaller rank"
+        raise ValueError(explain(f"galore_groups(rank={rank}) on {type(model).__name__}", why, way_out))
     if too_small:
         say("galore_groups: rank=%s saves nothing for %s of the matrices: %s", rank, len(too_small), examples)
     groups: list[dict[str, Any]] = [{"params": projected, "name": "galore", **settings}]

@@ -112,13 +112,10 @@ class _InBackward:
             return
         with self.lock:
             if parameter in self.updated:
-                raise RuntimeError(
-                    explain(
-                        f"a second gradient for a parameter of shape {tuple(parameter.shape)} before optimizer.step()",
-                        "the first was used and freed during backward, so the two cannot be summed",
-                        "Call backward once and then optimizer.step(), without gradient accumulation",
-                    )
-                )
+                what = f"a second gradient for a parameter of shape {tuple(parameter.shape)} before optimizer.step()"
+                why = "the first was used and freed during backward, so the two cannot be summed"
+                way_out = "Call backward once and then optimizer.step(), without gradient accumulation"
+                raise RuntimeError(explain(what, why, way_out))
             self.updated.add(parameter)
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_(parameter, self.clip_value)
@@ -139,35 +136,26 @@ class _InBackward:
             optimizer.param_groups, group["params"] = groups, before["params"]
         changed = [key for key in group if group[key] is not before.get(key)]
         if changed:
-            raise RuntimeError(
-                explain(
-                    f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step",
-                    "it would do so once a parameter, where the group's parameters share it",
-                    "Use an optimizer that treats its parameters one by one, such as AdamW",
-                )
-            )
+            what = f"{type(optimizer).__name__} changed its group's {', '.join(changed)} in a step"
+            why = "it would do so once a parameter, where the group's parameters share it"
+            way_out = "Use an optimizer that treats its parameters one by one, such as AdamW"
+            raise RuntimeError(explain(what, why, way_out))
 
 
 def _refuse_unfit(optimizer: Any) -> None:
     if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            explain(f"optimizer={type(optimizer).__name__}", "it is no torch.optim.Optimizer", "Give the optimizer")
-        )
+        why = "it is no torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
     name = type(optimizer).__name__
     try:
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
-        raise ValueError(
-            explain(f"{name} in backward", "its step takes a closure, to run backward itself", "Use one such as AdamW")
-        ) from None
+        why = "its step takes a closure, to run backward itself"
+        raise ValueError(explain(f"{name} in backward", why, "Use one such as AdamW")) from None
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        raise ValueError(
-            explain(
-                f"{name} in backward on {dist.get_world_size()} processes",
-                "parameters would be updated before their gradients are averaged over the processes",
-                "Train on one device, or shard the gradients (ZeRO, FSDP)",
-            )
-        )
+        why = "parameters would be updated before their gradients are averaged over the processes"
+        way_out = "Train on one device, or shard the gradients (ZeRO, FSDP)"
+        raise ValueError(explain(f"{name} in backward on {dist.get_world_size()} processes", why, way_out))
 
 
 def _refuse_not_positive(name: str, limit: float | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain._heads import heads_beside, is_inside, warn_of_blocks_beyond
 from lightning_fasttrain._messages import explain, note_once
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
@@ -69,9 +69,8 @@ def layer_decay_groups(
     """
     _refuse_rates(lr, weight_decay)
     if not 0 < decay <= 1:
-        raise ValueError(
-            explain(f"decay={decay}", "it is the ratio of a layer's rate to that of the one above", "Use 0.75 to 0.95")
-        )
+        why = "it is the ratio of a layer's rate to that of the one above"
+        raise ValueError(explain(f"decay={decay}", why, "Use 0.75 to 0.95"))
     named = [head] if isinstance(head, str) else list(head)
     found = list(find_blocks(model, blocks))
     layers = ["stem", *found, "head"]
@@ -89,20 +88,18 @@ def layer_decay_groups(
         if layer in outside:
             outside[layer][name.rpartition(".")[0] or name] = None
     if not members:
-        raise ValueError(
-            explain(f"{type(model).__name__} with frozen=False", "all its parameters are frozen", "Thaw some first")
-        )
+        why = "all its parameters are frozen"
+        raise ValueError(explain(f"{type(model).__name__} with frozen=False", why, "Thaw some first"))
     stem, top = (", ".join(names) or "nothing" for names in outside.values())
     note_once(f"layer_decay_groups: the stem is {stem}; then {len(layers) - 2} blocks; the head is {top}")
-    return [
-        {
-            "params": members[layer, spared],
-            "name": f"{layers[layer]}/no_decay" if spared else layers[layer],
-            "lr": lr * decay ** (len(layers) - 1 - layer),
-            "weight_decay": 0.0 if spared else weight_decay,
-        }
-        for layer, spared in sorted(members)
-    ]
+    groups: list[dict[str, Any]] = []
+    for layer, spared in sorted(members):
+        rate = lr * decay ** (len(layers) - 1 - layer)
+        group = {"params": members[layer, spared], "name": layers[layer], "lr": rate, "weight_decay": weight_decay}
+        if spared:
+            group |= {"name": f"{layers[layer]}/no_decay", "weight_decay": 0.0}
+        groups.append(group)
+    return groups
 
 
 def lora_plus_groups(
@@ -154,20 +151,13 @@ def lora_plus_groups(
         else:
             members["B" if "lora_B" in name else "A"].append(parameter)
     if not members["B"] and not members["embedding"]:
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} has {f'{len(found)} B matrices, all frozen' if found else 'no lora_B'}",
-                "there is no adapter to train",
-                "Switch the adapter on first" if found else "Add LoRA to the model before its optimizer is made",
-            )
-        )
+        what, way_out = "no lora_B", "Add LoRA to the model before its optimizer is made"
+        if found:
+            what, way_out = f"{len(found)} B matrices, all frozen", "Switch the adapter on first"
+        raise ValueError(explain(f"{type(model).__name__} has {what}", "there is no adapter to train", way_out))
+    decays = {**dict.fromkeys(rates, weight_decay), "B/no_decay": 0.0}
     return [
-        {
-            "params": parameters,
-            "name": name,
-            "lr": rates[name],
-            "weight_decay": 0.0 if name == "B/no_decay" else weight_decay,
-        }
+        {"params": parameters, "name": name, "lr": rates[name], "weight_decay": decays[name]}
         for name, parameters in members.items()
         if parameters
     ]
@@ -179,24 +169,29 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
     for name in head:
         if name not in modules:
             children = ", ".join(name for name, _ in model.named_children())
-            raise ValueError(
-                explain(f"head={name!r}", f"{type(model).__name__} has no such module", f"Its children are {children}")
-            )
+            why = f"{type(model).__name__} has no such module"
+            raise ValueError(explain(f"head={name!r}", why, f"Its children are {children}"))
     named = list(model.named_parameters())
     tied = _shared_with_tables(model)
     head = [*head, *(one for one in heads_beside(model, layers[1:-1]) if one not in tied)]
-    of_block = [
-        next((i for i, block in enumerate(layers[1:-1], 1) if name.startswith(f"{block}.")), None) for name, _ in named
-    ]
+    of_block = [_block_of(name, layers[1:-1]) for name, _ in named]
     last = max((position for position, block in enumerate(of_block) if block is not None), default=-1)
     layer = 0
     for position, (name, parameter) in enumerate(named):
-        if any(name.startswith(f"{prefix}.") for prefix in head):
+        if is_inside(name, head):
             yield name, parameter, len(layers) - 1
             continue
         block = of_block[position]
-        layer = block if block is not None else layer if position < last else len(layers) - 1
+        if block is not None:
+            layer = block
+        elif position >= last:
+            layer = len(layers) - 1
         yield name, parameter, layer
+
+
+def _block_of(name: str, blocks: list[str]) -> int | None:
+    """Which of the blocks, counted from 1, a parameter of this name is in."""
+    return next((i for i, block in enumerate(blocks, 1) if name.startswith(f"{block}.")), None)
 
 
 def _shared_with_tables(model: nn.Module) -> set[str]:

@@ -51,13 +51,9 @@ def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, A
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     if not isinstance(made, L.LightningModule) or not is_overridden("train_dataloader", made):
-        raise TypeError(
-            explain(
-                f"{path} gives {type(made).__name__}",
-                "a batch is needed too, and only a LightningModule with a train_dataloader brings one",
-                "Name a function that returns (module, batch)",
-            )
-        )
+        what = f"{path} gives {type(made).__name__}"
+        why = "a batch is needed too, and only a LightningModule with a train_dataloader brings one"
+        raise TypeError(explain(what, why, "Name a function that returns (module, batch)"))
     made.prepare_data()
     made.setup("fit")
     return made, next(iter(made.train_dataloader()))
@@ -80,9 +76,8 @@ def techniques_named(text: str) -> list[Technique]:
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, has_value, value = entry.partition("=")
         if name not in known:
-            raise ValueError(
-                explain(f"technique {name!r}", "there is none of this name", f"Use {', '.join(sorted(known))}")
-            )
+            why = "there is none of this name"
+            raise ValueError(explain(f"technique {name!r}", why, f"Use {', '.join(sorted(known))}"))
         made.append(known[name](_literal(value)) if has_value else known[name]())
     return made
 

@@ -39,9 +39,8 @@ class PeakMemory:
 
     Args:
         device: ``"cpu"`` or a CUDA device.
-        held: what is in memory at entry: modules (parameters, buffers, gradients, what
-            quantised layers keep), optimizers (their state), tensors,
-            and lists, tuples and mappings of these. Shared storages count once.
+        held: what is in memory at entry: modules (parameters, buffers, gradients, what quantised layers keep),
+            optimizers (their state), tensors, and lists, tuples and mappings of these. Shared storages count once.
 
     Blocks may lie inside one another on CUDA, where each has its own peak.
 
@@ -72,9 +71,8 @@ class PeakMemory:
     def __init__(self, device: torch.device | str, *held: Any) -> None:
         self.device = torch.device(device)
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                explain(f"device={str(device)!r}", "memory is counted on the CPU and on CUDA", "Use one of these")
-            )
+            why = "memory is counted on the CPU and on CUDA"
+            raise ValueError(explain(f"device={str(device)!r}", why, "Use one of these"))
         self.peak_bytes = self.added_bytes = 0
         self.segments: list[int] = []
         self._held = held
@@ -93,13 +91,9 @@ class PeakMemory:
             _OPEN_ON_CUDA.append(self)
             return self
         if torch.autograd._profiler_enabled():
-            raise RuntimeError(
-                explain(
-                    "PeakMemory('cpu')",
-                    "another torch profiler is active, and torch runs one at a time",
-                    "Measure outside of it, or give it profile_memory=True",
-                )
-            )
+            why = "another torch profiler is active, and torch runs one at a time"
+            way_out = "Measure outside of it, or give it profile_memory=True"
+            raise RuntimeError(explain("PeakMemory('cpu')", why, way_out))
         self._freed: list[_Change] = []
         self._late: list[dict[int, int]] = []
         self._watches: list[weakref.finalize] = []
@@ -150,8 +144,10 @@ class PeakMemory:
 
     def _bytes_held_late(self, allocated: set[int]) -> int:
         known = self._counted | allocated
-        sizes = [{address: size for address, size in batch.items() if address not in known} for batch in self._late]
-        return max((sum(batch.values()) for batch in sizes), default=0)
+        most = 0
+        for batch in self._late:
+            most = max(most, sum(size for address, size in batch.items() if address not in known))
+        return most
 
     def _note_free(self, nbytes: int) -> None:
         self._freed.append((time.time_ns(), _HELD, -nbytes))  # the clock of the profiler's events
@@ -226,6 +222,7 @@ def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def _parts_of(held: Any) -> Iterable[Any]:
+
     if isinstance(held, nn.Module):
         gradients = [parameter.grad for parameter in held.parameters()]
         quantized = [tensor for _, tensor in quantized_tensors(held)]
@@ -296,9 +293,8 @@ class MemoryMeter(Technique):
             return
         self._in_step, self._step = True, self._step + 1
         device = trainer.strategy.root_device
-        if self._step < self._due:
-            return
-        if device.type == "cuda" or not torch.autograd._profiler_enabled():  # another meter of ours, maybe: wait
+        busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # another meter of ours, maybe: wait
+        if self._step >= self._due and not busy:
             self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
 
     def on_train_batch_end(

@@ -4,6 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from math import inf
 from statistics import median
 from time import perf_counter
 from typing import Any, ClassVar
@@ -99,10 +100,12 @@ class StepTimer:
         if wait and self._on_cuda:
             torch.cuda.synchronize(self._device)
         recent = list(self._steps)[-last:]
-        steps = [_read(*step) for step in recent if all(event.query() for _, event in step[1])]
+        steps = [_read(*step) for step in recent if _has_passed(step[1])]
         if not steps:
             return {}
-        middle = {name: median(step[name] for step in steps) for name in steps[0]}
+        middle: dict[str, float] = {}
+        for name in steps[0]:
+            middle[name] = median(step[name] for step in steps)
         parts = {f"{name}_ms": middle[name] * 1e3 for name in PHASES if name != "pause"}
         step_ms = middle["step"] * 1e3
         counted = {f"{name}_per_s": middle[name] for name in ("samples", "tokens") if middle[name]}
@@ -136,6 +139,10 @@ class _Phase:
         timer._switch(timer._outer.pop())
 
 
+def _has_passed(marks: list[_Mark]) -> bool:
+    return all(event.query() for _, event in marks)
+
+
 def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: int) -> dict[str, float]:
     spent_s = host_s
     if marks:
@@ -143,8 +150,9 @@ def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: in
         for (_, start), (phase, end) in pairwise(marks):
             spent_s[phase] += start.elapsed_time(end) / 1e3
     step_s = sum(spent_s.values()) - spent_s["pause"]
-    rates = {name: n / step_s if step_s else 0.0 for name, n in (("samples", samples), ("tokens", tokens))}
-    return {**spent_s, **rates, "data_wait": host_s["data_wait"], "step": step_s}
+    per = step_s or inf  # in no time there is no rate
+    waited_s = host_s["data_wait"]
+    return {**spent_s, "samples": samples / per, "tokens": tokens / per, "data_wait": waited_s, "step": step_s}
 
 
 def count_batch(batch: Any) -> tuple[int, int]:
@@ -208,9 +216,8 @@ class StepMeter(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
-        timer = StepTimer(trainer.strategy.root_device, self.warmup)
-        self._profiler = profiler = _StepProfiler(trainer, timer)
-        restore = patch(trainer, "profiler", profiler)
+        self._profiler = _StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
+        restore = patch(trainer, "profiler", self._profiler)
 
         def undo() -> None:
             restore()
@@ -330,9 +337,8 @@ class _Action(_Phase):
     def __enter__(self) -> None:
         profiler = self.profiler
         # A batch that was fetched ahead is not asked for again: its transfer is then the first sign of a new step.
-        if self.is_fetch or (
-            self.is_transfer and (profiler.stepped or (not profiler.in_loop and profiler.trainer.training))
-        ):
+        is_over = profiler.stepped or (not profiler.in_loop and profiler.trainer.training)
+        if self.is_fetch or (self.is_transfer and is_over):
             profiler.enter_loop()
         if profiler.in_loop:
             super().__enter__()

@@ -17,11 +17,12 @@ _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or
 _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 
-def own_group(timeout: timedelta | None = None) -> Any:
+def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """A gloo group of all processes; all must call it, in the thread that trains. None in a single process."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
-    return dist.new_group(backend="gloo", timeout=timeout)
+    group: Any = dist.new_group(backend="gloo", timeout=timeout)  # of which every process is a member
+    return group
 
 
 class RollCall:
@@ -44,7 +45,7 @@ class RollCall:
         Ours.
     """
 
-    def __init__(self, group: Any) -> None:
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = group
         self._fine = torch.ones(1, dtype=torch.uint8, device="cpu")  # lives as long as gloo's thread may read it
         self.broken = False

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, stays_whole
 from lightning_fasttrain.strategy.sizes._model_sizes import Held, ceil_div
@@ -44,7 +45,8 @@ def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
     return [*groups, _group(held, policy, rest, gathers=1)]  # the root stays gathered until its backward is done
 
 
-def _group(held: Held, policy, parameters: Sequence[nn.Parameter], gathers: int) -> ShardedGroup:
+def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Parameter], gathers: int) -> ShardedGroup:
+    assert policy.reduce_dtype is not None
     shard = trained = gathered = reduced = 0
     for parameter in parameters:
         part, size = math.prod(_cut(parameter.shape, held.ranks)), held.itemsize(parameter)
@@ -73,11 +75,12 @@ def fsdp2_states(
     *blocks, root = groups
     widest = max((block.gathered for block in blocks), default=0)
     gradients = max((block.reduced for block in blocks), default=root.reduced)
-    shards = sum(group.shard for group in (*blocks, root))
-    trained = sum(group.trained_shard for group in (*blocks, root))
+    shards = sum(group.shard for group in groups)
+    trained = sum(group.trained_shard for group in groups)
     whole = sum(p.nbytes for p in held.parameters if stays_whole(p))
-    waiting = sum(group.reduced for group in (*blocks, root)) if micro_batches > 1 else 0
-    state = 0
+    state = waiting = 0
+    if micro_batches > 1:
+        waiting = sum(group.reduced for group in groups)
     for group in held.groups:
         shapes = [_cut(shape, held.ranks) for shape in group.shapes]
         state += state_bytes(held.optimizer, group, shapes, held.dtype_of(group))

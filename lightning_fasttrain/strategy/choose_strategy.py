@@ -159,13 +159,9 @@ def _meet(strategy: Any, name: str, devices: int) -> None:
     """In the place of ``setup_environment``: refuse another number of processes before they wait for one another."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
-        raise ValueError(
-            explain(
-                f"{name} was chosen for {devices} devices, and the Trainer has {processes}",
-                "what each rank holds depends on their number",
-                f"Choose again with devices={processes}, or give the Trainer {devices}",
-            )
-        )
+        what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
+        why = "what each rank holds depends on their number"
+        raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
     type(strategy).setup_environment(strategy)
 
 
@@ -240,12 +236,10 @@ def choose_strategy(
     foreign = any(base.__module__.split(".")[0] in _FOREIGN for base in type(deepspeed.optimizer).__mro__)
     names = [name for name in CANDIDATES if not (foreign and name in FSDP2)]
     moved = Moved(deepspeed, own, precision, micro_batches=1, sizes=sizes)
-    rows = [
-        ddp_states(own),
-        *(fsdp2_states(own, moved.groups, offload=away) for away in (False, True)),
-        *states_of(deepspeed, [n.removeprefix("zero-") for n in CANDIDATES if n.startswith("zero")], sizes),
-    ]
-    by_name = {row.stage if row.stage[0].isalpha() else f"zero-{row.stage}": row for row in rows}
+    rows = [ddp_states(own), fsdp2_states(own, moved.groups), fsdp2_states(own, moved.groups, offload=True)]
+    stages = [name.removeprefix("zero-") for name in CANDIDATES if name.startswith("zero")]
+    by_name = {row.stage: row for row in rows}
+    by_name.update({f"zero-{row.stage}": row for row in states_of(deepspeed, stages, sizes)})
     activations = None if activation_gib is None else int(activation_gib * GIB)
     if batch is not None:
         activations = _activations(module, batch, loss, precision)
@@ -291,7 +285,9 @@ def _memory_of(memory_gib: float | None) -> float:
     return torch.cuda.mem_get_info()[0]
 
 
-def _activations(module: Any, batch: Any, loss: Any, precision: str) -> int:
+def _activations(
+    module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
+) -> int:
     """All that a step needs beside parameters, gradients and optimizer state, at the peak of forward or backward."""
     report: MemoryReport = predict_memory(
         module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision

@@ -73,16 +73,15 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         verify_checkpoint(folder)
     state, source = _state_of(folder)
     if not state:
-        raise ValueError(
-            explain(f"{folder}", "no model is in it", "Give the folder that the run has saved, not a part of it")
-        )
+        why = "no model is in it"
+        raise ValueError(explain(f"{folder}", why, "Give the folder that the run has saved, not a part of it"))
     save: Any = require("safetensors.torch", extra="finetune").save
     whole = _untied(state)
     write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
     once = {tensor.data_ptr(): tensor for tensor in state.values()}
-    return Consolidated(
-        out, len(whole), sum(t.numel() for t in once.values()), sum(t.nbytes for t in whole.values()), source
-    )
+    numel = sum(tensor.numel() for tensor in once.values())
+    nbytes = sum(tensor.nbytes for tensor in whole.values())
+    return Consolidated(out, len(whole), numel, nbytes, source)
 
 
 def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
@@ -93,13 +92,9 @@ def _state_of(folder: Path) -> tuple[dict[str, Tensor], str]:
         return {name: _as_float32(tensor) for name, tensor in state.items()}, "FSDP2"
     inner = _deepspeed_files(folder)
     if inner is None:
-        raise ValueError(
-            explain(
-                f"{folder}",
-                "it is no sharded checkpoint: neither DeepSpeed's files nor torch.distributed's .metadata are in it",
-                "Give the folder that the run has saved, such as epoch=0-step=100.ckpt",
-            )
-        )
+        why = "it is no sharded checkpoint: neither DeepSpeed's files nor torch.distributed's .metadata are in it"
+        way_out = "Give the folder that the run has saved, such as epoch=0-step=100.ckpt"
+        raise ValueError(explain(f"{folder}", why, way_out))
     files = ZeROFiles.read(inner)
     ranks = f", {len(files.pieces)} ranks" if files.pieces else ""
     with as_corrupt(folder):

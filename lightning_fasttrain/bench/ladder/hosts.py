@@ -34,7 +34,9 @@ def _made(name: str, arguments: dict[str, Any]) -> Any:
     kind = next((getattr(room, name) for room in ROOMS if hasattr(room, name)), None)
     if not isinstance(kind, type):
         raise ValueError(explain(f"{name!r}", "this package has none of this name", "Check the rung's entry"))
-    values = {key: _made(*next(iter(v.items()))) if isinstance(v, dict) else v for key, v in arguments.items()}
+    values = {}
+    for key, value in arguments.items():
+        values[key] = _made(*next(iter(value.items()))) if isinstance(value, dict) else value
     return kind(**values)
 
 
@@ -100,9 +102,8 @@ def run_in_a_bare_loop(module: GPTModule, loader: Iterable[Any], state: State, r
     known = {"MicroBatching", "DevicePrefetch", "EagerGradientRelease", "OptimizerInBackward"}
     unknown = names - known - {type(c).__name__ for c in surgeons}
     if unknown:
-        raise ValueError(
-            explain(f"{', '.join(sorted(unknown))} in a bare loop", "it has no place in it yet", "Add it to hosts.py")
-        )
+        why = "it has no place in it yet"
+        raise ValueError(explain(f"{', '.join(sorted(unknown))} in a bare loop", why, "Add it to hosts.py"))
     with apply(module, surgeons):
         module.to(device)
         optimizer = module.configure_optimizers()

@@ -90,7 +90,9 @@ def usual_noise(rows: Iterable[Row]) -> float:
         0.1
     """
     runs = [row["step_ms_of_runs"] for row in rows if len(row["step_ms_of_runs"]) > 1]
-    return statistics.median([max(times) / min(times) - 1 for times in runs]) if runs else 0.0
+    if not runs:
+        return 0.0
+    return statistics.median([max(times) / min(times) - 1 for times in runs])
 
 
 def _worth(share: float, ratio: float) -> float:
@@ -149,8 +151,7 @@ def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
     """The leanest row within :data:`MOST_TIME` of naive's time; of equal peaks the fastest. None if none is leaner.
 
     Args:
-        rows: the ladder's, naive first.
-        noise: share by which times differ without a cause.
+        rows, noise: as for :func:`fastest_with_half_the_memory`.
     """
     naive = rows[0]
     leaner = [row for row in _finished(rows) if row["peak_mib"] < naive["peak_mib"] * (1 - MEMORY_WORTH)]
@@ -171,7 +172,9 @@ def _least(rows: list[Row], key: str, share: float) -> Row | None:
 def _finished(rows: list[Row]) -> list[Row]:
     """The rows above naive that ran, where naive did."""
     naive, *above = rows
-    return [] if naive["error"] is not None else [row for row in above if row["error"] is None]
+    if naive["error"] is not None:
+        return []
+    return [row for row in above if row["error"] is None]
 
 
 def loss_parity(measured: Row, naive: Row | None) -> float | None:

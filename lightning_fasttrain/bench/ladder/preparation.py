@@ -85,23 +85,29 @@ def prepare(
         ValueError: a bad argument; the message is one line.
     """
     given = {"batch": batch, "steps": steps, "micro_batches": micro_batches, "minutes": minutes}
-    resized = _resized(size_named(size) if isinstance(size, str) else size, attention, given)
+    size_name = "custom"
+    if isinstance(size, str):
+        size_name, size = size, size_named(size)
+    resized = _resized(size, attention, given)
     if not repeats >= 0:
         raise ValueError(explain(f"repeats={repeats}", "a count begins at 0", "Use 0 to run each rung once"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
     wanted = chosen(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
     reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
+    runnable = tuple(rung for rung in wanted if not reasons[rung.name])
+    skipped = tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name])
+    baselines = tuple(name for name in (STRONG, BARE) if names is None or name in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
     check_enough(tokens, resized.batch, resized.model.context)
     prepared = Ladder(
-        size_name=size if isinstance(size, str) else "custom",
+        size_name=size_name,
         size=resized,
         tokens=tokens,
-        rungs=tuple(rung for rung in wanted if not reasons[rung.name]),
-        skipped=tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name]),
-        baselines=tuple(name for name in (STRONG, BARE) if names is None or name in names),
+        rungs=runnable,
+        skipped=skipped,
+        baselines=baselines,
         out=folder,
         each=each,
         device=device,
@@ -171,7 +177,6 @@ def writable_folder(path: str | Path) -> Path:
             pass
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
-        raise ValueError(
-            explain(f"output folder {path}", f"results cannot be written there ({reason})", "Give another with --out")
-        ) from error
+        why = f"results cannot be written there ({reason})"
+        raise ValueError(explain(f"output folder {path}", why, "Give another with --out")) from error
     return folder

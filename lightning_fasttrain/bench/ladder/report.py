@@ -1,7 +1,6 @@
 """The ladder for people: a table in the terminal, a picture in a file."""
 
 import io
-import platform
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -40,20 +39,25 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
     rungs += [{"rung": one["title"], "on this device": "skipped"} for one in ladder["skipped"]]
     baselines = [_cells(row, naive, strong) for row in (strong, ladder["bare_loop"]) if row is not None]
     kept = _fitting([*rungs, *baselines], width)
-    model, machine = ladder["model"], ladder["hardware"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {where}"
+    model = ladder["model"]
+    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_where(ladder)}"
     caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
     caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in kept:
         table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
     for cells in rungs:
-        table.add_row(*(_plain(cells.get(name, "")) for name in kept), style="dim" if _is_dim(cells) else None)
+        style = "dim" if _is_dim(cells) else None
+        table.add_row(*(_plain(cells.get(name, "")) for name in kept), style=style)
     table.add_section()
     for cells in baselines:
         table.add_row(*(_plain(cells.get(name, "")) for name in kept))
     return table
+
+
+def _where(ladder: Row) -> str:
+    machine = ladder["hardware"]
+    return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
 def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
@@ -215,13 +219,9 @@ def save_picture(ladder: Row, path: str | Path) -> Path | None:
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder["strong"])
     left.set_yticks(range(len(rows)), [row["title"] for row in rows])
     left.invert_yaxis()
-    model, machine = ladder["model"], ladder["hardware"]
-    where = machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
-    figure.suptitle(
-        f"{model['size']}: {model['layers']} blocks × {model['width']}, {model['tokens_per_step']:,} tokens a step, "
-        f"on {where or platform.machine()}",
-        fontsize=11,
-    )
+    model = ladder["model"]
+    shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
+    figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_where(ladder)}", fontsize=11)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return write_atomic(path, picture.getvalue())

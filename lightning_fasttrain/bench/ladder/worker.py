@@ -85,12 +85,13 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
         else:
             callbacks = run_in_trainer(module, loader, state, recorder, spec["folder"])
     reports = [asdict(callback.report) for callback in callbacks if isinstance(callback, CompileBlocks)]
+    notes = {str(w.message) for w in caught if issubclass(w.category, FastTrainWarning)}
     return {
         **recorder.result(tokens_per_step=spec["batch"] * config.context),
         "wall_s": time.perf_counter() - started,
         "disturbed_cores": _disturbance(neighbours.cores()),
         "compile": reports[0] if reports and spec["host"] == "trainer" else None,
-        "notes": sorted({str(w.message) for w in caught if issubclass(w.category, FastTrainWarning)}),
+        "notes": sorted(notes),
     }
 
 

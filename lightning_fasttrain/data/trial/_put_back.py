@@ -56,7 +56,9 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
 
 def remember_gradients(model: nn.Module) -> Callable[[], None]:
     """Remember the gradients that are there; returns how to put them back."""
-    grads = [(p, None if p.grad is None else p.grad.detach().clone()) for p in model.parameters()]
+    grads: list[tuple[nn.Parameter, Tensor | None]] = []
+    for parameter in model.parameters():
+        grads.append((parameter, None if parameter.grad is None else _copied(parameter.grad)))
 
     def put_back() -> None:
         for parameter, before in grads:

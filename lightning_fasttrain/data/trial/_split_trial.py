@@ -54,7 +54,8 @@ class Split:
         if not all(run.is_finite for _, run in used):
             return float("inf")
         size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
-        errors = [abs(self.whole.loss - sum(w * run.loss for w, run in used)) / size if size else 0.0]
+        missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
+        errors = [missed / size if size else 0.0]
         least = floor * self.norm / max(1, len(self.whole.gradient)) ** 0.5
         for i, whole in enumerate(self.whole.gradient):
             pieces = sum(w * run.gradient[i] for w, run in used)
@@ -69,12 +70,14 @@ class Split:
         """The weights that come nearest, whatever they mean; what they miss, no rule can reach."""
         columns = [torch.cat([torch.tensor([run.loss]).double(), *run.gradient]) for run in self.runs]
         whole = torch.cat([torch.tensor([self.whole.loss]).double(), *self.whole.gradient])
-        usable = [bool(torch.isfinite(column).all()) for column in columns]
-        if not any(usable):
-            return [0.0] * len(columns)
-        matrix = torch.stack([column for column, good in zip(columns, usable, strict=True) if good], dim=1)
-        solved = iter(torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution.flatten().tolist())
-        return [next(solved) if good else 0.0 for good in usable]
+        weights = [0.0] * len(columns)
+        usable = [i for i, column in enumerate(columns) if bool(torch.isfinite(column).all())]
+        if usable:
+            matrix = torch.stack([columns[i] for i in usable], dim=1)
+            solved = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution.flatten().tolist()
+            for i, weight in zip(usable, solved, strict=True):
+                weights[i] = weight
+        return weights
 
 
 @dataclass(frozen=True)
@@ -135,15 +138,18 @@ def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
     for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):
         whole = take_rows(batch, start, start + samples)
         first, last = max(1, samples // 3), samples - max(1, samples // 4)
-        cuts = sorted({first, last} - {0, samples})
-        rows = [[slice(0, cut), slice(cut, samples)] for cut in cuts]
-        yield Sample(whole, samples, [[(take_rows(whole, r.start, r.stop), r) for r in cutting] for cutting in rows])
+        cuttings: list[list[tuple[Any, slice | None]]] = []
+        for cut in sorted({first, last} - {0, samples}):
+            cuttings.append([(take_rows(whole, r.start, r.stop), r) for r in (slice(0, cut), slice(cut, samples))])
+        yield Sample(whole, samples, cuttings)
 
 
 def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
     """The first part of a batch that is split in a way of its own, cut in the same way."""
     whole = split(batch, n)[0]
-    cuttings: list[Any] = [[(piece, None) for piece in split(whole, pieces)] for pieces in (2, 3)]
+    cuttings: list[list[tuple[Any, slice | None]]] = []
+    for pieces in (2, 3):
+        cuttings.append([(piece, None) for piece in split(whole, pieces)])
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 

@@ -26,21 +26,12 @@ def loss_of(output: Any) -> Tensor:
     elif not isinstance(output, Tensor):
         loss = getattr(output, "loss", None)
     if not isinstance(loss, Tensor):
-        raise TypeError(
-            explain(
-                f"the step returned {type(output).__name__}",
-                "micro-batches are summed by their mean loss, and there is no loss tensor in it",
-                "Return the loss, or a dict with a 'loss'",
-            )
-        )
+        why = "micro-batches are summed by their mean loss, and there is no loss tensor in it"
+        way_out = "Return the loss, or a dict with a 'loss'"
+        raise TypeError(explain(f"the step returned {type(output).__name__}", why, way_out))
     if loss.numel() != 1:
-        raise ValueError(
-            explain(
-                f"the step returned a loss of shape {tuple(loss.shape)}",
-                "micro-batches are weighed by their mean loss, which is one number",
-                "Return loss.mean()",
-            )
-        )
+        why = "micro-batches are weighed by their mean loss, which is one number"
+        raise ValueError(explain(f"the step returned a loss of shape {tuple(loss.shape)}", why, "Return loss.mean()"))
     return loss.reshape(())
 
 
@@ -62,10 +53,12 @@ def key_of(*functions: Any) -> tuple[Any, ...]:
     nothing alive.
     """
     things = [thing for function in functions for thing in _reached(function)]
-    return tuple(_reference(thing.__code__ if isinstance(thing, types.FunctionType) else thing) for thing in things)
+    return tuple(_reference(thing) for thing in things)
 
 
 def _reference(thing: Any) -> Any:
+    if isinstance(thing, types.FunctionType):
+        return weakref.ref(thing.__code__)
     if type(thing).__module__.startswith(_LIBRARIES) and not isinstance(thing, nn.Module):
         return type(thing)  # such as the autocast that a step is decorated with in every turn
     try:

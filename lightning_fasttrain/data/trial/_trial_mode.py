@@ -36,13 +36,7 @@ _DRAWS = {
     torch.bernoulli,
     torch.normal,
 }
-_DRAWS_IN_PLACE = {
-    Tensor.bernoulli_,
-    Tensor.uniform_,
-    Tensor.normal_,
-    Tensor.random_,
-    Tensor.exponential_,
-}
+_DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_}
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
 
@@ -104,7 +98,7 @@ class TrialMode(TorchFunctionMode):
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _RECURRENT:
-            args = [0.0 if type(value) is float else value for value in args]  # the one float is dropout's
+            args = _without_floats(args)
         if func is F.scaled_dot_product_attention:
             args, kwargs = _without_dropout(4, args, kwargs)
         if func is F.multi_head_attention_forward:
@@ -123,19 +117,18 @@ class TrialMode(TorchFunctionMode):
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         value = func(*args, **kwargs)
-        target, named = given.arguments["target"], given.arguments
+        named = given.arguments
+        target, weighted = named["target"], named["weight"] is not None
         if isinstance(value, Tensor) and not target.is_floating_point():  # floats are probabilities of classes
-            weighted = named["weight"] is not None
-            self.losses.append(
-                SeenLoss(target.detach(), named["ignore_index"], named["reduction"], weighted, value.detach())
-            )
+            seen = SeenLoss(target.detach(), named["ignore_index"], named["reduction"], weighted, value.detach())
+            self.losses.append(seen)
         return value
 
     def _draw(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+        drawn = func(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # in the backward: a recomputed forward
             self.redrawn = True
-            return func(*args, **kwargs)
-        drawn = func(*args, **kwargs)
+            return drawn
         if self._rows is None:
             self._draws.append(drawn.detach().clone())
             return drawn
@@ -150,6 +143,15 @@ class TrialMode(TorchFunctionMode):
 def autocast_device() -> str | None:
     """The kind of device for which autocast is on."""
     return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
+
+
+def _without_floats(args: Any) -> list[Any]:
+    """The arguments of a recurrent layer with its dropout, the one float among them, zero."""
+    changed = list(args)
+    for place, value in enumerate(args):
+        if type(value) is float:
+            changed[place] = 0.0
+    return changed
 
 
 def _without_dropout(place: int, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -110,7 +110,7 @@ def find_on(
     nearest = max(3 * min(fit.errors), _TIED)
     (found, error), *others = [pair for pair in zip(rules, fit.errors, strict=True) if pair[1] <= nearest]
     if error <= min(fit.limit, max(3 * fit.best, 1e-5)):
-        _say_found(found, error, trial, () if told else [rule for rule, _ in others])
+        _say_found(found, error, trial, others[0][0] if others and not told else None)
     elif check:
         raise ValueError(_refusal(rules, fit, trial))
     else:
@@ -138,8 +138,10 @@ def _worst(fits: Sequence[_Fit | None]) -> _Fit | None:
     known = [fit for fit in fits if fit is not None]
     if not known:
         return None
-    errors = [max(column) for column in zip(*(fit.errors for fit in known), strict=True)]
-    return _Fit(errors, max(fit.best for fit in known), max(fit.limit for fit in known))
+    columns = zip(*[fit.errors for fit in known], strict=True)
+    best = max(fit.best for fit in known)
+    limit = max(fit.limit for fit in known)
+    return _Fit([max(column) for column in columns], best, limit)
 
 
 def _rules(trial: Trial, told: Sequence[CountRule]) -> list[CountRule]:
@@ -228,9 +230,9 @@ def _unchecked(trial: Trial, rules: Sequence[CountTargets], told: Sequence[Count
     return first
 
 
-def _say_found(rule: CountTargets, error: float, trial: Trial, tied: Sequence[CountTargets]) -> None:
+def _say_found(rule: CountTargets, error: float, trial: Trial, tied: CountTargets | None) -> None:
     what = "loss and gradient" if trial.splits and trial.splits[0].whole.gradient else "the loss"
-    alike = f" (these samples do not tell it from {_named(tied[0])})" if tied else ""
+    alike = "" if tied is None else f" (these samples do not tell it from {_named(tied)})"
     say(
         "micro-batches are weighed by %s%s; checked on %d samples: pieces add up in %s to %.0e",
         _named(rule),

@@ -26,49 +26,30 @@ def check_config(peft: Any, config: Any) -> None:
 
 def check_name(name: Any) -> None:
     if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
-        raise ValueError(
-            explain(
-                f"name={name!r}",
-                "names of adapters become parts of keys and of folders",
-                "Use letters, digits, _ and -",
-            )
-        )
+        why = "names of adapters become parts of keys and of folders"
+        raise ValueError(explain(f"name={name!r}", why, "Use letters, digits, _ and -"))
 
 
 def refuse_namesake(name: str, names: Iterable[str]) -> None:
     """Refuse an adapter that is called like a module, or a part of its name: PEFT could not tell their keys apart."""
     if any(name in one.split(".") for one in names):
-        raise ValueError(
-            explain(
-                f"adapter '{name}'",
-                "a module of the model is called so, and PEFT tells adapters from modules by their names",
-                "Give the adapter another name",
-            )
-        )
+        why = "a module of the model is called so, and PEFT tells adapters from modules by their names"
+        raise ValueError(explain(f"adapter '{name}'", why, "Give the adapter another name"))
 
 
 def check_layers(found: dict[str, nn.Module], config: Any) -> None:
     rank = getattr(config, "r", None)
     for name, layer in found.items():
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
-            raise TypeError(
-                explain(
-                    f"target '{name}'",
-                    "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing",
-                    f"Target '{name.rpartition('.')[0]}'",
-                )
-            )
+            why = "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing"
+            raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
         if is_quantized(layer):
             _check_quantized(name, layer, config)
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
         if isinstance(rank, int) and rank > smallest:
-            raise ValueError(
-                explain(
-                    f"rank={rank} for '{name}'",
-                    f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most",
-                    f"Use rank={smallest} or less, or leave '{name}' out",
-                )
-            )
+            why = f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most"
+            way_out = f"Use rank={smallest} or less, or leave '{name}' out"
+            raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
 def _check_quantized(name: str, layer: Any, config: Any) -> None:
@@ -99,13 +80,8 @@ def without_namesakes(names: list[str], root: nn.Module) -> list[str]:
         others = [other for other, _ in root.named_modules() if other.endswith(name) and other not in names]
         others = [other for other in others if not other.startswith(f"{name}.")]
         if others:
-            raise ValueError(
-                explain(
-                    f"train=['{name}']",
-                    f"PEFT would take '{others[0]}' for it as well, whose name ends likewise",
-                    "Give the module a name of its own in the model",
-                )
-            )
+            why = f"PEFT would take '{others[0]}' for it as well, whose name ends likewise"
+            raise ValueError(explain(f"train=['{name}']", why, "Give the module a name of its own in the model"))
     return names
 
 
@@ -113,29 +89,24 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
     kinds = {one.peft_type for one in there.values()}
     if kinds - {config.peft_type}:
         other = kinds.pop().value
-        raise ValueError(
-            explain(
-                f"{config.peft_type.value} beside {other}",
-                "adapters of two kinds in one model have no common file, and PEFT's do not mix",
-                f"Use {other} for both, or unload the first: unload_adapters_(model)",
-            )
-        )
+        why = "adapters of two kinds in one model have no common file, and PEFT's do not mix"
+        way_out = f"Use {other} for both, or unload the first: unload_adapters_(model)"
+        raise ValueError(explain(f"{config.peft_type.value} beside {other}", why, way_out))
     if name not in there:
         return False
-    if _meaning(there[name]) != _meaning(config):
-        differs = [key for key, value in _meaning(config).items() if _meaning(there[name]).get(key) != value]
-        raise ValueError(
-            explain(
-                f"adapter '{name}'",
-                f"there is one of that name, with another {', '.join(differs)}",
-                "Give this one another name, or ask for the same",
-            )
-        )
+    ours, theirs = _meaning(config), _meaning(there[name])
+    if ours != theirs:
+        differs = [key for key, value in ours.items() if theirs.get(key) != value]
+        why = f"there is one of that name, with another {', '.join(differs)}"
+        raise ValueError(explain(f"adapter '{name}'", why, "Give this one another name, or ask for the same"))
     return True
 
 
 def _meaning(config: Any) -> dict[str, Any]:
     """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
-    settings = {key: value for key, value in config.to_dict().items() if key not in ignored and value not in (None, {})}
-    return {key: sorted(value) if isinstance(value, list | set | tuple) else value for key, value in settings.items()}
+    meaning: dict[str, Any] = {}
+    for key, value in config.to_dict().items():
+        if key not in ignored and value not in (None, {}):
+            meaning[key] = sorted(value) if isinstance(value, list | set | tuple) else value
+    return meaning

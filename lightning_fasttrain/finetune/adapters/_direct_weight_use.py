@@ -62,19 +62,19 @@ def forget_adapters_(model: nn.Module) -> None:
     """Take off what :func:`see_adapters_` has put on."""
     for module in list(model.modules()):
         for wrapper in list(wrappers_on(module, SlowPath)):
-            wrapper.remove()
+            wrapper.undo()
 
 
 def _kind_for(module: nn.Module) -> type[WrappedForward] | None:
     if isinstance(module, tuple(_SWITCHES)):
-        return SlowPath if any(is_a(one, "BaseTunerLayer") for one in module.modules()) else None
-    return KeepsBaseWeights if _is_attention(module) else None
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return is_a(module, "BaseTunerLayer") and isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
+        return SlowPath if _adapters_in(module) else None
+    holds_attention = isinstance(module._modules.get("base_layer"), nn.MultiheadAttention)
+    return KeepsBaseWeights if holds_attention and is_a(module, "BaseTunerLayer") else None
 
 
 def _is_adapted_inside(module: nn.Module) -> bool:
-    layers: list[Any] = [one for one in module.modules() if is_a(one, "BaseTunerLayer")]
-    return any(not layer.disable_adapters and not layer.merged for layer in layers)
+    return any(not layer.disable_adapters and not layer.merged for layer in _adapters_in(module))
+
+
+def _adapters_in(module: nn.Module) -> list[Any]:
+    return [one for one in module.modules() if is_a(one, "BaseTunerLayer")]

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
@@ -66,7 +67,7 @@ def _holder(name: str, frozen: set[str]) -> bool:
     return any(".".join(parts[:i]) in frozen for i in range(len(parts)))
 
 
-def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
+def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:
     """Let the checkpoints of a run hold :func:`trained_state` alone; loading compares the base with the one they had.
 
     A checkpoint that holds the whole model, as one from before the adapter, is loaded whole.
@@ -89,13 +90,9 @@ def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
         missing = [name for name in own if name not in state]
         more = [name for name in state if name not in module.state_dict()]  # what is thawed later need not train yet
         if strict and (missing or more):
-            raise ValueError(
-                explain(
-                    "the checkpoint trained something else than this run",
-                    f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}",
-                    "Resume with the same adapter (targets, rank, train=)",
-                )
-            )
+            why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
+            way_out = "Resume with the same adapter (targets, rank, train=)"
+            raise ValueError(explain("the checkpoint trained something else than this run", why, way_out))
         load(checkpoint, strict=False)
 
     undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
@@ -107,10 +104,6 @@ def checkpoint_what_trains_(strategy: Any, module: L.LightningModule) -> Undo:
 def _refuse_plain(state: Mapping[str, Any], module: L.LightningModule) -> None:
     adapters = adapter_parameters(module)
     if adapters and not adapters & set(state):
-        raise ValueError(
-            explain(
-                "the checkpoint holds no adapter",
-                "it was saved before there was one, so it is where this run starts, not one to resume",
-                "Load it into the model before the run, with load_state_dict, and leave ckpt_path out",
-            )
-        )
+        why = "it was saved before there was one, so it is where this run starts, not one to resume"
+        way_out = "Load it into the model before the run, with load_state_dict, and leave ckpt_path out"
+        raise ValueError(explain("the checkpoint holds no adapter", why, way_out))

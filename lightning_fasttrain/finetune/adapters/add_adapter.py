@@ -10,7 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from lightning_fasttrain._heads import find_heads, is_a
+from lightning_fasttrain._heads import find_heads, is_a, is_inside
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import patch
@@ -90,7 +90,7 @@ def add_adapter_(
     found = find_targets(model, wanted)
     whole = find_targets(model, list(train)) if train else {}
     for target in found:
-        if any(target == one or target.startswith(f"{one}.") for one in whole):
+        if target in whole or is_inside(target, whole):
             raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
     refuse_tied(model, found)
     refuse_tied(model, whole)
@@ -143,11 +143,8 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
     """
     found = {name: module for name, module in model.named_modules() if vars(module).get("peft_config")}
     if not found:
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} has no adapter", "none was added", "Add one: apply(model, [LoRA(rank=16)])"
-            )
-        )
+        way_out = "Add one: apply(model, [LoRA(rank=16)])"
+        raise ValueError(explain(f"{type(model).__name__} has no adapter", "none was added", way_out))
     return found
 
 
@@ -178,11 +175,7 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     names = [name] if isinstance(name, str) else list(name)
     there = adapter_names(model)
     refuse_merged(model, f"using {', '.join(names)}")
-    for one in names:
-        if one not in there:
-            raise ValueError(
-                explain(f"adapter '{one}'", "there is none of that name", f"There are: {', '.join(there)}")
-            )
+    refuse_unknown(names, there)
     roots = {root: prompts_on(root) for root in adapted(model).values()}
     if len(names) > 1 and any(roots.values()):
         raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
@@ -190,6 +183,13 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
         set_adapter(root, names)
         if prompts is not None:
             prompts.use(names[0])
+
+
+def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
+    for name in names:
+        if name not in there:
+            listed = f"There are: {', '.join(there)}"
+            raise ValueError(explain(f"adapter '{name}'", "there is none of that name", listed))
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
@@ -252,11 +252,8 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
         except ValueError as error:
             if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
                 raise
-            raise TypeError(
-                explain(
-                    f"{config.peft_type.value} on {config.target_modules}", f"PEFT says: {error}", "Leave those out"
-                )
-            ) from error
+            what = f"{config.peft_type.value} on {config.target_modules}"
+            raise TypeError(explain(what, f"PEFT says: {error}", "Leave those out")) from error
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

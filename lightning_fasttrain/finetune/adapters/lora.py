@@ -9,17 +9,17 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
+from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._guarded_loading import guard_loading
-from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.adapters._float32_adapters import let_round_
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
-from lightning_fasttrain.finetune.parts._unreached_weights import listed
 from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, require_peft
 
 
@@ -121,7 +121,7 @@ class Adapter(Technique):
             set_random_state(self._resumed)
         self._resumed = None
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         """Hook: the first at which the gradients of a step exist; looks at those of the first step."""
         if not self._looked:
             self._looked = True
@@ -194,13 +194,11 @@ class LoRA(Adapter):
         positive_int("rank", rank)
         one_of("variant", variant, ("lora", "rslora", "dora", "pissa"))
         if not alpha > 0:
-            raise ValueError(
-                explain(f"alpha={alpha}", "it scales what is learnt, and 0 would undo it", "Use 2·rank, say")
-            )
+            why = "it scales what is learnt, and 0 would undo it"
+            raise ValueError(explain(f"alpha={alpha}", why, "Use 2·rank, say"))
         if not 0 <= dropout < 1:
-            raise ValueError(
-                explain(f"dropout={dropout}", "it is the share of the input that is dropped", "Use 0 ≤ dropout < 1")
-            )
+            why = "it is the share of the input that is dropped"
+            raise ValueError(explain(f"dropout={dropout}", why, "Use 0 ≤ dropout < 1"))
         config = require_peft().LoraConfig(
             r=rank,
             lora_alpha=alpha,
@@ -268,7 +266,7 @@ def _warn_of_what_got_no_gradient(model: nn.Module) -> None:
     freed = all(parameter.grad is None for parameter in model.parameters())  # as they came
     if missing and not freed:
         why = "the forward passes their layers by: unused, experts without a token, or a kernel that reads the weight"
-        warn(explain(f"{listed(missing)} got no gradient in the first step", why, "Leave those out of targets="))
+        warn(explain(f"{list_some(missing)} got no gradient in the first step", why, "Leave those out of targets="))
 
 
 def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:

@@ -21,6 +21,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,
     adapter_parameters,
     refuse_merged,
+    refuse_unknown,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.base_model import refuse_changed_base
@@ -122,10 +123,10 @@ def merge_adapters_(
     """
     layers = tuner_layers(model)
     chosen = _chosen(model, layers, names)
-    quantized = [name for name, layer in layers.items() if is_quantized(layer.get_base_layer())]
+    quantized = _quantized(layers)
     refuse_merged(model, "merging")
-    check_way(model, {name: layers[name] for name in quantized}, into, original)
-    _refuse_unmergeable(layers, quantized)
+    check_way(model, quantized, into, original)
+    _refuse_unmergeable(quantized)
     return _merge(model, layers, chosen, quantized, into, original, batch)
 
 
@@ -155,9 +156,8 @@ def unmerge_adapters_(model: nn.Module) -> None:
         raise ValueError(explain("unmerge_adapters_", "no adapter is merged", "Leave it out, or merge_adapters_ first"))
     for name, layer in layers.items():
         if not isinstance(vars(layer).get("unmerge"), Originals):
-            raise ValueError(
-                explain(f"'{name}'", "PEFT has merged it, and keeps no originals", "Call unmerge_adapter() of PEFT")
-            )
+            why = "PEFT has merged it, and keeps no originals"
+            raise ValueError(explain(f"'{name}'", why, "Call unmerge_adapter() of PEFT"))
     for layer in layers.values():
         layer.unmerge()
 
@@ -225,8 +225,8 @@ def unload_adapters_(
     elif not done:
         way = "original" if original is not None and into is None else into
         chosen = _chosen(model, layers, names)
-        quantized = [name for name, layer in layers.items() if is_quantized(layer.get_base_layer())]
-        check_way(model, {name: layers[name] for name in quantized}, way, original)
+        quantized = _quantized(layers)
+        check_way(model, quantized, way, original)
         _merge(model, layers, chosen, quantized, way, original, batch)
     roots = adapted(model).values()
     for root in roots:
@@ -238,11 +238,15 @@ def unload_adapters_(
     return model
 
 
+def _quantized(layers: dict[str, Any]) -> dict[str, Any]:
+    return {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
+
+
 def _merge(
     model: nn.Module,
     layers: dict[str, Any],
     names: list[str],
-    quantized: list[str],
+    quantized: dict[str, Any],
     into: str | None,
     original: Original | None,
     batch: Any,
@@ -251,9 +255,7 @@ def _merge(
     parameters = [p for name, p in model.named_parameters() if name in brought]
     trained = [p for p in parameters if p.requires_grad]
     active = _active(layers)
-    way = (
-        QuantizedMerge(model, {name: layers[name] for name in quantized}, into, original, batch) if quantized else None
-    )
+    way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
             on_error.callback(_train_only, parameters, trained)
@@ -290,50 +292,38 @@ def _merge(
         parameter.grad = None
     if merged:
         vars(layers[merged[0]])["unmerge"].trained = trained
-    report = MergeReport(
-        tuple(names),
-        tuple(merged),
-        into,
-        {} if way is None else way.against_trained,
-        {} if way is None else way.against_original,
-    )
+    errors = () if way is None else (way.against_trained, way.against_original)
+    report = MergeReport(tuple(names), tuple(merged), into, *errors)
     say("merge_adapters_: %s", report)
     return report
 
 
 def _chosen(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
     there, active = adapter_names(model), _active(layers)
-    chosen = active if names is None else [names] if isinstance(names, str) else list(dict.fromkeys(names))
+    chosen = active
+    if names is not None:
+        chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
     if not chosen:
         raise ValueError(explain("merging", "no adapter is in use, or none is named", f"There are: {', '.join(there)}"))
-    for name in chosen:
-        if name not in there:
-            raise ValueError(
-                explain(f"adapter '{name}'", "there is none of that name", f"There are: {', '.join(there)}")
-            )
+    refuse_unknown(chosen, there)
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError(explain("merging", "the adapters are switched off", "Call enable_adapters_(model) first"))
     for name, module in outermost(model):
         whole = [one for one in chosen if not is_tuner(module) and one in module._modules.get("modules_to_save", ())]
         if len(whole) > 1:
-            raise ValueError(
-                explain(f"'{name}' trained whole in {' and '.join(whole)}", "it can be only one of them", "Name one")
-            )
+            why = "it can be only one of them"
+            raise ValueError(explain(f"'{name}' trained whole in {' and '.join(whole)}", why, "Name one"))
     return chosen
 
 
-def _refuse_unmergeable(layers: dict[str, Any], quantized: list[str]) -> None:
+def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    for name in quantized:
-        if type(layers[name]).merge is BaseTunerLayer.merge:
-            raise TypeError(
-                explain(
-                    f"'{name}', a quantised {type(layers[name]).__module__.split('.')[-2]} layer",
-                    "PEFT's goes on applying the adapter to what it is merged into",
-                    "Use unload_adapters_(model, into=...)",
-                )
-            )
+    for name, layer in quantized.items():
+        if type(layer).merge is BaseTunerLayer.merge:
+            what = f"'{name}', a quantised {type(layer).__module__.split('.')[-2]} layer"
+            why = "PEFT's goes on applying the adapter to what it is merged into"
+            raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
 
 
 def _active(layers: dict[str, Any]) -> list[str]:

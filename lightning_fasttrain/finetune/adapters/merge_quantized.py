@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters
 from lightning_fasttrain.finetune.parts.freezing import can_train
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
@@ -43,9 +43,8 @@ def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, ori
         one_of("into", into, WAYS)
     if not quantized:
         if into is not None or original is not None:
-            raise ValueError(
-                explain(f"into={into!r}", "no adapted layer is quantised", "Leave into= and original= out")
-            )
+            why = "no adapted layer is quantised"
+            raise ValueError(explain(f"into={into!r}", why, "Leave into= and original= out"))
         return
     if into is None:
         raise ValueError(_which_way(model, quantized))
@@ -56,7 +55,7 @@ def check_way(model: nn.Module, quantized: dict[str, Any], into: str | None, ori
         raise ValueError(explain(f"original= with into='{into}'", "it would not be used", "Use into='original'"))
 
 
-def forget_quantization_(root: Any) -> None:
+def forget_quantization_(root: nn.Module) -> None:
     """Let a model of Hugging Face's know it if no layer is quantised any more, so that it can be moved and saved."""
     quantizer: Any = vars(root).get("hf_quantizer")
     if quantizer is None or any(is_quantized(module) for module in root.modules()):
@@ -124,9 +123,8 @@ class _Originals:
             self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
             keys = {_plain(name): name for name in self.tensors}
         self.keys = keys
-        plain_names = {name: _plain(name) for name in layers}
-        self.renamed = _renaming(list(plain_names.values()), keys)
-        self.plain_names = plain_names
+        self.plain_names = {name: _plain(name) for name in layers}
+        self.renamed = _renaming(list(self.plain_names.values()), keys)
 
     def of(self, name: str, base: Any, dequantized: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a layer, on its device.
@@ -147,13 +145,8 @@ class _Originals:
                 if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
                     return one.contiguous(), bias
                 found = "further from the quantised one than quantising explains"
-        raise ValueError(
-            explain(
-                f"original= for '{name}'",
-                f"its '{key}.weight' is {found}",
-                f"Give the weights that were quantised, {list(dequantized.shape)}",
-            )
-        )
+        way_out = f"Give the weights that were quantised, {list(dequantized.shape)}"
+        raise ValueError(explain(f"original= for '{name}'", f"its '{key}.weight' is {found}", way_out))
 
     def _read(self, key: str) -> Tensor:
         if self.stored is None:
@@ -181,13 +174,9 @@ def _renaming(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
                 if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}.weight" in keys for name in names):
                     return cut, added
     missing = [name for name in names if f"{name}.weight" not in keys]
-    raise ValueError(
-        explain(
-            f"original= lacks {', '.join(missing[:3])}" + (f" and {len(missing) - 3} more" if len(missing) > 3 else ""),
-            f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty",
-            "Give the full-precision weights of this model",
-        )
-    )
+    why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
+    way_out = "Give the full-precision weights of this model"
+    raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
 
 
 def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: list[str]) -> Any:

@@ -70,13 +70,9 @@ class QLoRA(LoRA):
         checkpoint: str = "adapter",
     ) -> None:
         if variant == "pissa":
-            raise ValueError(
-                explain(
-                    "QLoRA(variant='pissa')",
-                    "it begins with a decomposition of each weight, and quantised ones are packed",
-                    "Use variant='lora', or LoRA(variant='pissa') without quantisation",
-                )
-            )
+            why = "it begins with a decomposition of each weight, and quantised ones are packed"
+            way_out = "Use variant='lora', or LoRA(variant='pissa') without quantisation"
+            raise ValueError(explain("QLoRA(variant='pissa')", why, way_out))
         super().__init__(
             rank, alpha, targets, variant=variant, dropout=dropout, train=train, name=name, checkpoint=checkpoint
         )

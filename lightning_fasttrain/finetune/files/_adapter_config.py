@@ -117,13 +117,9 @@ def _parsed(data: bytes, what: str) -> dict[str, Any]:
 def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) -> None:
     differ = [key for key in {**settings, **copy} if key not in IGNORED and settings.get(key) != copy.get(key)]
     if differ:
-        raise ValueError(
-            explain(
-                f"{path} is not what was saved with the tensors",
-                f"it differs in {first_few(differ)}",
-                "Save both again, or delete it, and the tensors' own settings are used",
-            )
-        )
+        why = f"it differs in {first_few(differ)}"
+        way_out = "Save both again, or delete it, and the tensors' own settings are used"
+        raise ValueError(explain(f"{path} is not what was saved with the tensors", why, way_out))
 
 
 def _made(settings: dict[str, Any], path: str) -> Any:
@@ -132,13 +128,8 @@ def _made(settings: dict[str, Any], path: str) -> Any:
     kind = settings.get("peft_type")
     if not isinstance(kind, str) or kind not in kinds:
         version = str(settings.get("peft_version"))[:20]
-        raise ValueError(
-            explain(
-                f"{path} has peft_type={str(kind)[:40]!r}",
-                f"PEFT {peft.__version__} has no such adapter (the file is from version {version})",
-                "Install a newer PEFT",
-            )
-        )
+        why = f"PEFT {peft.__version__} has no such adapter (the file is from version {version})"
+        raise ValueError(explain(f"{path} has peft_type={str(kind)[:40]!r}", why, "Install a newer PEFT"))
     settings = {key: value for key, value in settings.items() if key not in (*NOT_FOLLOWED, "peft_type")}
     settings = _checked(settings, kinds[kind], path, peft.__version__)
     for key in _PATTERNS:

@@ -31,13 +31,9 @@ def refuse_other_things(folder: Path) -> None:
     if folder.is_dir():
         there = sorted(path.name for path in folder.iterdir() if not path.name.startswith(_LEFT))
         if there and WEIGHTS not in there and CONFIG not in there:
-            raise ValueError(
-                explain(
-                    f"{folder} holds other things than an adapter: {first_few(there)}",
-                    "among a model's files, an adapter would be loaded with it unasked",
-                    "Name a new folder",
-                )
-            )
+            why = "among a model's files, an adapter would be loaded with it unasked"
+            way_out = "Name a new folder"
+            raise ValueError(explain(f"{folder} holds other things than an adapter: {first_few(there)}", why, way_out))
     elif folder.exists():
         raise ValueError(explain(f"{folder}", "this is a file, and an adapter is a folder", "Name a folder"))
 
@@ -65,13 +61,9 @@ def adapter_folder(folder: Folder) -> Path:
     if source.is_dir() and not (source / WEIGHTS).exists():
         pickles = sorted(path for path in source.iterdir() if path.suffix in _PICKLES)
     if pickles:
-        raise ValueError(
-            explain(
-                f"{pickles[0]} is a pickle",
-                "opening one executes what it says, so it was not opened",
-                "Have its author save it as safetensors, which PEFT does by default",
-            )
-        )
+        why = "opening one executes what it says, so it was not opened"
+        way_out = "Have its author save it as safetensors, which PEFT does by default"
+        raise ValueError(explain(f"{pickles[0]} is a pickle", why, way_out))
     if source.is_file():
         raise ValueError(explain(f"{source}", "an adapter is a folder with two files", f"Use '{source.parent}'"))
     if not source.is_dir():

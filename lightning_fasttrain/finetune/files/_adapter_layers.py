@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.finetune.parts.base_fingerprint import _holds, base_names, first_few
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapter_holders, base_names, first_few, plain_name
 from lightning_fasttrain.finetune.parts.targets import require_peft
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
@@ -72,13 +72,9 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
             found.append(Place(prefix, root, targets, whole))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
-        raise ValueError(
-            explain(
-                f"{type(model).__name__} has several places for the adapter",
-                f"its layers are in {first_few(names)}",
-                f"Name one: load_adapter_(model.{names[0]}, …)",
-            )
-        )
+        why = f"its layers are in {first_few(names)}"
+        way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
+        raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
     return found[0] if found else None
 
 
@@ -86,7 +82,7 @@ def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
     """Prefix → module that an adapter's file may name layers of: where the adapter is, or else where one would be."""
     from transformers import PreTrainedModel
 
-    named = {f"{prefix}." if prefix else "": module for prefix, module in model.named_modules()}
+    named = {f"{prefix}.".removeprefix("."): module for prefix, module in model.named_modules()}
     there = {prefix: module for prefix, module in named.items() if name in (vars(module).get("peft_config") or {})}
     if there:
         return there
@@ -98,14 +94,12 @@ def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
 
 def plain_modules(root: nn.Module) -> dict[str, nn.Module]:
     """Name → module as they would be without adapters: theirs are left out, and stand for what they hold."""
-    holders = {name: part for name, module in root.named_modules() if (part := _holds(module))}
-    found = {}
+    holders = adapter_holders(root)
+    found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
-        parts = name.split(".")
-        inside = [holders.get(".".join(parts[:i])) for i in range(len(parts))]
-        if all(held is None or held == part for held, part in zip(inside, parts, strict=True)):
-            found[".".join(part for held, part in zip(inside, parts, strict=True) if held is None)] = module
-    return {name: module for name, module in found.items() if name}
+        if plain := plain_name(name, holders):
+            found[plain] = module
+    return found
 
 
 def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
@@ -117,8 +111,12 @@ def layers_meant(layers: Mapping[str, nn.Module], config: Any) -> set[str]:
     if not ends or getattr(config, "layers_to_transform", None):
         return set()
     whole, out = config.modules_to_save or [], getattr(config, "exclude_modules", None) or []
-    meant = {name for name in layers if _ends(name, ends) and not _ends(name, out)}
-    return {name for name in meant if not any(f".{one}." in f".{name}." for one in whole)}
+    meant: set[str] = set()
+    for name in layers:
+        trains_whole = any(f".{one}." in f".{name}." for one in whole)
+        if _ends(name, ends) and not _ends(name, out) and not trains_whole:
+            meant.add(name)
+    return meant
 
 
 def _ends(name: str, ends: Iterable[str]) -> bool:
@@ -167,9 +165,8 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
         except NotImplementedError:  # a few kinds look at the numbers where they begin
             continue
         except Exception as error:
-            raise ValueError(
-                explain(f"the adapter's {config.peft_type.value}", f"PEFT cannot make it: {error}", "Save it again")
-            ) from error
+            why = f"PEFT cannot make it: {error}"
+            raise ValueError(explain(f"the adapter's {config.peft_type.value}", why, "Save it again")) from error
     raise ValueError(explain(f"{config.peft_type.value}", "PEFT cannot make it without numbers", "Use PeftModel"))
 
 
@@ -287,7 +284,9 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
 
 
 def _whole_numbers(value: Any) -> list[int]:
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, list | set | tuple) else [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    values = value if isinstance(value, list | set | tuple) else [value]
     return [number for number in values if type(number) is int]
 
 

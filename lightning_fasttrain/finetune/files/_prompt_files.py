@@ -9,10 +9,15 @@ from torch import nn
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.files._adapter_layers import refuse_not_finite
 from lightning_fasttrain.finetune.parts.base_fingerprint import Fingerprint, refuse_other_base
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, set_prompt_state_
+from lightning_fasttrain.finetune.prompts.add_prompt import DERIVED, add_prompt_, set_prompt_state_
 
-_START = {"prompt_tuning_init": "RANDOM", "prompt_tuning_init_text": None, "tokenizer_name_or_path": None}
-_DERIVED = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules", "encoder_hidden_size")
+# What is not taken from a file: it must not ask for a tokenizer, and PEFT finds the sizes out from the model.
+_FROM_HERE: dict[str, Any] = {
+    "prompt_tuning_init": "RANDOM",
+    "prompt_tuning_init_text": None,
+    "tokenizer_name_or_path": None,
+    **dict.fromkeys(DERIVED),
+}
 WRONG_BASE = "Load the base that it was trained beside, or pass check_base=False if you know that it fits"
 _KEY = "prompt_embeddings"
 
@@ -35,21 +40,21 @@ def load_prompts_(
         why = "its virtual tokens came out of a network, which is not in the file"
         raise ValueError(explain(f"trainable=True for {what}", why, "Resume from Lightning's checkpoint"))
     there = (vars(root).get("peft_config") or {}).get(name)
-    for key, value in _START.items():  # a file must not ask for a tokenizer
+    for key, value in _FROM_HERE.items():
         if hasattr(config, key):
             setattr(config, key, getattr(there, key, value))
-    for key in _DERIVED:  # what PEFT finds out from the model
-        if hasattr(config, key):
-            setattr(config, key, getattr(there, key, None))
     keys = list(file.keys())
     shape = list(file.get_slice(_KEY).get_shape()) if _KEY in keys else None
     if shape != _shape(config, root):
         why = f"'{_KEY}' is {shape or 'not there'}, and here {_shape(config, root)}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
     refuse_not_finite(file, str(source))
-    whole, config.modules_to_save = list(config.modules_to_save or []), None
-    whole = [one for one in whole if any(f".{key}".startswith(f".base_model.{one}.") for key in keys)]
-    add_prompt_(model, config, train=[f"{prefix}{one}" for one in whole], name=name)
+    whole: list[str] = []
+    for one in config.modules_to_save or []:
+        if any(key.startswith(f"base_model.{one}.") for key in keys):
+            whole.append(f"{prefix}{one}")
+    config.modules_to_save = None
+    add_prompt_(model, config, train=whole, name=name)
     set_prompt_state_(root, name, {key: file.get_tensor(key) for key in keys})
     encoders: Any = root.get_submodule("prompt_encoder")
     encoders[name].requires_grad_(trainable)

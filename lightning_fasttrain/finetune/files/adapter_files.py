@@ -179,7 +179,10 @@ def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, s
     if len(meant) == 1:
         prefix, one = meant[0]
         return f"{prefix}." if prefix else "", roots[prefix], one
-    listed = ", ".join(f"'{one}'" + (f" in {prefix}" if len(roots) > 1 else "") for prefix, one in there)
+    shown = [f"'{one}'" for _, one in there]
+    if len(roots) > 1:
+        shown = [f"'{one}' in {prefix}" for prefix, one in there]
+    listed = ", ".join(shown)
     if not meant:
         raise ValueError(explain(f"name={name!r}", "there is no such adapter", f"There are: {listed}"))
     one = meant[0][1]
@@ -217,9 +220,8 @@ def _find_place(
 ) -> Place:
     targets = layers_in_file(keys, config)
     if not targets:
-        raise ValueError(
-            explain(f"{source / WEIGHTS}", f"it has no tensor of a {config.peft_type.value} adapter", "Save it again")
-        )
+        why = f"it has no tensor of a {config.peft_type.value} adapter"
+        raise ValueError(explain(f"{source / WEIGHTS}", why, "Save it again"))
     place = find_place(model, keys, config, name)
     root = place.root if place is not None else nearest_place(model, keys, fingerprint, name)
     what = f"the adapter in {source}"
@@ -253,7 +255,9 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
 
 
 def _exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
-    return [re.compile("|".join(re.escape(f"{place.prefix}{name}") for name in names))] if names else []
+    if not names:
+        return []
+    return [re.compile("|".join(re.escape(f"{place.prefix}{name}") for name in names))]
 
 
 def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> list[str]:

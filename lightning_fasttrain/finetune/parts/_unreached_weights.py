@@ -5,7 +5,7 @@ from collections.abc import Collection
 from torch import nn
 
 from lightning_fasttrain._heads import is_a, is_inside, is_linear
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain.finetune.parts.freezing import can_train
 
 _MUCH = 0.1  # of all bytes: then it is worth a warning
@@ -17,10 +17,11 @@ def read_past(model: nn.Module) -> list[str]:
     On a CPU some of them are called, on CUDA none but ``in_proj`` is, so what is put on the others may do nothing.
     """
     mixers = [name for name, module in model.named_modules() if "A_log" in module._parameters]
-    inside = [
-        (f"{mixer}.{name}", child) for mixer in mixers for name, child in model.get_submodule(mixer).named_children()
-    ]
-    return [name for name, child in inside if is_linear(child) and not name.endswith(".in_proj")]
+    found: list[str] = []
+    for mixer in mixers:
+        children = model.get_submodule(mixer).named_children()
+        found += [f"{mixer}.{name}" for name, child in children if is_linear(child) and name != "in_proj"]
+    return found
 
 
 def out_of_reach(model: nn.Module, skipped: Collection[str] = ()) -> dict[str, str]:
@@ -64,7 +65,7 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
     names = [name for name in out_of_reach(model) if name in left]
     if (share := sum(shares[name] for name in names)) >= _MUCH:
         what = f"{share:.0%} of the bytes of {type(model).__name__} stay in full precision"
-        why = f"only nn.Linear is quantised, and these are in none: {listed(names)}"
+        why = f"only nn.Linear is quantised, and these are in none: {list_some(names)}"
         warn(explain(what, why, "Count on their size; from float32, model.bfloat16() halves it"))
 
 
@@ -72,14 +73,10 @@ def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
     """What to say of a good part of the model that has no adapter, because of what it is in."""
     names = [name for name in out_of_reach(model) if name not in adapted]
     share = sum(shares_of(model, names).values())
-    said = (
-        f"; without adapter, since in no linear layer: {listed(names)} ({share:.0%} of all bytes)"
-        if share >= _MUCH
-        else ""
-    )
     passed = [name for name in read_past(model) if name not in adapted]
-    return said + (f"; without adapter, since a kernel reads their weights: {listed(passed)}" if passed else "")
-
-
-def listed(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    said = ""
+    if share >= _MUCH:
+        said += f"; without adapter, since in no linear layer: {list_some(names)} ({share:.0%} of all bytes)"
+    if passed:
+        said += f"; without adapter, since a kernel reads their weights: {list_some(passed)}"
+    return said

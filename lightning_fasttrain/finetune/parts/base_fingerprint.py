@@ -1,12 +1,13 @@
 """Which weights an adapter was trained beside: a short hash of each frozen layer, to be compared with another model."""
 
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
 
 Fingerprint = dict[str, str]
@@ -61,18 +62,33 @@ def is_fingerprint(value: Any) -> bool:
 
 def base_names(model: nn.Module) -> dict[str, str]:
     """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
-    holders = {name: part for name, module in model.named_modules() if (part := _holds(module))}
+    holders = adapter_holders(model)
     prompted = [name for name, module in model.named_modules() if prompts_on(module) is not None]
     prompts = tuple(f"{name}.prompt_encoder.".removeprefix(".") for name in prompted)
     found = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
-        if name.startswith(prompts):
-            continue
-        parts = name.split(".")
-        inside = [holders.get(".".join(parts[:i])) for i in range(len(parts))]
-        if all(held is None or held == part for held, part in zip(inside, parts, strict=True)):
-            found[name] = ".".join(part for held, part in zip(inside, parts, strict=True) if held is None)
+        plain = plain_name(name, holders)
+        if plain is not None and not name.startswith(prompts):
+            found[name] = plain
     return found
+
+
+def adapter_holders(model: nn.Module) -> dict[str, str]:
+    """Name of each of PEFT's modules in ``model`` that hold one of the base's → what that child is called."""
+    return {name: part for name, module in model.named_modules() if (part := _holds(module))}
+
+
+def plain_name(name: str, holders: Mapping[str, str]) -> str | None:
+    """What a module or parameter would be called without adapters; None for what they brought."""
+    parts = name.split(".")
+    plain = []
+    for i, part in enumerate(parts):
+        held = holders.get(".".join(parts[:i]))
+        if held is None:
+            plain.append(part)
+        elif held != part:
+            return None
+    return ".".join(plain)
 
 
 def refuse_other_base(
@@ -100,8 +116,7 @@ def refuse_other_base(
 
 def first_few(names: list[str]) -> str:
     """The first three, and how many more; cut where a name is absurd, since it may come from a file."""
-    listed = ", ".join(repr(name[:120]) for name in names[:3])
-    return listed + (f" and {len(names) - 3} more" if names[3:] else "")
+    return list_some([repr(name[:120]) for name in names])
 
 
 def _changed(model: nn.Module) -> set[str]:

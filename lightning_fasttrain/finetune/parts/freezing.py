@@ -178,13 +178,9 @@ def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
     chosen = choose(model, *keep)
     training = {name: parameter for name, parameter in chosen.parameters.items() if parameter.requires_grad}
     if not training:
-        raise ValueError(
-            explain(
-                f"freeze_except_(model, {', '.join(map(repr, keep))})",
-                f"none of the {len(chosen.parameters)} parameters that are meant requires a gradient now",
-                "Thaw what you want to train first: thaw_(module)",
-            )
-        )
+        why = f"none of the {len(chosen.parameters)} parameters that are meant requires a gradient now"
+        way_out = "Thaw what you want to train first: thaw_(module)"
+        raise ValueError(explain(f"freeze_except_(model, {', '.join(map(repr, keep))})", why, way_out))
     name_of = {parameter: name for name, parameter in training.items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in name_of:
@@ -227,10 +223,9 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
         if not found:
             raise ValueError(_nothing_like(one, model, [*modules, *parameters]))
         names |= found
-    return Chosen(
-        {name: parameter for name, parameter in parameters.items() if _meant(name, names)},
-        [module for name, module in modules.items() if _meant(name, names) and keeps_statistics(module)],
-    )
+    chosen = {name: parameter for name, parameter in parameters.items() if _meant(name, names)}
+    norms = [module for name, module in modules.items() if _meant(name, names) and keeps_statistics(module)]
+    return Chosen(chosen, norms)
 
 
 def _meant(name: str, names: set[str]) -> bool:

@@ -72,13 +72,8 @@ class Unfreezing:
         chosen = _by_block(model, blocks) if groups is None else _by_name(model, groups)
         self._groups = _each_once(chosen, named=0 if groups is None else len(groups))
         if not self._groups:
-            raise ValueError(
-                explain(
-                    f"Unfreezing({type(model).__name__})",
-                    "no parameter requires a gradient, so there is nothing to thaw",
-                    "Thaw what may train: thaw_(model)",
-                )
-            )
+            why = "no parameter requires a gradient, so there is nothing to thaw"
+            raise ValueError(explain(f"Unfreezing({type(model).__name__})", why, "Thaw what may train: thaw_(model)"))
         self._modules = list(model.modules())
         self._holder = {child: parent for parent in model.modules() for child in parent.children()}
         self._in_eval: dict[nn.Module, StaysInEval] = {}
@@ -136,13 +131,10 @@ class Unfreezing:
             ValueError: the groups were others.
         """
         if state["groups"] != self.groups:
-            raise ValueError(
-                explain(
-                    f"a state of {len(state['groups'])} groups for the {len(self._groups)} of this model",
-                    "the groups were made of other parameters, so the number that is thawed means nothing",
-                    "Give the same groups= or blocks= as when it was saved, or call thaw_to(k)",
-                )
-            )
+            what = f"a state of {len(state['groups'])} groups for the {len(self._groups)} of this model"
+            why = "the groups were made of other parameters, so the number that is thawed means nothing"
+            way_out = "Give the same groups= or blocks= as when it was saved, or call thaw_to(k)"
+            raise ValueError(explain(what, why, way_out))
         self.thaw_to(state["thawed"])
 
 
@@ -158,8 +150,11 @@ def check_groups(groups: Any, blocks: Any) -> None:
 
 
 def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
-    named = [choose(model, *([group] if isinstance(group, str | type) else group)) for group in groups]
-    return [*named, choose(model, type(model))]
+    chosen: list[Chosen] = []
+    for group in groups:
+        named = [group] if isinstance(group, str | type) else group
+        chosen.append(choose(model, *named))
+    return [*chosen, choose(model, type(model))]
 
 
 def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
@@ -173,10 +168,12 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
         inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
         reached = inside or reached
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
-        floor = floors[-1] if any(f"{name}.".startswith(f"{head}.") for head in heads) else floor
+        if any(f"{name}.".startswith(f"{head}.") for head in heads):
+            floor = floors[-1]
         prefix = f"{name}." if name else ""
         floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})
-        floor.norms.extend([module] if keeps_statistics(module) else [])
+        if keeps_statistics(module):
+            floor.norms.append(module)
     return floors[::-1]
 
 
@@ -200,13 +197,8 @@ def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
             kept.append(Chosen(own, waiting))
             waiting = []
         elif i < named:
-            raise ValueError(
-                explain(
-                    f"group {i} of {named}",
-                    f"its {len(group.parameters)} parameters are frozen already, or in a group before it",
-                    "Leave the group out",
-                )
-            )
+            why = f"its {len(group.parameters)} parameters are frozen already, or in a group before it"
+            raise ValueError(explain(f"group {i} of {named}", why, "Leave the group out"))
     if kept:
         kept[-1].norms.extend(waiting)
     return kept
@@ -285,13 +277,9 @@ class GradualUnfreezing(Technique):
         held = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
         missing = [name for name in chain(*unfreezing.groups) if pl_module.get_parameter(name) not in held]
         if missing:
-            warn(
-                explain(
-                    f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer",
-                    "thawing them trains nothing",
-                    "Give the optimizer all parameters, or freeze these before the run",
-                )
-            )
+            what = f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer"
+            why = "thawing them trains nothing"
+            warn(explain(what, why, "Give the optimizer all parameters, or freeze these before the run"))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first after the epoch and the step are restored, too."""
@@ -323,10 +311,6 @@ class GradualUnfreezing(Technique):
 def _refuse_sharded(strategy: Strategy) -> None:
     replicates = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
     if not replicates or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
-        raise ValueError(
-            explain(
-                f"GradualUnfreezing with {type(strategy).__name__}",
-                "it takes the parameters over, and settles which of them train, before the run starts",
-                "Use one device or DDP, or fit once for each group with freeze_except_",
-            )
-        )
+        why = "it takes the parameters over, and settles which of them train, before the run starts"
+        way_out = "Use one device or DDP, or fit once for each group with freeze_except_"
+        raise ValueError(explain(f"GradualUnfreezing with {type(strategy).__name__}", why, way_out))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo, WrappedForward, patch
+from lightning_fasttrain._surgery import Undo, WrappedForward, patch, wrappers_on
 
 # What a model returns along its sequence, which virtual tokens make longer.
 _LONGER = {
@@ -70,24 +70,16 @@ class PromptForward(WrappedForward):
     def _refuse_what_has_the_prompt(self, given: dict[str, Any]) -> None:
         for name in ("past_key_values", "encoder_outputs"):
             if given.get(name) is not None:
-                raise ValueError(
-                    explain(
-                        f"{name} given to {type(self.module).__name__}, which has virtual tokens",
-                        "they would be put in a second time",
-                        "Leave it out, or generate with model.generate(...)",
-                    )
-                )
+                what = f"{name} given to {type(self.module).__name__}, which has virtual tokens"
+                why = "they would be put in a second time"
+                raise ValueError(explain(what, why, "Leave it out, or generate with model.generate(...)"))
 
     def _refuse_longer(self, length: int) -> None:
         tokens = self.frame.active_peft_config.num_virtual_tokens
         if self.longest is not None and length + tokens > self.longest:
-            raise ValueError(
-                explain(
-                    f"a batch of {length} tokens, and {tokens} virtual ones",
-                    f"{type(self.module).__name__} has {self.longest} positions",
-                    f"Cut what is longer than {self.longest - tokens} tokens",
-                )
-            )
+            why = f"{type(self.module).__name__} has {self.longest} positions"
+            way_out = f"Cut what is longer than {self.longest - tokens} tokens"
+            raise ValueError(explain(f"a batch of {length} tokens, and {tokens} virtual ones", why, way_out))
 
     def _shorten_(self, output: Any, length: int) -> None:
         for name in _LONGER.get(self.frame.active_peft_config.task_type, _LONGER_ELSEWHERE):
@@ -121,11 +113,12 @@ class PromptForward(WrappedForward):
 
 def _positions(root: Any) -> int | None:
     """How many positions a model has learned; None for those that compute theirs."""
-    known = [
-        table.num_embeddings - (0 if table.padding_idx is None else table.padding_idx + 1)  # where RoBERTa's begin
-        for name, table in root.named_modules()
-        if isinstance(table, nn.Embedding) and ("position" in (last := name.rpartition(".")[2]) or last == "wpe")
-    ]
+    known: list[int] = []
+    for name, table in root.named_modules():
+        last = name.rpartition(".")[2]
+        if isinstance(table, nn.Embedding) and ("position" in last or last == "wpe"):
+            first = 0 if table.padding_idx is None else table.padding_idx + 1  # where RoBERTa's begin
+            known.append(table.num_embeddings - first)
     return min(*known, root.config.max_position_embeddings) if known else None
 
 
@@ -142,30 +135,17 @@ class _SignatureOfModel:
 PromptForward.__signature__ = _SignatureOfModel()  # type: ignore[attr-defined]
 
 
-def prompts_on(module: Any) -> PromptForward | None:
+def prompts_on(module: nn.Module) -> PromptForward | None:
     """What puts virtual tokens before the input of this very module, if anything does."""
-    holder = module.__dict__.get("forward")
-    while isinstance(holder, WrappedForward):
-        if isinstance(holder, PromptForward):
-            return holder
-        holder = holder.previous
-    return None
+    return next(wrappers_on(module, PromptForward), None)
 
 
 def take_out_prompts_(root: nn.Module) -> None:
     """Give a model its own ``forward`` and ``generate`` back, and forget its virtual tokens; nothing if it has none."""
-    prompts, above = prompts_on(root), None
+    prompts = prompts_on(root)
     if prompts is None:
         return
-    holder: Any = root.__dict__["forward"]
-    while holder is not prompts:
-        above, holder = holder, holder.previous
-    if above is not None:
-        above.previous = prompts.previous
-    elif prompts.previous is not None:
-        root.forward = prompts.previous
-    else:
-        del root.forward
+    prompts.undo()
     root.__dict__.pop("generate", None)
     del root.prompt_encoder, root.peft_config
 
@@ -252,9 +232,8 @@ class _Generate:
         if inputs is not None:
             kwargs["input_ids"] = inputs
         if prompts.is_prefix and not kwargs.setdefault("use_cache", True):
-            raise ValueError(
-                explain("use_cache=False", "the prefix is in the cache", "Leave it out, or use PromptTuning")
-            )
+            why = "the prefix is in the cache"
+            raise ValueError(explain("use_cache=False", why, "Leave it out, or use PromptTuning"))
         generate = frame.generate if root.config.is_encoder_decoder else frame.base_model.generate
         prompts.generating = True
         restore = patch(root, "prepare_inputs_for_generation", frame.prepare_inputs_for_generation)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_fasttrain._blocks import has_parameters
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._heads import base_of, find_heads
 from lightning_fasttrain._late_parameters import notices_late_parameters
@@ -53,13 +54,9 @@ def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = N
         raise TypeError(explain(f"head '{name}'", "it carries an adapter", "Swap the head before adapters are added"))
     new = new_head if isinstance(new_head, nn.Module) else _linear_like(old, new_head, name)
     if isinstance(old, nn.Linear) and isinstance(new, nn.Linear) and new.in_features != old.in_features:
-        raise ValueError(
-            explain(
-                f"new_head has {new.in_features} inputs",
-                f"the features that '{name}' is given are {old.in_features} wide",
-                f"Make it nn.Linear({old.in_features}, {new.out_features})",
-            )
-        )
+        why = f"the features that '{name}' is given are {old.in_features} wide"
+        way_out = f"Make it nn.Linear({old.in_features}, {new.out_features})"
+        raise ValueError(explain(f"new_head has {new.in_features} inputs", why, way_out))
     tied = _tied_with(model, old)
     for place, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
@@ -75,24 +72,20 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
     """The head's name, and whether the model itself says that it is the one which gives its vocabulary."""
     modules: dict[str, Any] = dict(model.named_modules())
     ours = told_heads(model)
-    told = [name for name, module in modules.items() if any(module is one for one in ours)]
+    told = [name for name, module in modules.items() if module in ours]
     if head is not None:
         meant = dict(model.named_modules(remove_duplicate=False)).get(head)
         found = [name for name, module in modules.items() if module is meant]
     else:
-        holders = [name for name, module in modules.items() if any(True for _ in module.parameters(recurse=False))]
+        holders = [name for name, module in modules.items() if has_parameters(module, recurse=False)]
         # of a network that has but one linear layer it is the head, if nothing comes after it
         found = told or find_heads(model) or [name for name in holders[-1:] if isinstance(modules[name], nn.Linear)]
     found = [name for name in found if name]
     if not found:
         linear = [name for name, module in modules.items() if isinstance(module, nn.Linear) and name][-4:]
-        raise ValueError(
-            explain(
-                f"{head=} in {type(model).__name__}",
-                "there is no such layer" if head is not None else "no linear layer comes after the model's blocks",
-                f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}",
-            )
-        )
+        why = "there is no such layer" if head is not None else "no linear layer comes after the model's blocks"
+        way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
+        raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
     return found[-1], found[-1] in told
 
 
@@ -117,15 +110,13 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
 
 
 def _tied_with(model: nn.Module, old: nn.Module) -> str:
-    own = {id(parameter) for parameter in old.parameters()}
-    inside = {id(module) for module in old.modules()}
-    return ", ".join(
-        f"{name}.{key}" if name else key
-        for name, module in model.named_modules()
-        if id(module) not in inside
-        for key, parameter in module.named_parameters(recurse=False)
-        if id(parameter) in own
-    )
+    own, inside = set(old.parameters()), set(old.modules())
+    tied: list[str] = []
+    for name, module in model.named_modules():
+        if module not in inside:
+            found = module.named_parameters(recurse=False)
+            tied += [f"{name}.{key}".removeprefix(".") for key, parameter in found if parameter in own]
+    return ", ".join(tied)
 
 
 def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, outputs: int) -> None:

@@ -2,11 +2,13 @@
 
 import difflib
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import Any
 
 from torch import nn
 
+from lightning_fasttrain._blocks import has_parameters
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._heads import find_heads, is_linear, layers_of
 from lightning_fasttrain._messages import explain
@@ -47,13 +49,8 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         heads = [*find_heads(model), *read_past(model)]
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
-            raise ValueError(
-                explain(
-                    f"targets='{ALL_LINEAR}'",
-                    f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})",
-                    f"Name the layers. Candidates: {_kinds(layers)}",
-                )
-            )
+            why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
+            raise ValueError(explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {_kinds(layers)}"))
         return found
     wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
     if not wanted:
@@ -82,13 +79,8 @@ def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
         mine = [name for name in tied if name in names]
         if mine and len(tied) > 1:
             other = next((name for name in tied if name not in mine), tied[-1])
-            raise ValueError(
-                explain(
-                    f"target '{mine[0]}'",
-                    f"its weight is also that of '{other}', and an adapter would make the two differ",
-                    "Leave it out of the targets, or untie the two first",
-                )
-            )
+            why = f"its weight is also that of '{other}', and an adapter would make the two differ"
+            raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
 
 
 def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
@@ -112,9 +104,8 @@ def _means(target: Any, name: str, layer: nn.Module) -> bool:
     if isinstance(target, re.Pattern):
         return target.fullmatch(name) is not None
     if not isinstance(target, str):
-        raise TypeError(
-            explain(f"targets={target!r}", "a target is a name, a pattern or a class of layers", "Use 'q_proj', say")
-        )
+        why = "a target is a name, a pattern or a class of layers"
+        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', say"))
     if "*" in target:
         pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
         return re.fullmatch(pattern, name) is not None
@@ -132,13 +123,11 @@ def _nothing_matched(target: Any, model: nn.Module, layers: dict[str, nn.Module]
 
 
 def _kinds(layers: dict[str, nn.Module]) -> str:
-    counts: dict[str, int] = {}
+    kinds: Counter[str] = Counter()
     for name, layer in layers.items():
-        if any(True for _ in layer.parameters(recurse=False)):
-            end = f"{name.rpartition('.')[2]} ({type(layer).__name__})"
-            counts[end] = counts.get(end, 0) + 1
-    ranked = sorted(counts.items(), key=lambda item: -item[1])[:12]
-    return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none"
+        if has_parameters(layer, recurse=False):
+            kinds[f"{name.rpartition('.')[2]} ({type(layer).__name__})"] += 1
+    return ", ".join(f"{kind} ×{count}" for kind, count in kinds.most_common(12)) or "none"
 
 
 def require_peft() -> Any:

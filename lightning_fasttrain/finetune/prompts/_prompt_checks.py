@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fasttrain._blocks import keep_outermost
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
 
@@ -15,13 +16,9 @@ _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 def check_config(peft: Any, config: Any) -> None:
     if not isinstance(config, peft.PeftConfig) or config.peft_type.value not in _KINDS:
         given = config.peft_type.value if isinstance(config, peft.PeftConfig) else type(config).__name__
-        raise TypeError(
-            explain(
-                f"config is a {given}",
-                f"virtual tokens are of the kinds {', '.join(_KINDS)}",
-                "Use one such as peft.PromptTuningConfig(num_virtual_tokens=20); LoRA and others: add_adapter_",
-            )
-        )
+        why = f"virtual tokens are of the kinds {', '.join(_KINDS)}"
+        way_out = "Use one such as peft.PromptTuningConfig(num_virtual_tokens=20); LoRA and others: add_adapter_"
+        raise TypeError(explain(f"config is a {given}", why, way_out))
     positive_int("num_virtual_tokens", config.num_virtual_tokens)
 
 
@@ -29,28 +26,17 @@ def hugging_face_model(model: nn.Module) -> tuple[str, Any]:
     """What its name adds to those of its parts, and the model."""
     from transformers import PreTrainedModel
 
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(name.startswith(one) for one in found):
-            found[f"{name}." if name else ""] = module
+    found = keep_outermost({name: m for name, m in model.named_modules() if isinstance(m, PreTrainedModel)})
     if not found:
-        raise TypeError(
-            explain(
-                f"virtual tokens for {type(model).__name__}",
-                "there is no Hugging Face model in it, and what other models take for input, mask and cache is unknown",
-                "Use LoRA, which suits any module",
-            )
-        )
+        why = "there is no Hugging Face model in it, and what other models take for input, mask and cache is unknown"
+        raise TypeError(explain(f"virtual tokens for {type(model).__name__}", why, "Use LoRA, which suits any module"))
     if len(found) > 1:
-        names = ", ".join(f"'{name[:-1]}'" for name in found)
-        raise ValueError(
-            explain(
-                f"virtual tokens for {type(model).__name__}",
-                f"there are several Hugging Face models in it: {names}",
-                f"Add them to one: add_prompt_(module.{next(iter(found))[:-1]}, peft.PromptTuningConfig(...))",
-            )
-        )
-    return next(iter(found.items()))
+        names = ", ".join(f"'{name}'" for name in found)
+        why = f"there are several Hugging Face models in it: {names}"
+        way_out = f"Add them to one: add_prompt_(module.{next(iter(found))}, peft.PromptTuningConfig(...))"
+        raise ValueError(explain(f"virtual tokens for {type(model).__name__}", why, way_out))
+    name, root = next(iter(found.items()))
+    return f"{name}.".removeprefix("."), root
 
 
 def task_of(root: nn.Module) -> str:
@@ -64,7 +50,10 @@ def task_of(root: nn.Module) -> str:
         ("SEQ_CLS", modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES),
         ("FEATURE_EXTRACTION", modeling_auto.MODEL_MAPPING_NAMES),
     ):
-        if names & {one for entry in classes.values() for one in ([entry] if isinstance(entry, str) else entry)}:
+        known: set[str] = set()
+        for entry in classes.values():
+            known.update([entry] if isinstance(entry, str) else entry)
+        if names & known:
             return task
     return "unknown"
 
@@ -88,29 +77,15 @@ def check_model(root: Any, config: Any, outside: list[str]) -> None:
         )
     backbone = getattr(root, root.base_model_prefix, root)
     if prefix and "past_key_values" not in takes | set(inspect.signature(type(backbone).forward).parameters):
-        raise ValueError(
-            explain(
-                f"PREFIX_TUNING of {type(root).__name__}",
-                "a prefix is put into a key-value cache, and this model has none",
-                "Use PromptTuning",
-            )
-        )
+        why = "a prefix is put into a key-value cache, and this model has none"
+        raise ValueError(explain(f"PREFIX_TUNING of {type(root).__name__}", why, "Use PromptTuning"))
     if prefix and any(getattr(module, "gradient_checkpointing", False) for module in root.modules()):
-        raise ValueError(
-            explain(
-                f"PREFIX_TUNING of {type(root).__name__} with its own activation checkpointing",
-                "that takes away the cache, which a prefix is put into",
-                "Use ActivationCheckpointing() instead, which leaves it",
-            )
-        )
+        what = f"PREFIX_TUNING of {type(root).__name__} with its own activation checkpointing"
+        why = "that takes away the cache, which a prefix is put into"
+        raise ValueError(explain(what, why, "Use ActivationCheckpointing() instead, which leaves it"))
     if outside:
-        raise ValueError(
-            explain(
-                f"train={outside}",
-                f"that is outside of {type(root).__name__}, whose parts alone the adapter's file can name",
-                "Make the head a part of it, or use LoRA",
-            )
-        )
+        why = f"that is outside of {type(root).__name__}, whose parts alone the adapter's file can name"
+        raise ValueError(explain(f"train={outside}", why, "Make the head a part of it, or use LoRA"))
 
 
 def fill_(config: Any, root: Any) -> None:

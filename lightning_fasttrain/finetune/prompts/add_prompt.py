@@ -28,6 +28,8 @@ from lightning_fasttrain.finetune.prompts._prompt_checks import (
     task_of,
 )
 
+DERIVED = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules", "encoder_hidden_size")
+
 
 @notices_late_parameters
 def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), name: str = "default") -> str:
@@ -108,11 +110,12 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)
+    besides = f", and {', '.join(whole)} whole" if whole else ""
+    if heads:
+        besides += f"; heads left as they are: {', '.join(heads)}"
     say(
-        "%s '%s': %d virtual tokens before the input of %s%s%s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, config.num_virtual_tokens, type(root).__name__,
-        f", and {', '.join(whole)} whole" if whole else "",
-        f"; heads left as they are: {', '.join(heads)}" if heads else "",
+        "%s '%s': %d virtual tokens before the input of %s%s; trains %s of %s parameters (%.2f%%)",
+        config.peft_type.value, name, config.num_virtual_tokens, type(root).__name__, besides,
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return prefix.removesuffix(".")
@@ -156,35 +159,27 @@ def set_prompt_state_(root: nn.Module, name: str, tensors: Mapping[str, Tensor])
     frame = _prompts_of(root).frame
     encoder, config = frame.prompt_encoder[name], frame.peft_config[name]
     if any(child is not encoder.embedding for child in encoder.children()):
-        raise ValueError(
-            explain(
-                f"virtual tokens '{name}' of {config.peft_type.value}",
-                "they come out of a network here, and files hold what came out",
-                "Add them with inference_mode=True in the config to use them, or resume from Lightning's checkpoint",
-            )
-        )
+        why = "they come out of a network here, and files hold what came out"
+        way_out = "Add them with inference_mode=True in the config to use them, or resume from Lightning's checkpoint"
+        raise ValueError(explain(f"virtual tokens '{name}' of {config.peft_type.value}", why, way_out))
     trained = {"prompt_embeddings": encoder.embedding.weight, **_whole_modules(root, name)}
     heads = _untrained_heads(root)
     shapes = {key: tuple(tensor.shape) for key, tensor in (trained | heads).items()}
-    wrong = [key for key in {**shapes, **tensors} if key not in tensors or shapes.get(key) != tuple(tensors[key].shape)]
+    given = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    wrong = [key for key in {**shapes, **given} if shapes.get(key) != given.get(key)]
     if wrong:
-        theirs = {key: tuple(tensors[key].shape) if key in tensors else "missing" for key in wrong[:3]}
+        theirs = {key: given.get(key, "missing") for key in wrong[:3]}
         ours = {key: shapes.get(key, "none") for key in wrong[:3]}
-        raise ValueError(
-            explain(f"the file's tensors {theirs}", f"the model's are {ours}", "Use the model it was saved from")
-        )
+        why = f"the model's are {ours}"
+        raise ValueError(explain(f"the file's tensors {theirs}", why, "Use the model it was saved from"))
     other = [key for key, tensor in heads.items() if not torch.equal(tensor.cpu(), tensors[key].cpu().to(tensor.dtype))]
     if other:
         head = other[0].split(".")[1]
-        raise ValueError(
-            explain(f"the file's '{other[0]}'", "its head was trained, and this one is not", f"Add train=['{head}']")
-        )
+        why = "its head was trained, and this one is not"
+        raise ValueError(explain(f"the file's '{other[0]}'", why, f"Add train=['{head}']"))
     with torch.no_grad():
         for key, tensor in trained.items():
             tensor.copy_(tensors[key])
-
-
-_DERIVED = ("num_layers", "token_dim", "num_attention_heads", "num_transformer_submodules", "encoder_hidden_size")
 
 
 def _adapters_in(model: nn.Module) -> dict[str, Any]:
@@ -199,7 +194,7 @@ def _as_there(config: Any, there: Any) -> Any:
     """The config with what PEFT had filled in when the adapter was added, so that the two can be compared."""
     if there is None:
         return config
-    unknown = [name for name in _DERIVED if vars(config).get(name, 0) is None]
+    unknown = [name for name in DERIVED if vars(config).get(name, 0) is None]
     as_there = copy.copy(config)
     for name in unknown:
         setattr(as_there, name, getattr(there, name, None))
@@ -227,11 +222,8 @@ def _framed(peft: Any, root: Any, config: Any, name: str) -> Any:
 def _prompts_of(root: nn.Module) -> PromptForward:
     prompts = prompts_on(root)
     if prompts is None:
-        raise ValueError(
-            explain(
-                f"{type(root).__name__} has no virtual tokens", "none were added", "Add some: add_prompt_(model, …)"
-            )
-        )
+        way_out = "Add some: add_prompt_(model, …)"
+        raise ValueError(explain(f"{type(root).__name__} has no virtual tokens", "none were added", way_out))
     return prompts
 
 

@@ -54,11 +54,13 @@ class PromptTuning(Adapter):
         checkpoint: str = "adapter",
     ) -> None:
         positive_int("tokens", tokens)
-        self.start = [] if isinstance(start, str) else [int(one) for one in start]
+        self.start: list[int] = []
         if isinstance(start, str):
             one_of("start", start, ("vocabulary", "random"))
-        elif not self.start or min(self.start) < 0:
-            raise ValueError(explain(f"start={start!r}", "tokens have ids from 0", "Use a tokenizer's input_ids"))
+        else:
+            self.start += [int(one) for one in start]
+            if not self.start or min(self.start) < 0:
+                raise ValueError(explain(f"start={start!r}", "tokens have ids from 0", "Use a tokenizer's input_ids"))
         kind = "SAMPLE_VOCAB" if start == "vocabulary" else "RANDOM"
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
@@ -66,7 +68,7 @@ class PromptTuning(Adapter):
     def apply(self, model: nn.Module) -> None:
         root = hugging_face_model(model)[1]
         prompts = prompts_on(root)
-        known = [] if prompts is None else [name for name, _ in prompts.named_children()]
+        known = {} if prompts is None else dict(prompts.named_children())
         _refuse_unknown(self.start, root)
         add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
@@ -123,9 +125,8 @@ class PrefixTuning(Adapter):
 def _refuse_unknown(ids: list[int], root: Any) -> None:
     known = root.get_input_embeddings().num_embeddings
     if ids and max(ids) >= known:
-        raise ValueError(
-            explain(f"start holds {max(ids)}", f"the vocabulary has {known}", "Use the model's own tokenizer")
-        )
+        why = f"the vocabulary has {known}"
+        raise ValueError(explain(f"start holds {max(ids)}", why, "Use the model's own tokenizer"))
 
 
 def _begin_with_(root: Any, name: str, ids: list[int]) -> None:

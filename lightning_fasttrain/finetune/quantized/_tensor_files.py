@@ -87,9 +87,8 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
             part = file.get_slice(name)
             if part.get_dtype() not in DTYPES:
-                raise ValueError(
-                    explain(f"{name!r} in {path} is in {part.get_dtype()}", "torch has no such type", "Convert it")
-                )
+                why = "torch has no such type"
+                raise ValueError(explain(f"{name!r} in {path} is in {part.get_dtype()}", why, "Convert it"))
             found[name] = StoredTensor(path, tuple(part.get_shape()), DTYPES[part.get_dtype()])
     return found
 
@@ -119,7 +118,6 @@ def _inside(index: Path, file: str) -> Path:
     path = index.parent / file
     plain = file == Path(file).name and "\\" not in file and file.endswith(".safetensors")
     if not plain or not any(path.resolve().is_relative_to(root) for root in roots):
-        raise ValueError(
-            explain(f"{index} names {file!r}", "that is no .safetensors file in its folder", "Do not use this model")
-        )
+        why = "that is no .safetensors file in its folder"
+        raise ValueError(explain(f"{index} names {file!r}", why, "Do not use this model"))
     return path

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._messages import explain, list_some, say
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
@@ -160,9 +160,8 @@ def _empty(make: Callable[[], nn.Module]) -> nn.Module:
     finally:
         handle.remove()
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            explain(f"make_model gives {type(model).__name__}", "a model is needed", "Return an nn.Module from it")
-        )
+        why = "a model is needed"
+        raise TypeError(explain(f"make_model gives {type(model).__name__}", why, "Return an nn.Module from it"))
     return model
 
 
@@ -180,7 +179,7 @@ def _what_to_read(
         if name in stored and tuple(stored[name].shape) != tuple(slot.tensor.shape)
     ]
     listed = (("missing in the files", missing), ("unknown to the model", unexpected), ("of another shape", shapes))
-    wrong = [f"{what}: {_some(names)}" for what, names in listed if names]
+    wrong = [f"{what}: {list_some(names, most=5)}" for what, names in listed if names]
     if wrong:
         way_out = "Build the class and configuration that the files were saved from"
         raise ValueError(explain(f"the files do not fit {type(model).__name__}", "; ".join(wrong), way_out))
@@ -189,10 +188,6 @@ def _what_to_read(
         if name in stored:
             read.setdefault(id(slots[name]), name)
     return {name: stored[name] for name in read.values()}
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _refuse_unfit(
@@ -204,18 +199,13 @@ def _refuse_unfit(
     for name in layers:
         stored = wanted[f"{name}.weight"]
         if (dtype or stored.dtype) not in FLOATS:
-            raise ValueError(
-                explain(f"{name}.weight is stored in {stored.dtype}", "it cannot be quantised", "Give dtype=")
-            )
+            why = "it cannot be quantised"
+            raise ValueError(explain(f"{name}.weight is stored in {stored.dtype}", why, "Give dtype="))
     for name, slot in slots.items():
         if slot.tensor.is_meta and not isinstance(slot.tensor, nn.Parameter) and name not in wanted:
-            raise ValueError(
-                explain(
-                    f"buffer {name} is on the meta device and in no file",
-                    "its values are not known",
-                    "Build the model without torch.device('meta'): parameters get no memory in any case",
-                )
-            )
+            why = "its values are not known"
+            way_out = "Build the model without torch.device('meta'): parameters get no memory in any case"
+            raise ValueError(explain(f"buffer {name} is on the meta device and in no file", why, way_out))
 
 
 @contextmanager

@@ -11,9 +11,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain._heads import find_heads, is_inside
 from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.parts._unreached_weights import (
@@ -33,11 +33,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
-_ADAPTERS = (
-    "BaseTunerLayer",
-    "AuxiliaryTrainingWrapper",
-    "BasePromptEncoder",
-)  # PEFT's, by name: it is not imported for this
+_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
 _IN_ADAPTER = "an adapter is on it already"
 
 
@@ -73,9 +69,8 @@ class QuantizedReport:
         for name, reason in self.left.items():
             reasons.setdefault(reason, []).append(name)
         for reason, names in reasons.items():
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             share = sum(self.shares.get(name, 0.0) for name in names)
-            parts.append(f"left: {', '.join(names[:3])}{more} ({reason}; {share:.0%} of all bytes)")
+            parts.append(f"left: {list_some(names)} ({reason}; {share:.0%} of all bytes)")
         return "; ".join(parts)
 
 
@@ -137,9 +132,8 @@ def quantize_base_(
     layers, already, left = sort_out(model, skip)
     for name, layer in layers.items():
         if layer.weight.is_meta:
-            raise ValueError(
-                explain(f"{name!r} is on the meta device", "it has no weights yet", "Use load_quantized(...)")
-            )
+            why = "it has no weights yet"
+            raise ValueError(explain(f"{name!r} is on the meta device", why, "Use load_quantized(...)"))
     before = sum(layer.weight.nbytes for layer in layers.values())
     for layer in layers.values():
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
@@ -154,13 +148,11 @@ def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
     one_of("kind", kind, KINDS)
     if compute_dtype != "auto" and compute_dtype not in FLOATS:
         allowed = ", ".join(map(str, FLOATS))
-        raise ValueError(
-            explain(f"compute_dtype={compute_dtype!r}", "bitsandbytes cannot compute in it", f'Use "auto" or {allowed}')
-        )
+        why = "bitsandbytes cannot compute in it"
+        raise ValueError(explain(f"compute_dtype={compute_dtype!r}", why, f'Use "auto" or {allowed}'))
     if kind == "int8" and compute_dtype != "auto":
-        raise ValueError(
-            explain(f"compute_dtype={compute_dtype} with int8", "it computes in the dtype of its input", "Leave it out")
-        )
+        why = "it computes in the dtype of its input"
+        raise ValueError(explain(f"compute_dtype={compute_dtype} with int8", why, "Leave it out"))
 
 
 def report(
@@ -180,8 +172,8 @@ def report(
 
 def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
     """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
-    skipped, heads, shared = _skipped(model, skip), find_heads(model), _shared(model)
-    shared = {**_kept_whole(model), **shared}
+    skipped, heads = _skipped(model, skip), find_heads(model)
+    shared = {**_kept_whole(model), **_shared(model)}
     shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
     layers: dict[str, nn.Linear] = {}
     already: dict[str, nn.Module] = {}
@@ -193,8 +185,7 @@ def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict
         if is_quantized(module):
             already[name] = module
         elif isinstance(module, nn.Linear):
-            own = name.removesuffix(".base_layer")
-            reason = "skip" if name in skipped else "a head" if own in heads else shared.get(name) or _unfit(module)
+            reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
                 if name == f"{adapter}base_layer":
                     left[name] = reason or _IN_ADAPTER
@@ -204,18 +195,28 @@ def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict
                 layers[name] = module
     left.update(out_of_reach(model, skipped))
     if not layers and not already:
-        way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
-        reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
-        raise ValueError(
-            explain(
-                f"nothing to quantise in {type(model).__name__}",
-                f"all its matrices are left: {reasons}" if left else "it has no nn.Linear",
-                way_out if left else "Leave quantisation out",
-            )
-        )
+        raise ValueError(_nothing_to_quantise(model, left))
     if _IN_ADAPTER in left.values():
         warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
     return layers, already, left
+
+
+def _why_left(name: str, layer: nn.Linear, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
+    """Empty where nothing speaks against quantising it."""
+    if name in skipped:
+        return "skip"
+    if name.removesuffix(".base_layer") in heads:
+        return "a head"
+    return shared.get(name) or _unfit(layer)
+
+
+def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
+    what = f"nothing to quantise in {type(model).__name__}"
+    if not left:
+        return explain(what, "it has no nn.Linear", "Leave quantisation out")
+    reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
+    way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
+    return explain(what, f"all its matrices are left: {reasons}", way_out)
 
 
 def _skipped(model: nn.Module, skip: Blocks) -> set[str]:
@@ -223,20 +224,15 @@ def _skipped(model: nn.Module, skip: Blocks) -> set[str]:
     outer: list[str] = []
     for wanted in [skip] if isinstance(skip, str | type) else list(skip):
         if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            raise TypeError(
-                explain(f"skip={wanted!r}", "it is no pattern and no class of modules", "Use skip=['**.router']")
-            )
+            why = "it is no pattern and no class of modules"
+            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
         found = [name for name, module in modules.items() if _matches(name, module, wanted)]
         if not found:
-            raise ValueError(
-                explain(
-                    f"skip={wanted!r} matches nothing in {type(model).__name__}",
-                    f"candidates are {_candidates(model)}",
-                    "Give a class, a class name or a pattern such as '**.router'",
-                )
-            )
+            why = f"candidates are {_candidates(model)}"
+            way_out = "Give a class, a class name or a pattern such as '**.router'"
+            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
         outer += found
-    return {name for name in modules if any(name == one or name.startswith(f"{one}.") or not one for one in outer)}
+    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
 def _shared(model: nn.Module) -> dict[str, str]:
@@ -245,12 +241,13 @@ def _shared(model: nn.Module) -> dict[str, str]:
     for name, module in model.named_modules():
         if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
             owners.setdefault(weight, []).append(name)
-    return {
-        name: f"it shares its weight with {next(other for other in names if other != name)}"
-        for names in owners.values()
-        if len(names) > 1
-        for name in names
-    }
+    shared: dict[str, str] = {}
+    for names in owners.values():
+        for name in names:
+            others = [other for other in names if other != name]
+            if others:
+                shared[name] = f"it shares its weight with {others[0]}"
+    return shared
 
 
 def _kept_whole(model: nn.Module) -> dict[str, str]:

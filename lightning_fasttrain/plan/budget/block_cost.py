@@ -66,8 +66,7 @@ def measure_block(
         forward: what replaces the block's ``forward``.
         keeps: which operations are expensive.
         fixed: addresses of storages that do not count: those of the model's parameters and buffers.
-        args: of the call.
-        kwargs: of the call.
+        args, kwargs: of the call.
 
     Returns:
         Its costs. On CUDA this waits for the device.

@@ -1,8 +1,10 @@
 """What is kept and what is recomputed, block by block, with what it costs: for people to read."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+
+from rich.table import Table
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
@@ -65,7 +67,7 @@ class CheckpointPlan:
         return replace(self, measured_bytes=nbytes, measured_ms=ms)
 
     def __str__(self) -> str:
-        count = {action: sum(block.action == action for block in self.blocks) for action in _ACTIONS}
+        count = Counter(block.action for block in self.blocks)
         parts = ", ".join(f"{count[action]} {action}" for action in _ACTIONS if count[action])
         peak, ms = f"peak {self.predicted_bytes / GIB:.3g} GiB predicted", f"+{self.predicted_ms:.1f} ms per step"
         if self.measured_bytes is not None:
@@ -74,10 +76,8 @@ class CheckpointPlan:
             ms += f" predicted, +{self.measured_ms:.1f} measured"
         return f"{len(self.blocks)} blocks: {parts} | {peak}, limit {self.limit_bytes / GIB:.3g} | {ms}"
 
-    def table(self) -> Any:
+    def table(self) -> Table:
         """A ``rich`` table: a row for each block, runs of like ones as one."""
-        from rich.table import Table
-
         table = Table(title=str(self), title_justify="left")
         for title in ("block", "action"):
             table.add_column(title)
@@ -86,9 +86,12 @@ class CheckpointPlan:
         for run in self._runs():
             first, last, n = run[0], run[-1], len(run)
             name = first.name if n == 1 else f"{first.name} … {last.name} ({n})"
-            mib = [sum(getattr(block, key) for block in run) / 2**20 for key in ("saved_bytes", "held_bytes")]
-            ms = [sum(getattr(block, key) for block in run) for key in ("forward_ms", "added_ms")]
-            table.add_row(name, first.action, *(f"{value:.1f}" for value in mib), *(f"{value:.2f}" for value in ms))
+            saved_mib = sum(block.saved_bytes for block in run) / 2**20
+            held_mib = sum(block.held_bytes for block in run) / 2**20
+            forward_ms = sum(block.forward_ms for block in run)
+            added_ms = sum(block.added_ms for block in run)
+            figures = f"{saved_mib:.1f}", f"{held_mib:.1f}", f"{forward_ms:.2f}", f"{added_ms:.2f}"
+            table.add_row(name, first.action, *figures)
         return table
 
     def _runs(self) -> list[list[BlockPlan]]:
@@ -134,7 +137,10 @@ def make_plan(
         )
     choices = [_choices(cost) for cost in costs.values()]
     room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
-    chosen = place([[(held, ms) for _, held, ms in options] for options in choices], room)
+    prices = []
+    for options in choices:
+        prices.append([(held, ms) for _, held, ms in options])
+    chosen = place(prices, room)
     assert chosen is not None, "recomputing every block is one of the choices, and it fits"
     blocks, held, predicted = [], 0, peaks.get("", 0)
     for (name, cost), options, index in zip(costs.items(), choices, chosen, strict=True):

@@ -52,13 +52,9 @@ class MemoryBudget(CheckpointPolicy):
     def __init__(self, budget_gib: float | str = "fit") -> None:
         number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool) and budget_gib > 0
         if budget_gib != "fit" and not number:
-            raise ValueError(
-                explain(
-                    f"budget_gib={budget_gib!r}",
-                    "it is the most that a step may take, in GiB",
-                    'Give a number above 0, or "fit" for what the device has',
-                )
-            )
+            why = "it is the most that a step may take, in GiB"
+            way_out = 'Give a number above 0, or "fit" for what the device has'
+            raise ValueError(explain(f"budget_gib={budget_gib!r}", why, way_out))
         self.budget_gib = budget_gib
         self.plan: CheckpointPlan | None = None
         self._watch: StepWatch | None = None

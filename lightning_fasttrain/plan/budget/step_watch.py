@@ -314,8 +314,7 @@ def _what_fits(device: torch.device, in_use: int) -> int:
         return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
-        raise ValueError(
-            explain('budget_gib="fit"', "this system does not tell how much memory is free", "Give the limit in GiB")
-        )
+        why = "this system does not tell how much memory is free"
+        raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
     available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
     return int(_FIT * (1024 * int(available.split()[1]) + in_use))

@@ -130,13 +130,9 @@ class AllocationTrace(AssumedNumbers):
         if key in self._alive:
             return self._alive[key][1]
         if tensor.device.type != "cpu":
-            raise ValueError(
-                explain(
-                    f"{op} in {module or 'the step'} made a tensor on {tensor.device}",
-                    "a prediction runs on the CPU, whatever device it is for",
-                    "Make tensors where the module is (module.device, tensor.device)",
-                )
-            )
+            why = "a prediction runs on the CPU, whatever device it is for"
+            way_out = "Make tensors where the module is (module.device, tensor.device)"
+            raise ValueError(explain(f"{op} in {module or 'the step'} made a tensor on {tensor.device}", why, way_out))
         allocation = self._born(storage.nbytes(), module, op, phase)
         self._alive[key] = (weakref.ref(storage, partial(self._died, key)), allocation)
         return allocation

@@ -50,7 +50,8 @@ class AssumedNumbers(TorchDispatchMode):
 def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **settings: Any) -> Tensor:
     """Products of groups of rows, as the experts of a mixture make them. Fake tensors know it for bfloat16 alone."""
     ends = settings.get("offs", ends)
-    grouped = first.ndim == second.ndim
-    groups = () if not grouped or ends is None else (len(ends),) if first.ndim == 2 else (len(first),)
+    groups: tuple[int, ...] = ()
+    if first.ndim == second.ndim and ends is not None:
+        groups = (len(ends),) if first.ndim == 2 else (len(first),)
     rows, columns = first.shape[-2], second.shape[-1]
     return first.new_empty((*groups, rows, columns))

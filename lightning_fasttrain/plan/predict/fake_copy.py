@@ -35,13 +35,9 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             built = module() if callable(module) else module
         if not isinstance(built, nn.Module):
-            raise TypeError(
-                explain(
-                    f"module={module!r}, which gives {type(built).__name__}",
-                    "a model is needed",
-                    "Give an nn.Module, or a function without arguments that returns one",
-                )
-            )
+            why = "a model is needed"
+            way_out = "Give an nn.Module, or a function without arguments that returns one"
+            raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", why, way_out))
         module = built
     if any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
         module = _copied(module, mode)
@@ -67,13 +63,9 @@ def _copied(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
         with FakeCopyMode(mode):
             return copy.deepcopy(module, _quantized_parts(module, mode))
     except Exception as error:
-        raise TypeError(
-            explain(
-                f"{type(module).__name__} cannot be copied",
-                f"{type(error).__name__}: {error}",
-                "Give a function that builds it: lambda: MyModule(...)",
-            )
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        way_out = "Give a function that builds it: lambda: MyModule(...)"
+        raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
 
 
 def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:

@@ -98,11 +98,12 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
         about: ``device``, ``precision`` and ``notes`` of the report.
     """
     counted = [allocation for allocation in allocations if allocation.died > since]
-    events = [(max(a.born, since), a.nbytes, a) for a in counted] + [(a.died, -a.nbytes, a) for a in counted]
+    births = [(max(a.born, since), a.nbytes, a) for a in counted]
+    deaths = [(a.died, -a.nbytes, a) for a in counted]
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     peaks = dict(now)
     total, peak_bytes, peak = 0, -1, (since, counted[0])
-    for time, change, allocation in sorted(events, key=lambda event: event[0]):
+    for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
         category = allocation.category
         now[category] += change
         total += change
@@ -111,9 +112,12 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
             peak_bytes, peak = total, (time, allocation)
     time, last = peak
     held = [a for a in counted if a.born <= time < a.died]
+    at_peak = dict.fromkeys(CATEGORIES, 0)
+    for allocation in held:
+        at_peak[allocation.category] += allocation.nbytes
     return MemoryReport(
         peak_bytes=peak_bytes,
-        at_peak={c: sum(a.nbytes for a in held if a.category == c) for c in CATEGORIES},
+        at_peak=at_peak,
         peaks=peaks,
         phase=last.phase,
         module=last.module,

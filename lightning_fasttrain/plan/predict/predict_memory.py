@@ -118,13 +118,9 @@ def predict_memory(
             if not trace.assumed:
                 raise
             failure = error
-    raise ValueError(
-        explain(
-            "the code reads numbers out of tensors and decides by them",
-            f"there are none, and with those that were assumed it ends in {type(failure).__name__}: {failure}",
-            "Give loss=, a function of (module, batch) that goes without",
-        )
-    ) from failure
+    why = f"there are none, and with those that were assumed it ends in {type(failure).__name__}: {failure}"
+    way_out = "Give loss=, a function of (module, batch) that goes without"
+    raise ValueError(explain("the code reads numbers out of tensors and decides by them", why, way_out)) from failure
 
 
 def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Technique]:
@@ -214,13 +210,9 @@ def _backward(loss: Tensor) -> None:
 
 def _forward(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
     if loss is None and not isinstance(net, L.LightningModule):
-        raise TypeError(
-            explain(
-                f"{type(net).__name__} without loss=",
-                "only a LightningModule has a training_step",
-                "Give loss=, a function of (module, batch)",
-            )
-        )
+        why = "only a LightningModule has a training_step"
+        way_out = "Give loss=, a function of (module, batch)"
+        raise TypeError(explain(f"{type(net).__name__} without loss=", why, way_out))
 
     def step(batch: Any) -> Any:
         with plugin.forward_context():
@@ -237,13 +229,9 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
     if make is not None:
         return make(net.parameters())
     if not isinstance(net, L.LightningModule):
-        raise TypeError(
-            explain(
-                f"{type(net).__name__} without optimizer=",
-                "only a LightningModule has configure_optimizers",
-                "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)",
-            )
-        )
+        why = "only a LightningModule has configure_optimizers"
+        way_out = "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
+        raise TypeError(explain(f"{type(net).__name__} without optimizer=", why, way_out))
     optimizers = configured_optimizers(net)
     if len(optimizers) != 1 or not net.automatic_optimization:
         raise ValueError(
@@ -271,16 +259,11 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except _UNKNOWN as error:
-        raise ValueError(
-            explain(
-                f"{error.func} cannot be predicted",
-                "the shape of its result depends on values, and there are none",
-                "Give loss=, a function of (module, batch) that goes without",
-            )
-        ) from error
+        why = "the shape of its result depends on values, and there are none"
+        way_out = "Give loss=, a function of (module, batch) that goes without"
+        raise ValueError(explain(f"{error.func} cannot be predicted", why, way_out)) from error
     except RuntimeError as error:
         if "not attached to a `Trainer`" not in str(error):
             raise
-        raise ValueError(
-            explain("the code uses self.trainer", "a prediction has none", "Give loss= and optimizer= that go without")
-        ) from error
+        way_out = "Give loss= and optimizer= that go without"
+        raise ValueError(explain("the code uses self.trainer", "a prediction has none", way_out)) from error

@@ -3,6 +3,7 @@
 The operations are those that a fake run on the CPU performs, named beside what takes their place on CUDA.
 """
 
+import math
 from typing import Any
 
 from torch import Tensor, ops
@@ -39,13 +40,12 @@ def _sum(arguments: Any, _: Any) -> int:
 
 def _rows(table: Tensor, axes: Any) -> int:
     """How many numbers are summed up in each column; 0 where the columns are no neighbours in memory."""
-    summed = {axis % table.ndim for axis in axes or range(table.ndim)} if table.ndim else set()
-    if not summed or table.ndim - 1 in summed or table.stride(-1) != 1:
+    if not table.ndim:
         return 0
-    rows = 1
-    for axis in summed:
-        rows *= table.shape[axis]
-    return rows
+    summed = {axis % table.ndim for axis in axes or range(table.ndim)}
+    if table.ndim - 1 in summed or table.stride(-1) != 1:
+        return 0
+    return math.prod(table.shape[axis] for axis in summed)
 
 
 def _block(columns: int, rows: int) -> tuple[int, int]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import sweep
 from lightning_fasttrain._files import TEMPORARY
@@ -22,7 +23,7 @@ from lightning_fasttrain._surgery import Undo, patch
 GIB = 2**30
 
 
-def check_folders(trainer: L.Trainer, optimizers: Sequence[Any]) -> str | None:
+def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:
     """Why the folders of this run's checkpoints will not do, the same on all ranks; None if they will.
 
     What an earlier, killed run left half written there is removed first.
@@ -51,22 +52,17 @@ def unfit(folder: Path, nbytes: int) -> str | None:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
         probe.unlink()
     except OSError as error:
-        return explain(
-            f"checkpoints cannot be written to {folder}",
-            f"{error.strerror or error} ({there})",
-            "Make it writable, or give ModelCheckpoint another dirpath",
-        )
+        way_out = "Make it writable, or give ModelCheckpoint another dirpath"
+        return explain(f"checkpoints cannot be written to {folder}", f"{error.strerror or error} ({there})", way_out)
     free = shutil.disk_usage(there).free
     if free < 2 * nbytes:
-        return explain(
-            f"{folder} has {free / GIB:.2f} GiB free",
-            f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB, and one is kept while the next is written",
-            "Free some space, or give ModelCheckpoint another dirpath",
-        )
+        why = f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB, and one is kept while the next is written"
+        way_out = "Free some space, or give ModelCheckpoint another dirpath"
+        return explain(f"{folder} has {free / GIB:.2f} GiB free", why, way_out)
     return None
 
 
-def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Any]) -> int:
+def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int:
     """About how large one checkpoint will be, of all ranks together: weights, and what the optimizers will hold."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
@@ -78,7 +74,7 @@ def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Any]) -> int:
     return sum(_whole_bytes(tensor) for tensor in (*module.parameters(), *module.buffers())) + moments
 
 
-def _whole_bytes(tensor: Any) -> int:
+def _whole_bytes(tensor: Tensor) -> int:
     """Of a tensor that may be in pieces on several ranks."""
     return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
 
@@ -92,7 +88,7 @@ def _trained_bytes(group: dict[str, Any]) -> int:
     return sum(_whole_bytes(p) for p in group["params"] if p.requires_grad)
 
 
-def share_failed_saves(strategy: Any, go_on: bool) -> Undo:
+def share_failed_saves(strategy: Strategy, go_on: bool) -> Undo:
     """Let all ranks hear of a checkpoint that could not be saved, instead of waiting for the one that writes.
 
     Args:

@@ -138,7 +138,9 @@ def describe(mine: Position, others: dict[int, Position] | None, silent: Collect
     everyone = {**others, mine.rank: mine}
     absent = [rank for rank in range(size) if rank not in everyone]
     failed = [rank for rank, position in sorted(everyone.items()) if position.error]
-    lines = [f"{everyone[rank]}" if rank in everyone else f"rank {rank}: not there" for rank in range(size)]
+    lines = []
+    for rank in range(size):
+        lines.append(str(everyone[rank]) if rank in everyone else f"rank {rank}: not there")
     if failed:
         lines += [f"rank {rank} has failed with {everyone[rank].error}. The others wait for it." for rank in failed]
         lines += [f"It is at\n{everyone[rank].stack}" for rank in failed if everyone[rank].stack]

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._checks import one_of
@@ -72,13 +73,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             write_atomic(path, lambda file: _save(marked, file))
         except OSError as error:
             free = f"{_free_bytes(Path(path)) / 2**30:.2f} GiB are free there"
-            raise OSError(
-                explain(
-                    f"checkpoint {os.fspath(path)} could not be written",
-                    f"{error}; {free}, and an older file of this name is untouched",
-                    "Free some space, or choose another folder",
-                )
-            ) from error
+            why = f"{error}; {free}, and an older file of this name is untouched"
+            way_out = "Free some space, or choose another folder"
+            raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
         """Load tensors and plain values from ``path``; anything else needs ``weights_only=False`` in this very call.
@@ -177,13 +174,8 @@ class AtomicCheckpoints(Technique):
             undo.callback(share_failed_saves(strategy, go_on=self.on_failed_save == "warn"))
         theirs = strategy.checkpoint_io
         if type(theirs) is not TorchCheckpointIO:
-            warn(
-                explain(
-                    f"AtomicCheckpoints with {type(theirs).__name__}",
-                    "this run already has a checkpoint plugin of its own, which is kept",
-                    "Leave one of the two out",
-                )
-            )
+            why = "this run already has a checkpoint plugin of its own, which is kept"
+            warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Leave one of the two out"))
             return undo.close
         ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
         ours.run = self._run
@@ -197,7 +189,7 @@ class AtomicCheckpoints(Technique):
         probe_folders(trainer, trainer.optimizers)
 
 
-def probe_folders(trainer: L.Trainer, optimizers: Sequence[Any]) -> None:
+def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:
     """Before a run: can the folders of its ModelCheckpoints be written to, and do they have room?
 
     Raises:

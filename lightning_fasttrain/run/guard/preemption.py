@@ -170,10 +170,6 @@ def _refuse_requeue_signal(trainer: L.Trainer, signals: tuple[int, ...]) -> None
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         requeue = environment.requeue_signal or signal.SIGUSR1
         if requeue in signals:
-            raise ValueError(
-                explain(
-                    f"Preemption(signals={signals}) under SLURM",
-                    f"Lightning saves and requeues the job when it gets {name_of(requeue)}",
-                    "Leave this signal out, or use SLURMEnvironment(auto_requeue=False)",
-                )
-            )
+            why = f"Lightning saves and requeues the job when it gets {name_of(requeue)}"
+            way_out = "Leave this signal out, or use SLURMEnvironment(auto_requeue=False)"
+            raise ValueError(explain(f"Preemption(signals={signals}) under SLURM", why, way_out))

@@ -112,13 +112,9 @@ class PreemptionFlag:
 
     def __enter__(self) -> "PreemptionFlag":
         if threading.current_thread() is not threading.main_thread():
-            warn(
-                explain(
-                    f"{', '.join(map(name_of, self.signals))} cannot be heard in this thread",
-                    "Python lets only the main thread handle signals",
-                    "Handle them there and call the flag's request(), or train in the main thread",
-                )
-            )
+            why = "Python lets only the main thread handle signals"
+            way_out = "Handle them there and call the flag's request(), or train in the main thread"
+            warn(explain(f"{', '.join(map(name_of, self.signals))} cannot be heard in this thread", why, way_out))
             return self
         self._process = os.getpid()
         for number in self.signals:
@@ -153,9 +149,8 @@ def catchable(signals: Iterable[int]) -> tuple[int, ...]:
         raise ValueError(explain("signals=()", "nothing could tell the run to go", "Use signals=(signal.SIGTERM,)"))
     for number in numbers:
         if number not in signal.valid_signals() or name_of(number) in ("SIGKILL", "SIGSTOP"):
-            raise ValueError(
-                explain(f"signals={numbers}", f"{number!r} is no signal that can be caught", "Use signal.SIGTERM")
-            )
+            why = f"{number!r} is no signal that can be caught"
+            raise ValueError(explain(f"signals={numbers}", why, "Use signal.SIGTERM"))
     return numbers
 
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from subprocess import Popen
 
 import torch.distributed as dist
 
@@ -64,7 +64,7 @@ class ProgressWatch:
         timeout_s: float = 600.0,
         first_timeout_s: float | None = None,
         folder: str | os.PathLike[str] | None = None,
-        children: Sequence[Any] = (),
+        children: Sequence[Popen[bytes]] = (),
         parent: int | None = None,
         parent_rank: int | None = None,
     ) -> None:

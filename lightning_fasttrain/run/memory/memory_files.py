@@ -80,7 +80,10 @@ def draw_memory(record: MemoryRecord) -> "Figure":
     unit, size = next(((unit, size) for unit, size in UNITS if record.peak_bytes >= size), ("B", 1))
     points = record.sampled()
     ms = [*(point.ms for point in points), record.end_ms]
-    layers = [[*layer, layer[-1]] for layer in zip(*([n / size for n in p.nbytes] for p in points), strict=True)]
+    layers = []
+    for i in range(len(COLOURS)):
+        layer = [point.nbytes[i] / size for point in points]
+        layers.append([*layer, layer[-1]])
     figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
     axes = figure.add_subplot(facecolor="#fcfcfa")
     # In steps: memory stays as it is until it changes.
@@ -92,13 +95,13 @@ def draw_memory(record: MemoryRecord) -> "Figure":
             f"step {i + 1}", (at, peak[1] * 1.12), (4, -9), textcoords="offset points", fontsize=9, color=FAINT
         )
     axes.plot(*peak, "o", color=INK, markersize=5, markeredgecolor="white", clip_on=False)
-    late = record.peak.ms > 0.7 * record.end_ms
+    offset, alignment = (-8, "right") if record.peak.ms > 0.7 * record.end_ms else (8, "left")
     axes.annotate(
         f"peak {format_bytes(record.peak_bytes)}",
         peak,
-        (-8 if late else 8, 5),
+        (offset, 5),
         textcoords="offset points",
-        horizontalalignment="right" if late else "left",
+        horizontalalignment=alignment,
         fontweight="bold",
         color=INK,
     )

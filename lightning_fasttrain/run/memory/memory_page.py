@@ -20,9 +20,10 @@ def memory_page(record: MemoryRecord) -> str:
     places: dict[tuple[str, ...], int] = {}
     points = []
     for point in record.sampled():
-        change = point.change
-        place = (change.category, change.name, change.module, change.op) if change is not None else ("", "", "", "")
-        taken = 0 if change is None else change.nbytes if change.begin_ms == point.ms else -change.nbytes
+        change, place, taken = point.change, ("", "", "", ""), 0
+        if change is not None:
+            place = change.category, change.name, change.module, change.op
+            taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
         points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
     data = {
         "categories": CATEGORIES,
@@ -33,11 +34,13 @@ def memory_page(record: MemoryRecord) -> str:
         "places": list(places),
         "points": points,
     }
+    colours = [f"--c{i}: {colour};" for i, colour in enumerate(COLOURS.values())]
+    rows = [_row(record, i, category) for i, category in enumerate(CATEGORIES)]
     parts = {
         "title": escape(f"{format_bytes(record.peak_bytes)} at the peak"),
         "summary": escape(f"on {record.device}, {record.where}"),
-        "colours": " ".join(f"--c{i}: {colour};" for i, colour in enumerate(COLOURS.values())),
-        "rows": "\n".join(_row(record, i, category) for i, category in enumerate(CATEGORIES)),
+        "colours": " ".join(colours),
+        "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can begin in it
     }

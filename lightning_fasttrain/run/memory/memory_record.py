@@ -3,7 +3,7 @@
 import json
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from io import StringIO
 from math import inf
@@ -141,7 +141,11 @@ class MemoryRecord:
     @cached_property
     def peaks(self) -> dict[str, int]:
         """Category → the most bytes that it had, each at its own moment."""
-        return {name: max(point.nbytes[i] for point in self.points) for i, name in enumerate(CATEGORIES)}
+        most = dict.fromkeys(CATEGORIES, 0)
+        for point in self.points:
+            for name, nbytes in zip(CATEGORIES, point.nbytes, strict=True):
+                most[name] = max(most[name], nbytes)
+        return most
 
     def holders(self, category: str | None = None, ms: float | None = None) -> list[Holder]:
         """Who holds memory, in one category or in all, at a moment or at the peak; the largest first."""
@@ -167,7 +171,10 @@ class MemoryRecord:
     def to_json(self) -> str:
         """Everything, as JSON; ``allocations`` are rows under the names in ``columns``."""
         columns = [column.name for column in fields(Allocation)]
-        rows = [[None if value == inf else value for value in astuple(a)] for a in self.allocations]
+        rows = []
+        for a in self.allocations:
+            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}
+            rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}
         own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "allocations"}

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from math import inf
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +88,8 @@ class MemoryRecording:
             model = model.module
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                explain(f"a model on {self.device}", "memory is recorded on the CPU and on CUDA", "Use one of these")
-            )
+            why = "memory is recorded on the CPU and on CUDA"
+            raise ValueError(explain(f"a model on {self.device}", why, "Use one of these"))
         self.record: MemoryRecord | None = None
         self._model, self._batch, self._save_to, self._kinds = model, batch, save_to, kinds
         self._profile: profile | None = None
@@ -97,13 +97,8 @@ class MemoryRecording:
 
     def __enter__(self) -> "MemoryRecording":
         if torch.autograd._profiler_enabled():
-            raise RuntimeError(
-                explain(
-                    "MemoryRecording",
-                    "another torch profiler is active, and torch runs one at a time",
-                    "Record outside of it, or give it profile_memory=True",
-                )
-            )
+            why = "another torch profiler is active, and torch runs one at a time"
+            raise RuntimeError(explain("MemoryRecording", why, "Record outside of it, or give it profile_memory=True"))
         self._notes: list[_Seen | _Gone] = []
         self._watches: list[weakref.finalize] = []
         self._steps_ns: list[int] = []
@@ -135,7 +130,9 @@ class MemoryRecording:
         """Show one more batch of the step, where it accumulates several."""
         self._see("inputs", "batch", batch, watch=True)
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         finished = self.stop()
         if error is None or _is_out_of_memory(error):
             events = read_events(finished, self.device)
@@ -305,6 +302,7 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def _what_filled_it(record: MemoryRecord, events: Events) -> str:
     place = events.failed.place if events.failed is not None else Place()
     holders = record.holders(ms=record.failed_ms)
-    held, where = sum(holder.nbytes for holder in holders), f" of {place.module}" if place.module else ""
+    held = sum(holder.nbytes for holder in holders)
+    where = f" of {place.module}" if place.module else ""
     largest = ", ".join(str(holder) for holder in holders[:3])
     return f"Out of memory in {place.op or 'Python'}{where}, with {format_bytes(held)} in use. Largest: {largest}."

@@ -65,7 +65,9 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
             continue
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
         grad = grad.to(device).contiguous()
-        parts = [torch.empty_like(grad) for _ in gathered] if dist.get_rank() == 0 else None
+        parts = None
+        if dist.get_rank() == 0:
+            parts = [torch.empty_like(grad) for _ in gathered]
         dist.gather(grad, parts, dst=0)
         for rank, part in enumerate(parts or []):
             if held[rank, i]:

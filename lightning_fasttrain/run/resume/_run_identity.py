@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import lightning as L
@@ -21,17 +21,17 @@ _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 
 def settings_of(trainer: L.Trainer) -> dict[str, Any]:
     """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
-    scheduled = any(
-        isinstance(callback, GradientAccumulationScheduler | TokenWeightedAccumulation)
-        for callback in trainer.callbacks
-    )
+    schedules = GradientAccumulationScheduler | TokenWeightedAccumulation
+    scheduled = any(isinstance(callback, schedules) for callback in trainer.callbacks)
+    clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
+    optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
     return {
         "processes": trainer.world_size,
         "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
         "precision": str(trainer.precision),
-        "gradient_clip_val": "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val),
+        "gradient_clip_val": clip,
         "gradient_clip_algorithm": str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
-        _OPTIMIZERS: [type(optimizer).__name__ for optimizer in trainer.optimizers] or None,
+        _OPTIMIZERS: optimizers or None,
     }
 
 
@@ -87,14 +87,22 @@ def _hashed(values: Any, where: str) -> dict[str, str]:
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
         return {}
     ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
-    entries = [_bytes_of(values[int(i)]) for i in ends]
-    if any(entry is None for entry in entries):
-        return {}
-    return {where: hashlib.sha256(b"|".join(entry for entry in entries if entry is not None)).hexdigest()[:12]}
+    data = _joined([values[int(i)] for i in ends], b"|")
+    return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
 
 
 def _is_array(value: Any) -> bool:
     return type(value) in (Tensor, np.ndarray) and value.ndim > 0
+
+
+def _joined(entries: Sequence[Any], by: bytes) -> bytes | None:
+    parts: list[bytes] = []
+    for entry in entries:
+        data = _bytes_of(entry)
+        if data is None:
+            return None
+        parts.append(data)
+    return by.join(parts)
 
 
 def _bytes_of(entry: Any) -> bytes | None:
@@ -111,8 +119,7 @@ def _bytes_of(entry: Any) -> bytes | None:
     if isinstance(entry, Mapping):
         entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
     if isinstance(entry, list | tuple):
-        parts = [_bytes_of(part) for part in entry]
-        return None if None in parts else b",".join(part for part in parts if part is not None)
+        return _joined(entry, b",")
     return None
 
 
@@ -120,11 +127,9 @@ def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """What to say of each setting of which both sides know another value."""
     for name in sorted((then.keys() & now.keys()) - {"loaders"}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
-            yield explain(
-                f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}",
-                "so it cannot go on as it would have",
-                "Make it as it was, or accept another run: ExactResume(strict=False)",
-            )
+            what = f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}"
+            way_out = "Make it as it was, or accept another run: ExactResume(strict=False)"
+            yield explain(what, "so it cannot go on as it would have", way_out)
 
 
 def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -135,13 +140,9 @@ def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
     """
     saved, here = then.get(_OPTIMIZERS), now.get(_OPTIMIZERS)
     if saved and here and saved != here:
-        raise ValueError(
-            explain(
-                f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {here}",
-                "the state of one means nothing to the other",
-                "Use the same, or load the weights alone: model.load_state_dict(torch.load(path)['state_dict'])",
-            )
-        )
+        what = f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {here}"
+        way_out = "Use the same, or load the weights alone: model.load_state_dict(torch.load(path)['state_dict'])"
+        raise ValueError(explain(what, "the state of one means nothing to the other", way_out))
 
 
 def other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
@@ -155,8 +156,5 @@ def other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningMod
     differ = [f"{name} = {then[name]!r} then, {now[name]!r} now" for name in both if then[name] != now[name]]
     if not differ:
         return None
-    return explain(
-        f"{type(module).__name__} has other hyper-parameters than the checkpoint's",
-        "; ".join(differ[:5]),
-        "Where they decide how the model trains, make them as they were",
-    )
+    what = f"{type(module).__name__} has other hyper-parameters than the checkpoint's"
+    return explain(what, "; ".join(differ[:5]), "Where they decide how the model trains, make them as they were")

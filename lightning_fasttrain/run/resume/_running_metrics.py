@@ -30,14 +30,14 @@ def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoin
     training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
     resets = {SavePoint.EPOCH: training, SavePoint.VALIDATION: validation}.get(point, {})
     about_to_be_reset = {id(result.value) for result in resets.values() if not result.is_tensor}
+    metrics = {}
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and id(metric) not in about_to_be_reset:
+            metrics[name] = {"states": _copied(metric._copy_state_dict()), "updates": metric._update_count}
     return {
         "callback_metrics": _copied(dict(trainer.callback_metrics)),
         "logged": {} if point is SavePoint.EPOCH else _logged(training),
-        "metrics": {
-            name: {"states": _copied(metric._copy_state_dict()), "updates": metric._update_count}
-            for name, metric in module.named_modules()
-            if isinstance(metric, Metric) and id(metric) not in about_to_be_reset
-        },
+        "metrics": metrics,
     }
 
 
@@ -47,10 +47,12 @@ def _logged(results: Any) -> dict[str, Any]:
         meta = result.meta
         if result.has_reset or meta.sync.group is not None:
             continue
+        kept = {name: getattr(meta, name) for name in _META}
+        sums = {name: _copied(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)}
         logged[key] = {
-            "meta": {name: getattr(meta, name) for name in _META} | {"reduce_fx": meta.reduce_fx.__name__},
+            "meta": {**kept, "reduce_fx": meta.reduce_fx.__name__},
             "sync": [meta.sync.should, meta.sync.rank_zero_only],
-            "sums": {name: _copied(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)},
+            "sums": sums,
         }
     return logged
 

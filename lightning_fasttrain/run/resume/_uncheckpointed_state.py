@@ -10,15 +10,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
     """The same on all processes, as plain values."""
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
-    return {
-        "should_stop": trainer.should_stop,
-        "reloaded": [getattr(*loop) for loop in _reloading_loops(trainer)],
-        "saves": {
-            c.state_key: [c._last_global_step_saved, c._last_checkpoint_saved, _on_cpu(c.current_score)]
-            for c in callbacks
-        },
-    }
+    saves = {}
+    for callback in trainer.callbacks:
+        if isinstance(callback, ModelCheckpoint):
+            step, last = callback._last_global_step_saved, callback._last_checkpoint_saved
+            saves[callback.state_key] = [step, last, _on_cpu(callback.current_score)]
+    reloaded = [getattr(*loop) for loop in _reloading_loops(trainer)]
+    return {"should_stop": trainer.should_stop, "reloaded": reloaded, "saves": saves}
 
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:

@@ -119,8 +119,9 @@ class ExactResume(Technique):
 
         def counting_run_start(data_fetcher: Any) -> None:
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
-                for held in (loader for loader in self._loaders if loader is not None):  # Lightning iterates again
-                    held.count_from(0)
+                for held in self._loaders:  # Lightning iterates again
+                    if held is not None:
+                        held.count_from(0)
             run_start(data_fetcher)
 
         self._patches.callback(patch(fit_loop, "setup_data", restoring_setup_data))
@@ -163,32 +164,26 @@ class ExactResume(Technique):
         if trainer.interrupted and trainer.world_size > 1:
             return  # the other processes may not come, and waiting for them would hide the error
         point, device = save_point(trainer), trainer.strategy.root_device
-        mine = {
-            "random": random_state(),
-            "loaders": self._positions(trainer, point),
-            "validation": [
-                [generator_state(g) for g in generators_of(loader)] for loader in validation_loaders(trainer)
-            ],
-            **metrics_state(trainer, pl_module, point),
-        }
+        random, positions = random_state(), self._positions(trainer, point)
+        validation = []
+        for loader in validation_loaders(trainer):
+            validation.append([generator_state(generator) for generator in generators_of(loader)])
+        metrics = metrics_state(trainer, pl_module, point)
+        mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(packed(mine), device),
             "settings": {**settings_of(trainer), "loaders": self._about},
             "forgotten": forgotten_state(trainer),
         }
-        if _in_window(trainer, point):
-            if _sharded(trainer, pl_module):
-                if not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own say it themselves
-                    warn(
-                        explain(
-                            f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}",
-                            "gradients are in pieces there and are not saved, so a resumed run lacks them for one step",
-                            "Save at optimizer steps",
-                        )
-                    )
-            else:
-                checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
+        if not _in_window(trainer, point):
+            return
+        if not _sharded(trainer, pl_module):
+            checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
+        elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own say it themselves
+            what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
+            why = "gradients are in pieces there and are not saved, so a resumed run lacks them for one step"
+            warn(explain(what, why, "Save at optimizer steps"))
 
     def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[Any]:
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
@@ -210,20 +205,15 @@ class ExactResume(Technique):
             return
         state = checkpoint.get(KEY)
         if state is None:
-            warn(
-                explain(
-                    "ExactResume: this checkpoint was saved without it, or when several processes failed",
-                    "neither random states nor positions in the data are in it, so the run goes on as Lightning does",
-                    "Save with ExactResume next time",
-                )
-            )
+            what = "ExactResume: this checkpoint was saved without it, or when several processes failed"
+            why = "neither random states nor positions in the data are in it, so the run goes on as Lightning does"
+            warn(explain(what, why, "Save with ExactResume next time"))
             return
-        self._restored = {**state, "point": SavePoint(state["point"])}
-        fit_loop = checkpoint["loops"]["fit_loop"]
-        self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
+        point, fit_loop = SavePoint(state["point"]), checkpoint["loops"]["fit_loop"]
         epochs = fit_loop["epoch_progress"]["current"]
-        self._restored["plateaus"] = epochs["completed"] < epochs["processed"]
-        if self._restored["point"] in (SavePoint.BATCH, SavePoint.VALIDATION):
+        self._restored = {**state, "point": point, "plateaus": epochs["completed"] < epochs["processed"]}
+        self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
+        if point in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
         self._check(settings_of(trainer))
         other = other_hyper_parameters(checkpoint, pl_module)
@@ -234,7 +224,9 @@ class ExactResume(Technique):
         self._mine = mine = unpacked(state["ranks"][trainer.global_rank])
         self._validation = list(mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
-        states = [{} if position is not None else next(theirs, {}) for position in mine["loaders"]]
+        states = []
+        for position in mine["loaders"]:
+            states.append(next(theirs, {}) if position is None else {})
         if any(states):
             fit_loop["state_dict"]["combined_loader"] = states
 
@@ -258,11 +250,11 @@ class ExactResume(Technique):
         if isinstance(cycle, _MaxSizeCycle):  # it ends when each loader has ended once
             repeats = [held is not None and held.repeats > 0 for held in self._loaders]
             cycle._consumed = [a or b for a, b in zip(cycle._consumed, repeats, strict=True)]
-        if self._restored["point"] is SavePoint.EPOCH:
+        point = self._restored["point"]
+        if point is SavePoint.EPOCH:
             self._begins_epoch = True
             go_on_after_epoch(trainer)
         else:
-            point = self._restored["point"]
             self._patches.callback(go_on_after_batch(trainer, point, lambda: self._restore(trainer, pl_module)))
 
     def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -330,13 +322,9 @@ def _held(loader: Any) -> ResumableLoader | None:
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return None
     if isinstance(loader, Iterator):
-        warn(
-            explain(
-                f"ExactResume with a {type(loader).__name__} as training loader",
-                "an iterator cannot be read again up to where it was, so its position is not in checkpoints",
-                "Use a DataLoader, or an object whose __iter__ starts over",
-            )
-        )
+        what = f"ExactResume with a {type(loader).__name__} as training loader"
+        why = "an iterator cannot be read again up to where it was, so its position is not in checkpoints"
+        warn(explain(what, why, "Use a DataLoader, or an object whose __iter__ starts over"))
         return None
     return _Held(loader)
 
@@ -348,11 +336,8 @@ def _set_generators(loader: Any, states: list[Any]) -> None:
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     """Whether gradients are carried to the next batch, and nobody else saves them."""
-    if point in (SavePoint.EPOCH, SavePoint.WITHIN):
-        return False
-    if any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks):
-        return False
-    return step_goes_on(trainer)
+    saved = any(isinstance(callback, TokenWeightedAccumulation) for callback in trainer.callbacks)
+    return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and step_goes_on(trainer)
 
 
 def _sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:

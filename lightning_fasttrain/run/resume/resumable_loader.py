@@ -78,24 +78,15 @@ class ResumableLoader:
 
     def __init__(self, inner: Iterable[Any]) -> None:
         if isinstance(inner, Iterator):
-            raise TypeError(
-                explain(
-                    f"loader={type(inner).__name__}",
-                    "an iterator ends with its first pass, so a later process cannot read up to where it was",
-                    "Give a DataLoader, or an object whose __iter__ starts over",
-                )
-            )
+            why = "an iterator ends with its first pass, so a later process cannot read up to where it was"
+            way_out = "Give a DataLoader, or an object whose __iter__ starts over"
+            raise TypeError(explain(f"loader={type(inner).__name__}", why, way_out))
         self.inner: Any = inner
         loader: Any = without_fabric(inner)
         torchs = isinstance(loader, DataLoader)
         if torchs and loader.persistent_workers and loader is not inner:
-            raise ValueError(
-                explain(
-                    "persistent_workers=True under Fabric",
-                    "what they drew in earlier passes cannot be had back, and Fabric starts them out of reach",
-                    "Use persistent_workers=False",
-                )
-            )
+            why = "what they drew in earlier passes cannot be had back, and Fabric starts them out of reach"
+            raise ValueError(explain("persistent_workers=True under Fabric", why, "Use persistent_workers=False"))
         self._persistent = torchs and loader.persistent_workers
         self._in_process = not torchs or loader.num_workers == 0
         self._watched = self._in_process and torchs and isinstance(loader.dataset, IterableDataset)
@@ -307,23 +298,15 @@ class _Pass(Iterator[Any]):
 
 def _set_generators(generators: list[Any], states: list[Any]) -> None:
     if len(generators) != len(states):
-        raise ValueError(
-            explain(
-                f"the checkpoint has the state of {len(states)} generators of a loader, this one has {len(generators)}",
-                "the loader, its sampler or its dataset is another one",
-                "Make the loader as it was",
-            )
-        )
+        what = f"the checkpoint has the state of {len(states)} generators of a loader, this one has {len(generators)}"
+        why = "the loader, its sampler or its dataset is another one"
+        raise ValueError(explain(what, why, "Make the loader as it was"))
     for generator, state in zip(generators, states, strict=True):
         set_generator_state(generator, state)
 
 
 def _warn_if_moved(before: dict[str, Any] | None) -> None:
     if before is not None and not torch.equal(before["torch"], torch.get_rng_state()):
-        warn(
-            explain(
-                "this IterableDataset draws from torch's global generator while it is read",
-                "training draws from the same, so a resumed run would read other samples",
-                "Give the dataset a torch.Generator of its own as an attribute, or use num_workers=1",
-            )
-        )
+        why = "training draws from the same, so a resumed run would read other samples"
+        way_out = "Give the dataset a torch.Generator of its own as an attribute, or use num_workers=1"
+        warn(explain("this IterableDataset draws from torch's global generator while it is read", why, way_out))

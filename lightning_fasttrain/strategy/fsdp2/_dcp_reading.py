@@ -86,13 +86,9 @@ class _PlainReader(_python_unpickler):
 def _allowed(module: Any, name: Any) -> str:
     full = f"{module}.{name}"
     if full not in _MAKERS and full not in _DTYPES:
-        raise CorruptCheckpoint(
-            explain(
-                f"the checkpoint's index asks for {full[:200]}",
-                "that is no part of an index, and making it could run code",
-                "Do not load it; ask whoever made it for a file of safetensors",
-            )
-        )
+        why = "that is no part of an index, and making it could run code"
+        way_out = "Do not load it; ask whoever made it for a file of safetensors"
+        raise CorruptCheckpoint(explain(f"the checkpoint's index asks for {full[:200]}", why, way_out))
     return full
 
 
@@ -140,9 +136,8 @@ def _info(record: _Record) -> Any:
     if state.get("transform_descriptors"):
         raise TypeError("what it lists is compressed")
     if PurePath(path).name != path or path in ("", ".", ".."):
-        raise CorruptCheckpoint(
-            explain("the checkpoint's index", f"it points out of its folder, to {path[:200]!r}", "Use an older one")
-        )
+        why = f"it points out of its folder, to {path[:200]!r}"
+        raise CorruptCheckpoint(explain("the checkpoint's index", why, "Use an older one"))
     return filesystem._StorageInfo(path, offset, length)
 
 

@@ -30,24 +30,18 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     held = [p for group in optimizer.param_groups for p in group["params"]]
     unknown = sum(id(parameter) not in names for parameter in held)
     if unknown:
-        raise ValueError(
-            explain(
-                f"{type(optimizer).__name__} holds {unknown} parameters that the model has no more",
-                "their state would belong to nothing",
-                "Make the optimizer from the model's parameters, after sharding",
-            )
-        )
+        what = f"{type(optimizer).__name__} holds {unknown} parameters that the model has no more"
+        why = "their state would belong to nothing"
+        raise ValueError(explain(what, why, "Make the optimizer from the model's parameters, after sharding"))
     numbered, by_number = optimizer.state_dict(), [names[id(parameter)] for parameter in held]
     for number, values in numbered["state"].items():
         for key, value in values.items():
             _refuse_local(type(optimizer).__name__, f"{by_number[number]}/{key}", value, held[number])
-    return {
-        "class": type(optimizer).__name__,
-        "state": {by_number[number]: dict(values) for number, values in numbered["state"].items()},
-        "param_groups": [
-            {**group, "params": [by_number[number] for number in group["params"]]} for group in numbered["param_groups"]
-        ],
-    }
+    state = {by_number[number]: dict(values) for number, values in numbered["state"].items()}
+    groups = []
+    for group in numbered["param_groups"]:
+        groups.append({**group, "params": [by_number[number] for number in group["params"]]})
+    return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
 def _refuse_local(optimizer: str, name: str, value: Any, parameter: Tensor) -> None:
@@ -113,28 +107,23 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
     saved = [name for group in plain["param_groups"] for name in group["params"]]
     if type(optimizer).__name__ != plain["class"] or set(held) != set(saved):
         differ = sorted(set(held) ^ set(saved))
-        raise ValueError(
-            explain(
-                f"the checkpoint's {plain['class']} does not fit this {type(optimizer).__name__}",
-                f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different",
-                "Make the optimizer as it was, or load the weights alone, with full_state_dict(folder)",
-            )
-        )
+        what = f"the checkpoint's {plain['class']} does not fit this {type(optimizer).__name__}"
+        why = f"they differ in the parameters {', '.join(differ[:4])}" if differ else "their states are different"
+        way_out = "Make the optimizer as it was, or load the weights alone, with full_state_dict(folder)"
+        raise ValueError(explain(what, why, way_out))
     numbers = {name: number for number, name in enumerate(held)}
     state: dict[int, dict[str, Any]] = {}
     for path, value in {**plain["values"], **tensors}.items():
         name, _, key = path.rpartition("/")
         state.setdefault(numbers[name], {})[key] = value
     now = optimizer.state_dict()["param_groups"]
-    names_now = [sorted(held[number] for number in group["params"]) for group in now]
+    names_now = []
+    for group in now:
+        names_now.append(sorted(held[number] for number in group["params"]))
     names_then = [sorted(group["params"]) for group in plain["param_groups"]]
     if names_now != names_then:
-        raise ValueError(
-            explain(
-                f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters",
-                f"this one has {len(now)}, or groups them differently",
-                "Group the parameters as they were",
-            )
-        )
+        what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters"
+        why = f"this one has {len(now)}, or groups them differently"
+        raise ValueError(explain(what, why, "Group the parameters as they were"))
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -40,14 +40,8 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     their own: ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
 
     Args:
-        reshard_after_forward: as for :class:`~lightning_fasttrain.FSDP2Strategy`, like all others.
-        offload: see there.
-        replicas: see there.
-        blocks: see there.
-        reduce_dtype: see there.
-        async_checkpoints: see there.
-        process_group_backend: see there.
-        timeout: see there.
+        reshard_after_forward, offload, replicas, blocks, reduce_dtype, async_checkpoints, process_group_backend,
+            timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
 
     Raises:
         ValueError: as there; an optimizer of which parameters are not in the model, or that has taken steps.
@@ -130,25 +124,17 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         now = {id(old()): new for old, new in self._moved}
         stale = [p for group in optimizer.param_groups for p in group["params"] if id(p) in now]
         if any(p in optimizer.state for p in stale):
-            raise ValueError(
-                explain(
-                    f"{type(optimizer).__name__} has taken steps before the model was sharded",
-                    "its state is of whole parameters",
-                    "Set up the model before the first step",
-                )
-            )
+            what = f"{type(optimizer).__name__} has taken steps before the model was sharded"
+            why = "its state is of whole parameters"
+            raise ValueError(explain(what, why, "Set up the model before the first step"))
         for group in optimizer.param_groups:
             group["params"] = [now.get(id(p), p) for p in group["params"]]
         live = {id(p) for ref in self._modules if (module := ref()) is not None for p in module.parameters()}
         foreign = sum(id(p) not in live for group in optimizer.param_groups for p in group["params"])
         if foreign:
-            raise ValueError(
-                explain(
-                    f"{type(optimizer).__name__} holds {foreign} parameters of no model that was set up",
-                    "they would never move",
-                    "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)",
-                )
-            )
+            what = f"{type(optimizer).__name__} holds {foreign} parameters of no model that was set up"
+            way_out = "Call fabric.setup_module(model) first, or fabric.setup(model, optimizer)"
+            raise ValueError(explain(what, "they would never move", way_out))
         return optimizer
 
     def wait(self) -> None:
@@ -164,18 +150,14 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         if storage_options is not None or filter is not None:
-            raise TypeError(
-                explain(
-                    "storage_options and filter", "checkpoints of shards are folders of all of it", "Leave them out"
-                )
-            )
+            why = "checkpoints of shards are folders of all of it"
+            raise TypeError(explain("storage_options and filter", why, "Leave them out"))
         key, model = _model_in(state)
         optimizers = {k: named_state(model, v) for k, v in state.items() if isinstance(v, Optimizer)}
-        rest = {
-            k: v.state_dict() if isinstance(v, _Stateful) else v
-            for k, v in state.items()
-            if k != key and k not in optimizers
-        }
+        rest = {}
+        for k, v in state.items():
+            if k != key and k not in optimizers:
+                rest[k] = v.state_dict() if isinstance(v, _Stateful) else v
         states = (model.state_dict(), optimizers, rest)
         path = local_path(self.broadcast(path))
         rest[KEY] = mark_of(self).facts(step_in(rest))
@@ -198,9 +180,8 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         asked = [k for k in state if k != key and k not in optimizers]
         missing = [k for k in asked if k not in rest]
         if strict and missing:
-            raise KeyError(
-                explain(f"{chosen} has no {missing}", "it was saved without", "Leave them out, or strict=False")
-            )
+            why = "it was saved without"
+            raise KeyError(explain(f"{chosen} has no {missing}", why, "Leave them out, or strict=False"))
         for k in asked:
             if k in rest:
                 value = rest.pop(k)
@@ -219,11 +200,7 @@ class _SyncControl(_BackwardSyncControl):
 def _model_in(state: dict[str, Any]) -> tuple[str, nn.Module]:
     models = {key: value for key, value in state.items() if isinstance(value, nn.Module)}
     if len(models) != 1:
-        raise ValueError(
-            explain(
-                f"a state with {len(models)} models",
-                "a sharded checkpoint holds one, with its optimizers",
-                "Give {'model': model, 'optimizer': optimizer, ...}, and save several models apart",
-            )
-        )
+        why = "a sharded checkpoint holds one, with its optimizers"
+        way_out = "Give {'model': model, 'optimizer': optimizer, ...}, and save several models apart"
+        raise ValueError(explain(f"a state with {len(models)} models", why, way_out))
     return next(iter(models.items()))

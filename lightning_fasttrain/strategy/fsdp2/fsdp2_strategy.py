@@ -61,8 +61,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         reduce_once: under accumulation, sum whole gradients and reduce them once; False reduces each micro-batch
             and keeps shards only: less memory, more communication.
         async_checkpoints: write checkpoints while training goes on, one at a time.
-        process_group_backend: as for Lightning's strategies.
-        timeout: as for Lightning's strategies.
+        process_group_backend, timeout: as for Lightning's strategies.
 
     Raises:
         ValueError: ``replicas`` does not divide the processes; float16; a callback that copies the model.
@@ -215,9 +214,8 @@ class FSDP2Strategy(ModelParallelStrategy):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if storage_options is not None:
-            raise TypeError(
-                explain("storage_options", f"{type(self).__name__} writes folders by itself", "Leave them out")
-            )
+            why = f"{type(self).__name__} writes folders by itself"
+            raise TypeError(explain("storage_options", why, "Leave them out"))
         trainer = self.lightning_module.trainer if self.lightning_module is not None else None
         if trainer is not None and trainer.training and step_goes_on(trainer):
             warn(
@@ -272,17 +270,13 @@ class FSDP2Strategy(ModelParallelStrategy):
             self._background.wait()
 
 
-def refuse_averaging(callbacks: list[Any], strategy: str) -> None:
+def refuse_averaging(callbacks: list[L.Callback], strategy: str) -> None:
     """Refuse callbacks that copy the model. Techniques that cannot work on shards refuse them by themselves."""
     for callback in callbacks:
         if isinstance(callback, WeightAveraging | StochasticWeightAveraging):
-            raise ValueError(
-                explain(
-                    f"{type(callback).__name__} with {strategy}",
-                    "it averages a copy of the whole model, and a sharded one cannot be copied",
-                    "Average the checkpoints afterwards, with full_state_dict(folder)",
-                )
-            )
+            why = "it averages a copy of the whole model, and a sharded one cannot be copied"
+            way_out = "Average the checkpoints afterwards, with full_state_dict(folder)"
+            raise ValueError(explain(f"{type(callback).__name__} with {strategy}", why, way_out))
 
 
 def forget_unfinished_(model: nn.Module) -> None:

@@ -109,9 +109,12 @@ def _build_(model: nn.Module) -> str | None:
 
 def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
     """What all ranks must have in common: names, shapes and dtypes, and the numbers in quantised layers."""
-    layers = {n: m for n, m in model.named_modules() if any(stays_whole(p) for p in m.parameters(recurse=False))}
+    digests = {}
+    for name, layer in model.named_modules():
+        if any(stays_whole(p) for p in layer.parameters(recurse=False)):
+            digests[name] = _digest(layer)
     tensors = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()]
-    return tensors, {name: _digest(layer) for name, layer in layers.items()}
+    return tensors, digests
 
 
 def _digest(layer: nn.Module) -> list[float]:
@@ -122,11 +125,9 @@ def _digest(layer: nn.Module) -> list[float]:
 def _difference(mine: Any, first: Any, rank: int) -> str | None:
     if mine[0] != first[0]:
         names = sorted({entry[0] for entry in {*mine[0]} ^ {*first[0]}}) or ["their order"]
-        return explain(
-            f"rank {rank} has built another model than rank 0: {', '.join(names[:4])}",
-            "shards of different models do not fit together",
-            "Build the same layers, in the same order, on every rank",
-        )
+        why = "shards of different models do not fit together"
+        way_out = "Build the same layers, in the same order, on every rank"
+        return explain(f"rank {rank} has built another model than rank 0: {', '.join(names[:4])}", why, way_out)
     for name, digest in first[1].items():
         if mine[1][name] != digest:
             return explain(

@@ -1,5 +1,6 @@
 """The model's blocks, and what is left around them, sharded over a mesh of processes with ``fully_shard`` (FSDP2)."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -57,14 +58,9 @@ def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None
         torch.bfloat16
     """
     if precision not in PRECISIONS:
-        raise ValueError(
-            explain(
-                f"precision={precision!r} with FSDP2",
-                "float16 needs a scaled loss, whose infinities no rank would see in its shards; known are "
-                + ", ".join(map(repr, PRECISIONS)),
-                "Use precision='bf16-mixed'",
-            )
-        )
+        known = ", ".join(map(repr, PRECISIONS))
+        why = f"float16 needs a scaled loss, whose infinities no rank would see in its shards; known are {known}"
+        raise ValueError(explain(f"precision={precision!r} with FSDP2", why, "Use precision='bf16-mixed'"))
     reduce = REDUCE_DTYPES[one_of("reduce_dtype", reduce_dtype or "float32", tuple(REDUCE_DTYPES))]
     gathered = torch.bfloat16 if precision == "bf16-mixed" else None
     return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduce, cast_forward_inputs=False)
@@ -128,11 +124,12 @@ def shard_blocks_(
         return []
     _refuse_unshardable(model)
     groups = own_groups(model, blocks)
+    whole = {parameter for parameter in model.parameters() if stays_whole(parameter)}
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy or MixedPrecisionPolicy(cast_forward_inputs=False),
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
-        "ignored_params": {parameter for parameter in model.parameters() if stays_whole(parameter)},
+        "ignored_params": whole,
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
         reshard_after_forward = False  # over one process: kept whole
@@ -152,18 +149,17 @@ def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.M
         note_once(f"FSDP2: {type(model).__name__} has no repeated blocks, so all of it is gathered at once")
         return {}
     uses = _uses(model)
-    shared = [name for name, block in found.items() if any(uses[p] != n for p, n in _uses(block).items())]
+    shared = []
+    for name, block in found.items():
+        if any(uses[p] != n for p, n in _uses(block).items()):
+            shared.append(name)
     if shared:
         note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
     return {name: block for name, block in found.items() if name not in shared and block is not model}
 
 
-def _uses(module: nn.Module) -> dict[nn.Parameter, int]:
-    uses: dict[nn.Parameter, int] = {}
-    for inner in module.modules():
-        for parameter in inner.parameters(recurse=False):
-            uses[parameter] = uses.get(parameter, 0) + 1
-    return uses
+def _uses(module: nn.Module) -> Counter[nn.Parameter]:
+    return Counter(p for inner in module.modules() for p in inner.parameters(recurse=False))
 
 
 def stays_whole(parameter: nn.Parameter) -> bool:
@@ -179,40 +175,29 @@ def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
         raise TypeError(explain(f"reshard_after_forward={reshard!r}", "it is a choice or a number", "Use True"))
     size = mesh.size(mesh.ndim - 1)
     if not isinstance(reshard, bool) and (reshard < 1 or size % reshard):
-        raise ValueError(
-            explain(
-                f"reshard_after_forward={reshard} over {size} shards",
-                "parameters are cut again into equal parts, so it must divide the number of shards",
-                "Use True, or the number of devices of a node",
-            )
-        )
+        why = "parameters are cut again into equal parts, so it must divide the number of shards"
+        way_out = "Use True, or the number of devices of a node"
+        raise ValueError(explain(f"reshard_after_forward={reshard} over {size} shards", why, way_out))
 
 
 def _refuse_unshardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
-        if stays_whole(parameter):
-            why = (
-                f"it is {parameter.dtype} and trains, while only real numbers are cut"
-                if parameter.requires_grad
-                else None
-            )
-            why = "it is quantised and on the meta device, where it has no numbers" if parameter.is_meta else why
-            way_out = "Freeze it, and build quantised models on every rank"
-        else:
-            why = "a number without an axis cannot be cut" if parameter.ndim == 0 else None
-            way_out = "Give it the shape (1,)"
+        why, way_out = None, "Freeze it, and build quantised models on every rank"
+        if not stays_whole(parameter):
+            if parameter.ndim == 0:
+                why, way_out = "a number without an axis cannot be cut", "Give it the shape (1,)"
+        elif parameter.is_meta:
+            why = "it is quantised and on the meta device, where it has no numbers"
+        elif parameter.requires_grad:
+            why = f"it is {parameter.dtype} and trains, while only real numbers are cut"
         if why is not None:
             raise ValueError(explain(f"parameter '{name}' of shape {tuple(parameter.shape)}", why, way_out))
     dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(dtypes) > 1:
         listed = ", ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
-        raise ValueError(
-            explain(
-                "parameters of several dtypes train",
-                f"gradients of a group are reduced together, and {listed}",
-                "Train in one dtype: model.to(torch.float32) with precision='bf16-mixed'",
-            )
-        )
+        why = f"gradients of a group are reduced together, and {listed}"
+        way_out = "Train in one dtype: model.to(torch.float32) with precision='bf16-mixed'"
+        raise ValueError(explain("parameters of several dtypes train", why, way_out))
 
 
 def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] = ()) -> None:
@@ -236,26 +221,18 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     named = dict(model.named_parameters())
     whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
-        raise ValueError(
-            explain(
-                f"{_some(whole)} of {type(model).__name__} train without being sharded",
-                "each rank would train a copy of its own, since nothing reduces their gradients",
-                "Change layers before sharding: in configure_model, or with the suite's techniques",
-            )
-        )
+        why = "each rank would train a copy of its own, since nothing reduces their gradients"
+        way_out = "Change layers before sharding: in configure_model, or with the suite's techniques"
+        raise ValueError(explain(f"{_some(whole)} of {type(model).__name__} train without being sharded", why, way_out))
     live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         refuse_unfit(optimizer)
         held = [p for group in optimizer.param_groups for p in group["params"]]
         stale = sum(id(parameter) not in live for parameter in held)
         if stale:
-            raise ValueError(
-                explain(
-                    f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model has no more",
-                    "sharding made new ones, so the weights would never move",
-                    "Make the optimizer after the model is sharded",
-                )
-            )
+            what = f"{type(optimizer).__name__} holds {stale} of {len(held)} parameters that the model has no more"
+            why = "sharding made new ones, so the weights would never move"
+            raise ValueError(explain(what, why, "Make the optimizer after the model is sharded"))
 
 
 def refuse_unfit(optimizer: Optimizer) -> None:
@@ -263,13 +240,8 @@ def refuse_unfit(optimizer: Optimizer) -> None:
     kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
     for kind in kinds:
         if kind in _UNFIT:
-            raise ValueError(
-                explain(
-                    f"{type(optimizer).__name__} with sharded parameters",
-                    _UNFIT[kind],
-                    "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too",
-                )
-            )
+            way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
+            raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", _UNFIT[kind], way_out))
 
 
 def _some(names: list[str]) -> str:

@@ -35,7 +35,7 @@ def save_sharded(
     optimizers: Mapping[str, Mapping[str, Any]] | None = None,
     rest: Mapping[str, Any] | None = None,
     *,
-    group: Any = None,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write a checkpoint, all ranks together: into a folder aside, with checksums, that is renamed when complete.
 
@@ -125,7 +125,12 @@ def load_sharded_(
 
 
 def _load_optimizer_(
-    folder: Any, index: Metadata, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
+    folder: str | os.PathLike[str],
+    index: Metadata,
+    key: str,
+    plain: dict[str, Any],
+    model: nn.Module,
+    optimizer: Optimizer,
 ) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
@@ -233,7 +238,9 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
         for path, value in {**state["values"], **tensors}.items():
             name, _, entry = path.rpartition("/")
             values.setdefault(numbers[name], {})[entry] = value
-        groups = [{**group, "params": [numbers[n] for n in group["params"]]} for group in state["param_groups"]]
+        groups = []
+        for group in state["param_groups"]:
+            groups.append({**group, "params": [numbers[name] for name in group["params"]]})
         states.append({"state": values, "param_groups": groups})
     return {
         **plain["rest"],
@@ -284,10 +291,17 @@ def _quietly(alone: bool) -> Iterator[None]:
 def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     path = local_path(folder) / REST
     plain = read_archive(path)
-    parts = [plain.get(part) for part in ("rest", "optimizers", "values")] if isinstance(plain, dict) else [None]
-    if not all(isinstance(part, dict) for part in parts) or not all(map(_is_taken_apart, plain["optimizers"].values())):
+    if not _is_rest(plain):
         raise CorruptCheckpoint(explain(f"{path}", "it is not what save_sharded writes", "Use an older one"))
     return plain
+
+
+def _is_rest(plain: Any) -> bool:
+    """Whether this is what :func:`save_sharded` writes beside the tensors."""
+    parts = ("rest", "optimizers", "values")
+    if not isinstance(plain, dict) or not all(isinstance(plain.get(part), dict) for part in parts):
+        return False
+    return all(map(_is_taken_apart, plain["optimizers"].values()))
 
 
 def _is_taken_apart(state: Any) -> bool:
@@ -298,7 +312,7 @@ def _is_taken_apart(state: Any) -> bool:
     return all(isinstance(group, dict) and isinstance(group.get("params"), list) for group in state["param_groups"])
 
 
-def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: Any) -> None:
+def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: str | os.PathLike[str]) -> None:
     for name, value in wanted.items():
         stored = index.state_dict_metadata[f"{_MODEL}{name}"]
         size = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "no tensor"
@@ -307,18 +321,14 @@ def _refuse_other_shapes(wanted: Mapping[str, Tensor], index: Metadata, folder: 
             raise ValueError(explain(f"{folder} is of another model", why, "Build the model as it was"))
 
 
-def refuse_other_names(mine: set[str], saved: set[str], path: Any, strict: bool) -> None:
+def refuse_other_names(mine: set[str], saved: set[str], path: str | os.PathLike[str], strict: bool) -> None:
     """Refuse a checkpoint of another model."""
-    if strict and mine != saved:
-        lacks, extra = sorted(mine - saved), sorted(saved - mine)
-        raise ValueError(
-            explain(
-                f"{path} is of another model",
-                "; ".join(
-                    f"{what} {', '.join(names[:4])}{' …' if len(names) > 4 else ''}"
-                    for what, names in (("it lacks", lacks), ("the model lacks", extra))
-                    if names
-                ),
-                "Build the model as it was when it was saved, or set strict_loading=False",
-            )
-        )
+    if not strict or mine == saved:
+        return
+    reasons = []
+    for what, names in (("it lacks", sorted(mine - saved)), ("the model lacks", sorted(saved - mine))):
+        if names:
+            more = " …" if len(names) > 4 else ""
+            reasons.append(f"{what} {', '.join(names[:4])}{more}")
+    way_out = "Build the model as it was when it was saved, or set strict_loading=False"
+    raise ValueError(explain(f"{path} is of another model", "; ".join(reasons), way_out))

@@ -41,13 +41,9 @@ class Sharding:
     def shape(self, world_size: int) -> tuple[int, ...]:
         """The mesh over so many processes: (shards,), or (replicas, shards)."""
         if world_size % self.replicas:
-            raise ValueError(
-                explain(
-                    f"replicas={self.replicas} over {world_size} processes",
-                    "each replica of the model is sharded over equally many",
-                    f"Use one of replicas={[n for n in range(1, world_size + 1) if world_size % n == 0]}",
-                )
-            )
+            why = "each replica of the model is sharded over equally many"
+            way_out = f"Use one of replicas={[n for n in range(1, world_size + 1) if world_size % n == 0]}"
+            raise ValueError(explain(f"replicas={self.replicas} over {world_size} processes", why, way_out))
         shards = world_size // self.replicas
         return (shards,) if self.replicas == 1 else (self.replicas, shards)
 

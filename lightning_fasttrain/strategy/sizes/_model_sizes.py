@@ -121,13 +121,15 @@ class Held:
 
     def pieces(self) -> list[int]:
         """Stage 3: elements of a rank's part of each group, every parameter of which is cut and padded by itself."""
-        return [sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes) for group in self.groups]
+        pieces = []
+        for group in self.groups:
+            pieces.append(sum(ceil_div(math.prod(shape), self.ranks) for shape in group.shapes))
+        return pieces
 
     def padding(self) -> int:
         """Stages 1 and 2: bytes by which the flat parameters are longer than what is in them."""
-        return sum(part * self.ranks - group.numel for part, group in zip(self.flat(), self.groups, strict=True)) * (
-            self.size
-        )
+        each = zip(self.flat(), self.groups, strict=True)
+        return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
     def cut(self) -> int:
         """Stage 3: bytes of a rank's part of all parameters, frozen ones too."""
@@ -152,9 +154,11 @@ class Held:
 
     def state_in_shape(self) -> int:
         """Bytes of optimizer state about the parameters as they are."""
-        dtypes = [torch.float32 if self.low else group.dtype for group in self.groups]
-        each = zip(self.groups, dtypes, strict=True)
-        return sum(state_bytes(self.optimizer, group, group.shapes, dtype) for group, dtype in each)
+        nbytes = 0
+        for group in self.groups:
+            dtype = torch.float32 if self.low else group.dtype
+            nbytes += state_bytes(self.optimizer, group, group.shapes, dtype)
+        return nbytes
 
     def step_copy(self, parts: Sequence[int]) -> int:
         """Bytes of one group's gradients made flat for the step, and again in float32."""

@@ -63,31 +63,21 @@ def optimizer_of(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None)
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
+    way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
     if optimizer is not None:
         # On "meta" and not of fake tensors: some make tables when constructed, and need numbers for that.
         made = optimizer([_meta(parameter) for parameter in module.parameters()])
         if not isinstance(made, Optimizer):
             what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
-            way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
             raise TypeError(explain(what, "an optimizer is needed", way_out))
         return made
     if not isinstance(module, L.LightningModule):
-        raise TypeError(
-            explain(
-                f"{type(module).__name__} without optimizer",
-                "only a LightningModule has configure_optimizers",
-                "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)",
-            )
-        )
+        why = "only a LightningModule has configure_optimizers"
+        raise TypeError(explain(f"{type(module).__name__} without optimizer", why, way_out))
     optimizers = configured_optimizers(module)
     if len(optimizers) != 1:
-        raise ValueError(
-            explain(
-                f"{type(module).__name__} with {len(optimizers)} optimizers",
-                "engines that shard know one",
-                "Give the one to be sharded as optimizer=",
-            )
-        )
+        what = f"{type(module).__name__} with {len(optimizers)} optimizers"
+        raise ValueError(explain(what, "engines that shard know one", "Give the one to be sharded as optimizer="))
     return optimizers[0]
 
 
@@ -125,7 +115,9 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
         return 4 * _COMPILED[kind.__name__] * sum(math.prod(shape) for shape in shapes)
     # Containers are copied, so that what a step notes in them is not noted in the original.
-    attributes = {k: copy.copy(v) if isinstance(v, dict | list | set) else v for k, v in vars(optimizer).items()}
+    attributes: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        attributes[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
     attributes.pop("step", None)  # schedules put their own in its place, which is bound to the original
     attributes |= {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
     # These need a device; what they keep is the same.
@@ -144,13 +136,15 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
         except (TypeError, ValueError, RuntimeError, AssertionError) as error:
             why, way_out = f"it makes no step on tensors without numbers ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
             raise ValueError(explain(kind.__name__, why, way_out)) from error
-    kept = [{id(t): t.nbytes for t in tree_iter(twin.state[p]) if isinstance(t, Tensor)} for p in parameters]
+    kept = []
+    for parameter in parameters:
+        held = tree_iter(twin.state[parameter])
+        kept.append({id(tensor): tensor.nbytes for tensor in held if isinstance(tensor, Tensor)})
     uses = Counter(key for tensors in kept for key in tensors)
     common = {key: nbytes for tensors in kept for key, nbytes in tensors.items() if uses[key] > 1}
-    own = {
-        p.shape: sum(n for key, n in tensors.items() if uses[key] == 1)
-        for p, tensors in zip(parameters, kept, strict=True)
-    }
+    own = {}
+    for parameter, tensors in zip(parameters, kept, strict=True):
+        own[parameter.shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
     return sum(own[torch.Size(shape)] * n for shape, n in times.items()) + sum(common.values())
 
 
@@ -168,13 +162,8 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     name = type(optimizer).__name__
     why = _unshardable_because(optimizer)
     if why is not None:
-        raise ValueError(
-            explain(
-                f"{name} with ZeRO",
-                f"{why}, and ZeRO gives it flat pieces of many layers",
-                "Use an optimizer that treats each number alike (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)",
-            )
-        )
+        way_out = "Use an optimizer that treats each number alike (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
+        raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat pieces of many layers", way_out))
 
 
 def _unshardable_because(optimizer: Optimizer) -> str | None:

@@ -50,22 +50,17 @@ class StageChoice:
         )
         table = Table(title="ZeRO, GiB on one rank", caption=caption, title_justify="left", caption_justify="left")
         table.add_column("stage", no_wrap=True)
-        figures = {
-            "params": [row.parameters for row in self.rows],
-            "grads": [row.gradients for row in self.rows],
-            "optimizer": [row.optimizer for row in self.rows],
-            "buffers": [row.buffers for row in self.rows],
-            "device": [row.device + self.activation_bytes for row in self.rows],
-            "host": [row.host for row in self.rows],
-            "disk": [row.nvme for row in self.rows],
-        }
-        shown = {heading: column for heading, column in figures.items() if heading != "disk" or any(column)}
-        for heading in shown:
+        headings = ["params", "grads", "optimizer", "buffers", "device", "host"]
+        if any(row.nvme for row in self.rows):
+            headings.append("disk")
+        for heading in headings:
             table.add_column(heading, justify="right", no_wrap=True)
-        for row, *numbers in zip(self.rows, *shown.values(), strict=True):
+        for row in self.rows:
+            on_device = (row.parameters, row.gradients, row.optimizer, row.buffers, row.device + self.activation_bytes)
+            figures = (*on_device, row.host, row.nvme)[: len(headings)]
             chosen = row.stage == self.stage
             name = f"{row.stage} ←" if chosen else row.stage
-            table.add_row(name, *map(gib, numbers), style="bold" if chosen else None)
+            table.add_row(name, *map(gib, figures), style="bold" if chosen else None)
         return table
 
 
@@ -88,8 +83,7 @@ def choose_stage(
     host memory below as much of ``host_bytes``.
 
     Args:
-        module: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
-        optimizer: likewise.
+        module, optimizer: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
         world_size: ranks.
         free_bytes: of the device of the rank that has least.
         host_bytes: of host memory for each rank, so the machine's by its ranks; None means enough.
@@ -117,7 +111,7 @@ def choose_stage(
         Ours.
     """
     _check(free_bytes, host_bytes, nvme_path, activation_bytes, headroom)
-    stages = STAGES if nvme_path is not None else tuple(stage for stage in STAGES if stage != "3+nvme")
+    stages = [stage for stage in STAGES if stage != "3+nvme" or nvme_path is not None]
     held = held_by(module, optimizer, world_size, precision)
     sizes = sizes or usual_sizes(held)
     rows = states_of(held, stages, sizes)
@@ -187,5 +181,7 @@ def _nothing_fits(
 
 def gib(nbytes: int) -> str:
     """``nbytes`` in GiB, for people."""
+    if not nbytes:
+        return "0"
     size = nbytes / GIB
-    return "0" if not nbytes else f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"

@@ -68,13 +68,8 @@ def refuse_half_on_cpu(precision: str, device_type: str) -> None:
         ValueError: ``"16-mixed"`` or ``"16-true"`` on a CPU.
     """
     if device_type == "cpu" and precision in ("16-mixed", "16-true"):
-        raise ValueError(
-            explain(
-                f"precision={precision!r} on a CPU",
-                "DeepSpeed has no float16 there",
-                f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too",
-            )
-        )
+        way_out = f"Use precision={precision.replace('16', 'bf16')!r}, which runs on GPUs too"
+        raise ValueError(explain(f"precision={precision!r} on a CPU", "DeepSpeed has no float16 there", way_out))
 
 
 def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
@@ -84,13 +79,8 @@ def refuse_unfit_optimizer(optimizer: Optimizer, stage: int) -> None:
         ValueError: the optimizer, why, and what to use.
     """
     if isinstance(optimizer, LBFGS):
-        raise ValueError(
-            explain(
-                f"{type(optimizer).__name__} under ZeRO",
-                "it evaluates a closure several times a step, which DeepSpeed does not do",
-                "Use AdamW, or Lightning's DDP",
-            )
-        )
+        why = "it evaluates a closure several times a step, which DeepSpeed does not do"
+        raise ValueError(explain(f"{type(optimizer).__name__} under ZeRO", why, "Use AdamW, or Lightning's DDP"))
     if stage > 0:
         refuse_unshardable(optimizer)
         refuse_replaced(optimizer)
@@ -150,21 +140,23 @@ class Engine:
     """
 
     def __init__(
-        self, config: dict[str, Any], model: nn.Module, optimizer: Any, scheduler: Any, device_rank: int
+        self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, scheduler: Any, device_rank: int
     ) -> None:
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
             let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
         deepspeed = import_deepspeed()
+        trained: list[nn.Parameter] = []
         if optimizer is not None:
             leave_out_idle_groups(optimizer, scheduler)
+            trained = [p for p in model.parameters() if p.requires_grad]
         with without_phantom_step():
             self.deepspeed, self.optimizer, _, self.scheduler = deepspeed.initialize(
                 args=argparse.Namespace(device_rank=device_rank),
                 config=config,
                 model=model,
-                model_parameters=[p for p in model.parameters() if p.requires_grad] if optimizer is not None else [],
+                model_parameters=trained,
                 optimizer=optimizer,
                 lr_scheduler=scheduler,
                 dist_init_required=False,
@@ -284,13 +276,9 @@ class Engine:
             return None
         optimizer = self.deepspeed.optimizer
         if not hasattr(optimizer, "external_loss_scale"):
-            raise ValueError(
-                explain(
-                    f"scaling the gradients of {type(optimizer).__name__}",
-                    "this wrapper of DeepSpeed's has no loss scale",
-                    "Use another stage, or leave data_types.grad_accum_dtype out of the config",
-                )
-            )
+            why = "this wrapper of DeepSpeed's has no loss scale"
+            way_out = "Use another stage, or leave data_types.grad_accum_dtype out of the config"
+            raise ValueError(explain(f"scaling the gradients of {type(optimizer).__name__}", why, way_out))
         return optimizer
 
 
@@ -311,13 +299,8 @@ def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor
     norm = engine.gradient_norm()
     norm = torch.where(norm < 0, torch.inf, norm)  # DeepSpeed says -1 for a norm that is none
     if error_if_nonfinite and not float(norm) < float("inf"):
-        raise RuntimeError(
-            explain(
-                "the norm of the gradients is not finite",
-                "it cannot be clipped",
-                "Lower the learning rate, or pass error_if_nonfinite=False",
-            )
-        )
+        way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
+        raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
     engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
 
@@ -329,11 +312,7 @@ def optimizer_of(optimizers: list[Optimizer]) -> Optimizer:
         ValueError: there are several, or none.
     """
     if len(optimizers) != 1:
-        raise ValueError(
-            explain(
-                f"{len(optimizers)} optimizers under ZeRO",
-                "DeepSpeed shards the state of exactly one",
-                "Use one optimizer with several parameter groups",
-            )
-        )
+        why = "DeepSpeed shards the state of exactly one"
+        way_out = "Use one optimizer with several parameter groups"
+        raise ValueError(explain(f"{len(optimizers)} optimizers under ZeRO", why, way_out))
     return optimizers[0]

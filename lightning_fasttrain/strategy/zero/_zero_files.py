@@ -34,9 +34,8 @@ def read_inert(path: Path) -> dict[str, Any]:
         with torch.serialization.safe_globals(stubs):
             return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # what a damaged or hostile file makes of the unpickler has many names
-        raise CorruptCheckpoint(
-            explain(f"{path} cannot be read", f"{type(error).__name__}: {error}", "Use another checkpoint")
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use another checkpoint")) from error
 
 
 @dataclass
@@ -66,9 +65,8 @@ class ZeROFiles:
         whole = folder / "mp_rank_00_model_states.pt"
         others = [path.name for path in folder.glob("mp_rank_*_model_states.pt") if path != whole]
         if others:
-            raise ValueError(
-                explain(f"{folder} holds {others[0]}", "it is cut by tensor parallelism too", "Use DeepSpeed's tools")
-            )
+            why = "it is cut by tensor parallelism too"
+            raise ValueError(explain(f"{folder} holds {others[0]}", why, "Use DeepSpeed's tools"))
         if not whole.exists() and not by_rank:
             raise CorruptCheckpoint(explain(f"{folder}", "no *_model_states.pt is in it", "Check the path"))
         with as_corrupt(folder):
@@ -83,13 +81,9 @@ class ZeROFiles:
         counts = {_largest(piece["partition_count"]) for piece in pieces}
         expected = counts.pop() if len(counts) == 1 else None
         if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
-            raise CorruptCheckpoint(
-                explain(
-                    f"{folder} holds the pieces of {len(pieces)} ranks",
-                    f"it was saved by {expected}, or in part by an earlier run",
-                    "Use another checkpoint",
-                )
-            )
+            why = f"it was saved by {expected}, or in part by an earlier run"
+            way_out = "Use another checkpoint"
+            raise CorruptCheckpoint(explain(f"{folder} holds the pieces of {len(pieces)} ranks", why, way_out))
         return cls(stage, models[0], models, pieces)
 
     def masters(self) -> Iterator[tuple[str, Tensor]]:
@@ -157,9 +151,8 @@ class _Ribbon:
                 self.parts.pop(0)
                 self.at = 0
         if size > 0:
-            raise CorruptCheckpoint(
-                explain("the checkpoint", "its pieces end before its parameters do", "Use another one")
-            )
+            why = "its pieces end before its parameters do"
+            raise CorruptCheckpoint(explain("the checkpoint", why, "Use another one"))
         return torch.cat(taken) if taken else torch.empty(0)
 
 

@@ -54,13 +54,9 @@ def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
         return
     places = ", ".join(map(str, idle))
     if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ValueError(
-            explain(
-                f"parameter group {places} under ZeRO, in which nothing trains",
-                "DeepSpeed has no such groups, and the schedule that was made for this optimizer counts them",
-                "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)",
-            )
-        )
+        why = "DeepSpeed has no such groups, and the schedule that was made for this optimizer counts them"
+        way_out = "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)"
+        raise ValueError(explain(f"parameter group {places} under ZeRO, in which nothing trains", why, way_out))
     note_once(f"ZeRO: nothing trains in parameter group {places}, so the optimizer is without it")
     optimizer.param_groups[:] = [group for i, group in enumerate(optimizer.param_groups) if i not in idle]
     if scheduler is not None:
@@ -85,15 +81,13 @@ def refuse_replaced(optimizer: Optimizer) -> None:
     """
     if not isinstance(optimizer, Adagrad):
         return
-    settings = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    settings = []
+    for group in optimizer.param_groups:
+        settings.append({key: value for key, value in group.items() if key != "params"})
     if settings != [optimizer.defaults]:
-        raise ValueError(
-            explain(
-                f"{type(optimizer).__name__} with several groups, settings of a group or a schedule under ZeRO",
-                "DeepSpeed puts another one in its place, of which groups and schedule know nothing",
-                "Use RMSprop or AdamW, or stage=0",
-            )
-        )
+        what = f"{type(optimizer).__name__} with several groups, settings of a group or a schedule under ZeRO"
+        why = "DeepSpeed puts another one in its place, of which groups and schedule know nothing"
+        raise ValueError(explain(what, why, "Use RMSprop or AdamW, or stage=0"))
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.sizes.choose_stage import choose_stage
+from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
 
 GIB = 2**30
@@ -47,44 +47,29 @@ def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
     """
     name = str(stage)
     if isinstance(stage, bool) or name not in (*STAGES, "auto"):
-        words = ", ".join(repr(int(word) if word.isdigit() else word) for word in STAGES)
-        raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", f"Use stage='auto', or one of {words}"))
+        words = []
+        for word in STAGES:
+            words.append(word if word.isdigit() else repr(word))
+        way_out = f"Use stage='auto', or one of {', '.join(words)}"
+        raise ValueError(explain(f"stage={stage!r}", "ZeRO has no such stage", way_out))
     known = inspect.signature(DeepSpeedStrategy.__init__).parameters
     unknown = [key for key in settings if key not in known]
     if unknown:
-        raise TypeError(
-            explain(
-                f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}",
-                "neither it nor Lightning's DeepSpeedStrategy has such a setting"
-                + (", FSDP2Strategy has" if unknown[0] in Sharding.__dataclass_fields__ else ""),
-                "Leave it out",
-            )
-        )
+        why = "neither it nor Lightning's DeepSpeedStrategy has such a setting"
+        if unknown[0] in Sharding.__dataclass_fields__:
+            why += ", FSDP2Strategy has"
+        raise TypeError(explain(f"ZeRO with {unknown[0]}={settings[unknown[0]]!r}", why, "Leave it out"))
     twice = [key for key in _PART_OF_STAGE if key in settings]
     if twice:
-        raise ValueError(
-            explain(
-                f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}",
-                "the stage says where gradients, optimizer state and parameters live, offload included",
-                "Leave it out, and choose the stage, as in stage='2+offload'",
-            )
-        )
+        what = f"stage={stage!r} with {twice[0]}={settings[twice[0]]!r}"
+        why = "the stage says where gradients, optimizer state and parameters live, offload included"
+        raise ValueError(explain(what, why, "Leave it out, and choose the stage, as in stage='2+offload'"))
     if config is not None and stage != "auto":
-        raise ValueError(
-            explain(
-                f"stage={stage!r} with a DeepSpeed config",
-                "both say which stage it is",
-                "Leave one of the two out",
-            )
-        )
+        why = "both say which stage it is"
+        raise ValueError(explain(f"stage={stage!r} with a DeepSpeed config", why, "Leave one of the two out"))
     if config is not None and settings:
-        raise ValueError(
-            explain(
-                f"a DeepSpeed config with {sorted(settings)[0]}=",
-                "DeepSpeed's settings come from the config then, and this one would be ignored",
-                "Write it into the config",
-            )
-        )
+        why = "DeepSpeed's settings come from the config then, and this one would be ignored"
+        raise ValueError(explain(f"a DeepSpeed config with {sorted(settings)[0]}=", why, "Write it into the config"))
     return name
 
 
@@ -99,9 +84,8 @@ def settings_of(stage: str, nvme_path: str | None) -> dict[str, Any]:
         settings |= {"offload_parameters": True, "offload_params_device": device, "remote_device": device}
     if where == "nvme":
         if nvme_path is None:
-            raise ValueError(
-                explain("stage='3+nvme' without nvme_path", "there is no folder to offload to", "Give nvme_path=")
-            )
+            why = "there is no folder to offload to"
+            raise ValueError(explain("stage='3+nvme' without nvme_path", why, "Give nvme_path="))
         settings["nvme_path"] = nvme_path
     return settings
 
@@ -134,13 +118,9 @@ class StageQuestion:
             raise ValueError(explain(f"headroom={self.headroom}", "it is a share", "Give a number from 0 to below 1"))
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
-            raise ValueError(
-                explain(
-                    f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}",
-                    "it is what stage='auto' chooses by, and nothing is to be chosen",
-                    "Leave one of the two out",
-                )
-            )
+            what = f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}"
+            why = "it is what stage='auto' chooses by, and nothing is to be chosen"
+            raise ValueError(explain(what, why, "Leave one of the two out"))
 
     @property
     def open(self) -> bool:
@@ -189,17 +169,19 @@ def choose_together(
         host = 0  # it is the device's own memory, so there is nowhere to offload to
     free, host, activations = _smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
+    sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
     choice = choose_stage(
         module,
         optimizer,
-        world_size=dist.get_world_size() if dist.is_initialized() else 1,
+        world_size=world_size,
         free_bytes=free,
         host_bytes=host,
         nvme_path=question.nvme_path,
         activation_bytes=-activations,
         precision=f"bf{precision}" if precision.startswith("16-") else precision,  # of the same size
         headroom=question.headroom,
-        sizes=ZeROSizes(reduce_bucket=bucket) if bucket is not None else None,
+        sizes=sizes,
     )
     question.stage = choice.stage
     _show(choice)
@@ -216,11 +198,11 @@ def _smallest(values: list[int], device: torch.device) -> list[int]:
         return values
     tensor = torch.tensor(values, dtype=torch.int64, device=device)
     dist.all_reduce(tensor, op=dist.ReduceOp.MIN)
-    return [int(value) for value in tensor.tolist()]
+    return tensor.tolist()
 
 
 @rank_zero_only
-def _show(choice: Any) -> None:
+def _show(choice: StageChoice) -> None:
     wide_enough(Console()).print(choice.as_table())
 
 

@@ -45,13 +45,8 @@ KNOWN_CLASSES = frozenset(
 def warn_inside_window(inside: bool) -> None:
     """Say that a checkpoint will lack the gradient so far, if an accumulation window is open."""
     if inside:
-        warn(
-            explain(
-                "a ZeRO checkpoint inside an accumulation window",
-                "the gradient of the batches so far is in pieces on all ranks, and is not saved",
-                "Save after an optimizer step",
-            )
-        )
+        why = "the gradient of the batches so far is in pieces on all ranks, and is not saved"
+        warn(explain("a ZeRO checkpoint inside an accumulation window", why, "Save after an optimizer step"))
 
 
 def save_whole(
@@ -157,26 +152,18 @@ def _converted(folder: Path, undo: ExitStack) -> Path | Exception:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             ds_to_universal.main(settings)
     except Exception as error:  # the other ranks wait for an answer
-        return ValueError(
-            explain(
-                f"{folder} cannot be converted for another number of processes",
-                f"DeepSpeed's conversion failed with {type(error).__name__}: {error}",
-                "Use as many processes as saved it, or start from consolidate(...)",
-            )
-        )
+        why = f"DeepSpeed's conversion failed with {type(error).__name__}: {error}"
+        way_out = "Use as many processes as saved it, or start from consolidate(...)"
+        return ValueError(explain(f"{folder} cannot be converted for another number of processes", why, way_out))
     return made
 
 
 def _refuse_not_adam(engine: Engine) -> None:
     inner = engine.deepspeed.basic_optimizer
     if "adam" not in type(inner).__name__.lower():
-        raise ValueError(
-            explain(
-                f"universal=True with {type(inner).__name__}",
-                "DeepSpeed's universal format knows the state of Adam only",
-                "Use as many processes as saved the checkpoint, or start from consolidate(...)",
-            )
-        )
+        why = "DeepSpeed's universal format knows the state of Adam only"
+        way_out = "Use as many processes as saved the checkpoint, or start from consolidate(...)"
+        raise ValueError(explain(f"universal=True with {type(inner).__name__}", why, way_out))
 
 
 def _restore_groups(engine: Engine, made: Path) -> None:
@@ -195,9 +182,8 @@ def _look(
         path = whole_or_older(path, substitute=optimizer_too)  # with weights alone nothing goes on
         manifest = read_manifest(path) if path.is_dir() else {}
     if not (path / TAG).is_dir():
-        raise ValueError(
-            explain(f"{path}", "it is no checkpoint of DeepSpeed's", "Load it with the strategy that saved it")
-        )
+        why = "it is no checkpoint of DeepSpeed's"
+        raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))
     files = sorted(path.rglob("*.pt"))
     if not trusted:
         for file in files:
@@ -208,22 +194,14 @@ def _look(
     # Weights alone are in one file below stage 3, whatever the stage.
     fits = _kind(saved_stage) == _kind(stage) if optimizer_too else (saved_stage == 3) == (stage == 3)
     if not fits:
-        raise ValueError(
-            explain(
-                f"{path} was saved under ZeRO stage {saved_stage}, and this run is stage {stage}",
-                "their files are cut in different ways",
-                f"Use stage={saved_stage}, or start from consolidate({str(path)!r}, 'weights.safetensors')",
-            )
-        )
+        what = f"{path} was saved under ZeRO stage {saved_stage}, and this run is stage {stage}"
+        way_out = f"Use stage={saved_stage}, or start from consolidate({str(path)!r}, 'weights.safetensors')"
+        raise ValueError(explain(what, "their files are cut in different ways", way_out))
     differs = saved_ranks != ranks and stage > 0 and optimizer_too
     if differs and not universal:
-        raise ValueError(
-            explain(
-                f"{path} was saved by {saved_ranks} processes, and this run has {ranks}",
-                "each has a piece of the optimizer state, cut for its number of processes",
-                f"Use {saved_ranks} processes, or universal=True, which converts it",
-            )
-        )
+        what = f"{path} was saved by {saved_ranks} processes, and this run has {ranks}"
+        why = "each has a piece of the optimizer state, cut for its number of processes"
+        raise ValueError(explain(what, why, f"Use {saved_ranks} processes, or universal=True, which converts it"))
     return path, differs
 
 
@@ -235,10 +213,6 @@ def _refuse_unknown_classes(file: Path) -> None:
     """DeepSpeed unpickles its files, so nothing may be in them that does something when it is unpickled."""
     unknown = sorted(set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - KNOWN_CLASSES)
     if unknown:
-        raise ValueError(
-            explain(
-                f"{file} holds objects of {', '.join(unknown[:3])}",
-                "to load them is to run code from the file",
-                "If you know where it comes from, give trusted=True to the strategy",
-            )
-        )
+        why = "to load them is to run code from the file"
+        way_out = "If you know where it comes from, give trusted=True to the strategy"
+        raise ValueError(explain(f"{file} holds objects of {', '.join(unknown[:3])}", why, way_out))

@@ -29,15 +29,11 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     together: ``fabric.setup(model, optimizer)``.
 
     Args:
-        stage: as for :class:`~lightning_fasttrain.ZeROStrategy`; ``"auto"`` is settled in ``fabric.setup``.
-        memory_gib: likewise.
-        headroom: likewise.
-        nvme_path: likewise.
+        stage, memory_gib, headroom, nvme_path, trusted, universal, config: as for
+            :class:`~lightning_fasttrain.ZeROStrategy`; ``"auto"`` is settled in ``fabric.setup``.
         activation_gib: what forward and backward take beside the model's states, for ``"auto"``; Fabric does not see
             a step, so tell it, as :func:`~lightning_fasttrain.predict_memory` tells you.
-        trusted: as for :class:`~lightning_fasttrain.ZeROStrategy`.
-        universal: likewise.
-        config: likewise.
+
         settings: further arguments of Fabric's ``DeepSpeedStrategy``.
 
     Raises:
@@ -170,9 +166,8 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     ) -> Tensor:
         """Clip the coming step's gradient by its norm over all ranks; returns the norm."""
         if norm_type != 2.0:
-            raise ValueError(
-                explain(f"{norm_type=} under ZeRO", "DeepSpeed takes the 2-norm over ranks only", "Use norm_type=2.0")
-            )
+            why = "DeepSpeed takes the 2-norm over ranks only"
+            raise ValueError(explain(f"{norm_type=} under ZeRO", why, "Use norm_type=2.0"))
         assert self.engine is not None
         return engines.clip_to(self.engine, float(max_norm), error_if_nonfinite)
 
@@ -182,13 +177,9 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         Raises:
             ValueError: always.
         """
-        raise ValueError(
-            explain(
-                f"fabric.clip_gradients(clip_val={clip_val}) under ZeRO",
-                "gradients are in pieces on all ranks, in memory of DeepSpeed's",
-                "Clip by the norm: fabric.clip_gradients(model, optimizer, max_norm=...)",
-            )
-        )
+        why = "gradients are in pieces on all ranks, in memory of DeepSpeed's"
+        way_out = "Clip by the norm: fabric.clip_gradients(model, optimizer, max_norm=...)"
+        raise ValueError(explain(f"fabric.clip_gradients(clip_val={clip_val}) under ZeRO", why, way_out))
 
     def save_checkpoint(
         self,

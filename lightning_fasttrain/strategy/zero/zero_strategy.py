@@ -141,13 +141,9 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def _check(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         if is_overridden("configure_gradient_clipping", module, L.LightningModule):
-            raise ValueError(
-                explain(
-                    "configure_gradient_clipping under ZeRO",
-                    "gradients are in pieces on all ranks, so your code would clip nothing",
-                    "Use Trainer(gradient_clip_val=...), which clips by the norm over all ranks",
-                )
-            )
+            why = "gradients are in pieces on all ranks, so your code would clip nothing"
+            way_out = "Use Trainer(gradient_clip_val=...), which clips by the norm over all ranks"
+            raise ValueError(explain("configure_gradient_clipping under ZeRO", why, way_out))
         if not module.automatic_optimization:
             warn(
                 "automatic_optimization=False under ZeRO: each backward is taken for the last before a step, and what "
@@ -232,13 +228,9 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         config, trainer = self._given_config, self.lightning_module.trainer
         if config.get("gradient_accumulation_steps", 1) != 1:
-            raise ValueError(
-                explain(
-                    f"gradient_accumulation_steps={config['gradient_accumulation_steps']} in the DeepSpeed config",
-                    "accumulation is the Trainer's, and would be done twice",
-                    "Use Trainer(accumulate_grad_batches=...)",
-                )
-            )
+            what = f"gradient_accumulation_steps={config['gradient_accumulation_steps']} in the DeepSpeed config"
+            why = "accumulation is the Trainer's, and would be done twice"
+            raise ValueError(explain(what, why, "Use Trainer(accumulate_grad_batches=...)"))
         config["gradient_accumulation_steps"] = 1
         config.setdefault("train_micro_batch_size_per_gpu", 1)  # DeepSpeed uses it for its own log lines only
         if trainer.gradient_clip_val is not None:
@@ -278,9 +270,8 @@ class ZeROStrategy(DeepSpeedStrategy):
         """
         warn_inside_window(self._inside_window)
         if storage_options is not None:
-            raise TypeError(
-                explain("storage_options=", "DeepSpeed writes its files itself, to a local path", "Leave it out")
-            )
+            why = "DeepSpeed writes its files itself, to a local path"
+            raise TypeError(explain("storage_options=", why, "Leave it out"))
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
         save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
