@@ -41,7 +41,9 @@ def check(installed, folder, code):
         [pyright, "--outputjson", "--pythonpath", sys.executable, "-p", folder],
         capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
-    return [(one["range"]["start"]["line"] + 1, one["message"]) for one in json.loads(done.stdout)["generalDiagnostics"]]
+    return [
+        (one["range"]["start"]["line"] + 1, one["message"]) for one in json.loads(done.stdout)["generalDiagnostics"]
+    ]
 
 
 @pytest.mark.slow
@@ -56,4 +58,8 @@ def test_every_public_name_has_a_type_and_wrong_use_is_seen(installed, tmp_path)
 
 def public_names(room):
     """What a room's ``__init__`` imports, without its sub-rooms and files."""
-    return [name for name, value in vars(room).items() if name[0] != "_" and not hasattr(value, "__path__") and callable(value)]
+    return [
+        name
+        for name, value in vars(room).items()
+        if name[0] != "_" and not hasattr(value, "__path__") and callable(value)
+    ]

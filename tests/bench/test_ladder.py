@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from lightning_fasttrain._messages import FULL_WIDTH
-from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.gpt import GPTConfig
+from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.ladder import report
 from lightning_fasttrain.bench.ladder.climb import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.preparation import prepare

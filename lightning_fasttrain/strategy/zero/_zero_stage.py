@@ -38,6 +38,12 @@ _PART_OF_STAGE = (
 )
 
 
+def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that differ from Lightning's defaults: LightningCLI writes out all that its strategy has, given or not."""
+    known = inspect.signature(DeepSpeedStrategy.__init__).parameters
+    return {key: value for key, value in settings.items() if key not in known or value != known[key].default}
+
+
 def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
     """``stage`` as one of :data:`STAGES` or ``"auto"``.
 

@@ -16,7 +16,7 @@ from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero._zero_stage import StageQuestion, choose_together
+from lightning_fasttrain.strategy.zero._zero_stage import StageQuestion, choose_together, without_defaults
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
 
 
@@ -63,6 +63,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         **settings: Any,
     ) -> None:
         engines.import_deepspeed()
+        settings = without_defaults(settings)
         self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
         if activation_gib < 0:
             raise ValueError(explain(f"{activation_gib=}", "memory is not negative", "Give GiB from 0"))

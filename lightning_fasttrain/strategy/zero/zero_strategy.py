@@ -20,7 +20,12 @@ from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_conflicts import CONFLICTS_OF_ZERO
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero._zero_stage import StageQuestion, choose_together, predicted_activations
+from lightning_fasttrain.strategy.zero._zero_stage import (
+    StageQuestion,
+    choose_together,
+    predicted_activations,
+    without_defaults,
+)
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
 
 
@@ -79,6 +84,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         **settings: Any,
     ) -> None:
         engines.import_deepspeed()
+        settings = without_defaults(settings)
         self.question = StageQuestion(stage, memory_gib, headroom, nvme_path, config, settings)
         self.trusted, self.universal = trusted, universal
         super().__init__(**self.question.arguments(), config=config, **settings)
