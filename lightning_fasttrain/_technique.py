@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -13,6 +13,7 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
+from lightning_fasttrain._arguments import describe, remember_arguments
 from lightning_fasttrain._batch_watch import BatchWatch
 from lightning_fasttrain._checks import refuse_mixed_lightning
 from lightning_fasttrain._facts import Facts
@@ -74,6 +75,7 @@ class Technique(L.Callback):
         when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
         predicted: whether :meth:`predict` tells all that it changes about a step's memory.
+        names_elsewhere: another library's name of an argument → ours, for the error that answers it.
         acting: whether a Trainer or :func:`apply` ever put it to use.
     """
 
@@ -83,9 +85,18 @@ class Technique(L.Callback):
     when: ClassVar[str] = ""
     in_a_loop: ClassVar[str] = "apply(model, [...])"
     predicted: ClassVar[bool] = False
+    names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
     acting: bool = False
     _undo: ExitStack | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "__init__" in vars(cls):
+            remember_arguments(cls)
+
+    def __repr__(self) -> str:
+        return describe(self)
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -208,8 +219,8 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
         >>> "forward" in vars(net[0])
         False
     """
-    refuse_mixed_lightning(*techniques)
     check_together(techniques)
+    refuse_mixed_lightning(*techniques)
     late = LateParameters(model)
     _operated.add(model)
     with ExitStack() as undo:
@@ -294,9 +305,10 @@ def check_together(techniques: Iterable[Technique], strategy: Strategy | None = 
         strategy: the Trainer's, where there is one.
 
     Raises:
+        TypeError: no list, or one that holds something else.
         ValueError: what conflicts · why · the cheapest way out.
     """
-    listed = list(techniques)
+    listed = _list(techniques)
     for first, second in itertools.combinations(listed, 2):
         if type(first) is type(second):
             _refuse_twice(f"{type(first).__name__} is listed twice")
@@ -305,6 +317,20 @@ def check_together(techniques: Iterable[Technique], strategy: Strategy | None = 
     for first, second in itertools.permutations(listed, 2):
         if isinstance(first, type(second)):
             _refuse_twice(f"{type(first).__name__} + {type(second).__name__}, which it is a kind of")
+
+
+def _list(techniques: Any) -> list[Technique]:
+    if isinstance(techniques, Technique):
+        raise TypeError(explain(f"techniques={techniques}", "it is one technique, no list", f"Use [{techniques}]"))
+    if not isinstance(techniques, Iterable):
+        why = "it is no list of techniques"
+        raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))
+    listed = list(techniques)
+    for one in listed:
+        if not isinstance(one, Technique):
+            way_out = f"Make one: {one.__name__}(...)" if isinstance(one, type) else "Give objects, as MicroBatching(4)"
+            raise TypeError(explain(f"{one!r} among techniques", "it is no technique", way_out))
+    return listed
 
 
 def _refuse_twice(what: str) -> None:

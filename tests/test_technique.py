@@ -1,12 +1,14 @@
 """One technique: applied once, in the suite's order, at the right moment, and undone."""
 
 import copy
+import pickle
 
 import lightning as L
 import peft
 import pytest
 import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
+from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Surgery, Technique
@@ -448,3 +450,46 @@ def test_a_module_that_brings_techniques_is_copied_saved_and_compiled_as_without
     ids = lm_batches(1)[0]["input_ids"]
     assert torch.equal(compiled(ids), TinyLM()(ids))
     fit(net, lm_batches(1))  # its own Trainer: a warning would be an error
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        (lambda: ft.MicroBatching(4), "MicroBatching(n=4)"),
+        (lambda: ft.QLoRA(8, variant="dora", train=["head"]), "QLoRA(rank=8, variant='dora', train=['head'])"),
+        (lambda: ft.DevicePrefetch(), "DevicePrefetch()"),
+        (lambda: ft.Distillation(nn.Linear(1, 1)), "Distillation(teacher=Linear)"),
+        (lambda: copy.deepcopy(ft.MicroBatching("auto")), "MicroBatching(n='auto')"),
+        (lambda: pickle.loads(pickle.dumps(ft.HangWatch(timeout_s=300))), "HangWatch(timeout_s=300)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_technique_says_how_it_was_made(made, said):
+    assert repr(made()) == said
+
+
+@pytest.mark.parametrize(
+    ("techniques", "says"),
+    [
+        (ft.MicroBatching(4), r"it is one technique, no list\. Use \[MicroBatching\(n=4\)\]"),
+        (None, "techniques=None: it is no list"),
+        (["LoRA"], "'LoRA' among techniques: it is no technique"),
+        ([ft.LoRA], r"Make one: LoRA\(\.\.\.\)"),
+    ],
+    ids=["one", "none", "word", "class"],
+)
+def test_what_is_no_list_of_techniques_is_refused_everywhere(techniques, says):
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=says):
+        ft.apply(net, techniques)
+    with pytest.raises(TypeError, match=says):
+        ft.predict_memory(net, torch.ones(1, 2), techniques=techniques, loss=lambda net, x: net(x).sum())
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"), [("r", "rank"), ("lora_alpha", "alpha"), ("target_modules", "targets"), ("use_dora", "variant")]
+)
+@pytest.mark.parametrize("technique", [ft.LoRA, ft.QLoRA])
+def test_names_of_peft_are_answered_with_ours(technique, name, ours):
+    with pytest.raises(TypeError, match=rf"{technique.__name__}\({name}=\.\.\.\).*Use {ours}="):
+        technique(**{name: 8})

@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Conflict, Technique
 
@@ -24,6 +24,9 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     Returns:
         Bytes released.
 
+    Raises:
+        TypeError: a module instead of its parameters.
+
     Example:
         >>> import torch
         >>> net = torch.nn.Linear(4, 2)
@@ -31,6 +34,9 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
         >>> release_gradients_(net.parameters()), net.weight.grad
         (40, None)
     """
+    if isinstance(parameters, nn.Module):
+        way_out = "Use release_gradients_(model.parameters())"
+        raise TypeError(explain(f"release_gradients_({type(parameters).__name__})", "it takes parameters", way_out))
     released = 0
     for parameter in parameters:
         if parameter.grad is not None:

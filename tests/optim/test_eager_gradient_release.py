@@ -1,5 +1,6 @@
 """No gradient is alive during a forward."""
 
+import pytest
 import torch
 
 import lightning_fasttrain as ft
@@ -35,3 +36,8 @@ def test_the_function_returns_the_bytes():
     net(torch.ones(1, 3)).sum().backward()
     assert ft.release_gradients_(net.parameters()) == (15 + 5) * 4
     assert ft.release_gradients_(net.parameters()) == 0
+
+
+def test_a_model_instead_of_its_parameters_is_refused():
+    with pytest.raises(TypeError, match=r"release_gradients_\(Linear\).*model\.parameters\(\)"):
+        ft.release_gradients_(torch.nn.Linear(2, 2))

@@ -2,7 +2,7 @@
 
 import copy
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any, ClassVar
 
@@ -178,6 +178,10 @@ class LoRA(Adapter):
         "you fine-tune, and gradients and optimizer states do not fit; not for training from the beginning"
     )
     in_a_loop: ClassVar[str] = "apply(model, [LoRA(...)])"
+    names_elsewhere: ClassVar[Mapping[str, str]] = {
+        **{"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"},
+        **{"modules_to_save": "train", "use_rslora": "variant", "use_dora": "variant", "init_lora_weights": "variant"},
+    }
 
     def __init__(
         self,
