@@ -10,11 +10,7 @@ from lightning_fasttrain import run as run
 from lightning_fasttrain import strategy as strategy
 from lightning_fasttrain._blocks import find_blocks as find_blocks
 from lightning_fasttrain._checkpoint_choice import newest_checkpoint as newest_checkpoint
-from lightning_fasttrain._checkpoint_folder import verify_checkpoint as verify_checkpoint
 from lightning_fasttrain._messages import FastTrainWarning as FastTrainWarning
-from lightning_fasttrain._random_state import random_state as random_state
-from lightning_fasttrain._random_state import set_random_state as set_random_state
-from lightning_fasttrain._reading import CorruptCheckpoint as CorruptCheckpoint
 from lightning_fasttrain._technique import Conflict as Conflict
 from lightning_fasttrain._technique import Exactness as Exactness
 from lightning_fasttrain._technique import Surgery as Surgery

@@ -155,7 +155,7 @@ def saves_whole(technique: Any, loop: Loop) -> None:
 
 def can_resume(technique: Any, loop: Loop) -> None:
     loader = loop.batches = ft.resumable(loop.batches)
-    loop.at_end.append(lambda: positive(len(ft.random_state()) and len(loader.state_dict())))
+    loop.at_end.append(lambda: positive(len(ft.run.random_state()) and len(loader.state_dict())))
 
 
 def listens(technique: Any, loop: Loop) -> None:

@@ -6,6 +6,9 @@ From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``res
 ``memory_meter``, ``memory``.
 """
 
+from lightning_fasttrain._checkpoint_folder import verify_checkpoint
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption

@@ -79,7 +79,7 @@ class ExactResume(Technique):
 
     effect: ClassVar[str] = "a killed run goes on bit for bit: data order, random states, metrics, open windows"
     when: ClassVar[str] = "a run may be killed, and must end as if it had not been"
-    in_a_loop: ClassVar[str] = "resumable(loader), and save random_state() with its state_dict()"
+    in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
     def __init__(self, strict: bool = True) -> None:

@@ -45,7 +45,7 @@ def resumable(loader: Iterable[Any]) -> Any:
     Example:
         A loop that goes on where its checkpoint was taken, bit for bit:
 
-        >>> from lightning_fasttrain import random_state, set_random_state
+        >>> from lightning_fasttrain.run import random_state, set_random_state
         >>> def train(saved=None, stop=99):
         ...     loader, seen, first = resumable(DataLoader(range(6), batch_size=2, shuffle=True)), [], 0
         ...     if saved is not None:

@@ -89,7 +89,7 @@ def load_sharded_(
     """Load what :func:`save_sharded` wrote, onto any number of ranks, all together; each reads what it needs.
 
     Args:
-        folder: a complete checkpoint; :func:`~lightning_fasttrain.verify_checkpoint` is the caller's business.
+        folder: a complete checkpoint; :func:`~lightning_fasttrain.run.verify_checkpoint` is the caller's business.
         model: sharded on any mesh, or plain.
         optimizers: by the names they were saved under. One that was not saved is left as it is.
         strict: whether names must agree.
