@@ -136,12 +136,17 @@ def add_adapter_(
 
 
 def adapted(model: nn.Module) -> dict[str, nn.Module]:
-    """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into, in place.
+    """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into.
+
+    In a ``PeftModel`` that is the model inside; what PEFT has around it holds the same configuration.
 
     Raises:
         ValueError: there is none.
     """
-    found = {name: module for name, module in model.named_modules() if vars(module).get("peft_config")}
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if vars(module).get("peft_config") and not is_a(module, "BaseTuner"):
+            found[name] = module
     if not found:
         way_out = "Add one: apply(model, [LoRA(rank=16)])"
         raise ValueError(explain(f"{type(model).__name__} has no adapter", "none was added", way_out))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune.adapters._direct_weight_use import forget_adapters_
 from lightning_fasttrain.finetune.adapters._merged_layers import (
@@ -173,6 +174,8 @@ def unload_adapters_(
 ) -> nn.Module:
     """Make ``model`` a plain one again, in place: classes and names as before there were adapters.
 
+    Where it holds a ``PeftModel``, the model inside takes its place.
+
     All that can train then does, whatever was frozen before the adapters came. Adapters that are not merged are lost.
 
     Args:
@@ -186,7 +189,7 @@ def unload_adapters_(
         batch: to measure the error with.
 
     Returns:
-        ``model``.
+        ``model``; of a ``PeftModel``, the model inside.
 
     Raises:
         ValueError: as :func:`merge_adapters_`; ``merge=False`` for an adapter that changed the weights where it began.
@@ -235,6 +238,17 @@ def unload_adapters_(
         forget_quantization_(root)
     forget_adapters_(model)
     thaw_(model)
+    return _take_out_of_wrappers_(model)
+
+
+def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
+    """PEFT's own wrappers cannot run without an adapter."""
+    if is_a(model, "PeftModel"):
+        return model.get_submodule("base_model.model")
+    for name, module in list(model.named_modules()):
+        if is_a(module, "PeftModel"):
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, module.get_submodule("base_model.model"))
     return model
 
 
