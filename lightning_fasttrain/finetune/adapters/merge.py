@@ -218,9 +218,8 @@ def unload_adapters_(
     asked = [what for what in (names, into, original) if what is not None]
     if asked and (done or not merge):
         why = "the adapters are merged already" if merge else "nothing is merged with merge=False"
-        raise ValueError(
-            explain("unload_adapters_", f"{why}, so names=, into= and original= mean nothing", "Omit them")
-        )
+        why += ", so names=, into= and original= mean nothing"
+        raise ValueError(explain("unload_adapters_", why, "Omit them"))
     if not merge:
         refuse_changed_base(model, "unload_adapters_(merge=False)")
         if done:
@@ -243,12 +242,12 @@ def unload_adapters_(
 
 def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
     """PEFT's own wrappers cannot run without an adapter."""
-    if is_a(model, "PeftModel"):
-        return model.get_submodule("base_model.model")
     for name, module in list(model.named_modules()):
         if is_a(module, "PeftModel"):
-            parent, _, last = name.rpartition(".")
-            setattr(model.get_submodule(parent), last, module.get_submodule("base_model.model"))
+            plain, (parent, _, last) = module.get_submodule("base_model.model"), name.rpartition(".")
+            if not name:
+                return plain
+            setattr(model.get_submodule(parent), last, plain)
     return model
 
 
