@@ -139,6 +139,24 @@ def test_no_drawers_and_nothing_is_unpickled(file):
                 assert any(k.arg == "weights_only" and ast.unparse(k.value) == "True" for k in node.keywords)
 
 
+DENSE = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp)
+
+
+def dense_expressions(node):
+    """The comprehensions and conditional expressions of a statement, without those of the statements inside it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
+            yield from [child] if isinstance(child, DENSE) else []
+            yield from dense_expressions(child)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_a_statement_has_at_most_one_comprehension_or_conditional(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.stmt):
+            assert len(list(dense_expressions(node))) <= 1, f"{file}:{node.lineno}"
+
+
 AUDIT = """
 import json, os, sys
 seen = []
