@@ -3,7 +3,7 @@
     python examples/dpo.py [--steps 40]
 
 A small Llama has learnt Python's source, byte by byte. Now it is to prefer what really follows over the same bytes in
-another order. Preferences are held against those of the model without its adapter, which is bit for bit the trained one.
+another order. Preferences are held against those of the model without its adapter, bit for bit the trained one.
 """
 
 import argparse
