@@ -4,13 +4,16 @@ import functools
 import inspect
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
 
 
 def remember_arguments(cls: Any) -> None:
-    """Let ``cls`` keep what it is made with, and answer an argument of ``cls.names_elsewhere`` with our name for it."""
+    """Let ``cls`` keep in words how it was made, and answer arguments of ``cls.names_elsewhere`` with our names for them.
+
+    In words, since a reference to a teacher, say, would be copied with the technique.
+    """
     make = cls.__init__
 
     @functools.wraps(make)
@@ -18,24 +21,27 @@ def remember_arguments(cls: Any) -> None:
         for name in kwargs.keys() & self.names_elsewhere.keys():
             what, way_out = f"{type(self).__name__}({name}=...)", f"Use {self.names_elsewhere[name]}="
             raise TypeError(explain(what, "that is another library's name for it", way_out))
-        if "_made_with" not in vars(self):  # by the class that was called, before those it is made of
-            self._made_with = (args, kwargs)
+        if type(self).__init__ is __init__:  # not called by a subclass, which says it itself
+            self._made_with = _describe_arguments(make, self, *args, **kwargs)
         make(self, *args, **kwargs)
 
     cls.__init__ = __init__
 
 
 def describe(made: Any) -> str:
-    """The call that made it: defaults left out, modules by their class.
+    """The call that made it: defaults left out, modules and tensors by their class.
 
     Example:
         >>> from lightning_fasttrain.data import MicroBatching
         >>> describe(MicroBatching(4, count="samples"))
         "MicroBatching(n=4, count='samples')"
     """
-    args, kwargs = getattr(made, "_made_with", ((), {}))
-    given = inspect.signature(type(made)).bind_partial(*args, **kwargs).arguments
+    return f"{type(made).__name__}({getattr(made, '_made_with', '')})"
+
+
+def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> str:
+    given = inspect.signature(make).bind(*args, **kwargs).arguments  # a wrong one ends here, as in the call itself
     words = []
-    for name, value in given.items():
-        words.append(f"{name}={type(value).__name__ if isinstance(value, nn.Module) else repr(value)}")
-    return f"{type(made).__name__}({', '.join(words)})"
+    for name, value in list(given.items())[1:]:
+        words.append(f"{name}={type(value).__name__ if isinstance(value, nn.Module | Tensor) else repr(value)}")
+    return ", ".join(words)

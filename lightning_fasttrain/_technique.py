@@ -219,7 +219,7 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
         >>> "forward" in vars(net[0])
         False
     """
-    check_together(techniques)
+    techniques = check_together(techniques)
     refuse_mixed_lightning(*techniques)
     late = LateParameters(model)
     _operated.add(model)
@@ -297,12 +297,15 @@ def _refuse_all_frozen(model: nn.Module) -> None:
         raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
-def check_together(techniques: Iterable[Technique], strategy: Strategy | None = None) -> None:
+def check_together(techniques: Iterable[Technique], strategy: Strategy | None = None) -> list[Technique]:
     """Refuse a technique that is listed twice, and what the techniques cannot be used beside.
 
     Args:
         techniques: all that are to act.
         strategy: the Trainer's, where there is one.
+
+    Returns:
+        ``techniques``, which may be a generator, as a list.
 
     Raises:
         TypeError: no list, or one that holds something else.
@@ -317,6 +320,7 @@ def check_together(techniques: Iterable[Technique], strategy: Strategy | None = 
     for first, second in itertools.permutations(listed, 2):
         if isinstance(first, type(second)):
             _refuse_twice(f"{type(first).__name__} + {type(second).__name__}, which it is a kind of")
+    return listed
 
 
 def _list(techniques: Any) -> list[Technique]:

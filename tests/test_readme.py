@@ -37,6 +37,17 @@ def test_the_table_of_techniques_is_the_codes():
     assert written == markdown_table(ladder)
 
 
+def test_its_words_about_the_ladder_are_what_was_measured():
+    ladder = json.loads((ROOT / "examples" / "results" / "ladder_cpu.json").read_text())
+    rungs = {rung["name"]: rung for rung in ladder["rungs"]}
+    naive, parts, top = rungs["naive"], rungs["micro-batches"], ladder["tops"]["fastest"]
+    faster, leaner = naive["step_ms"] / parts["step_ms"], naive["peak_mib"] / parts["peak_mib"]
+    assert f"varies by there, {ladder['noise']['time']:.0%}." in README
+    assert round(top["speedup"]) == 2
+    assert f"as fast as the naive loop in {top['memory_ratio']:.1f} times less memory" in README
+    assert f"before blocks are recomputed, {faster:.1f} times in {leaner:.1f} times less" in README
+
+
 def test_the_table_of_fine_tuning_is_what_was_measured():
     rows = json.loads((ROOT / "examples" / "results" / "finetune_minilm_cpu.json").read_text())["rows"]
     for row in rows:

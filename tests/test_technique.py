@@ -468,6 +468,19 @@ def test_a_technique_says_how_it_was_made(made, said):
     assert repr(made()) == said
 
 
+def test_how_it_was_made_keeps_nothing_alive_and_copies_nothing():
+    teacher = nn.Linear(1, 1)
+    distillation = ft.Distillation(teacher)
+    assert not [value for value in vars(distillation).values() if isinstance(value, tuple) and teacher in value]
+    assert isinstance(distillation._made_with, str)
+
+
+def test_a_generator_of_techniques_is_applied():
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with ft.apply(net, (one for one in [ft.ActivationCheckpointing(blocks=nn.Linear)])):
+        assert "forward" in vars(net[0])
+
+
 @pytest.mark.parametrize(
     ("techniques", "says"),
     [

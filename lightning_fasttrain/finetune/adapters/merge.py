@@ -242,7 +242,7 @@ def unload_adapters_(
 
 def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
     """PEFT's own wrappers cannot run without an adapter."""
-    for name, module in list(model.named_modules()):
+    for name, module in list(model.named_modules(remove_duplicate=False)):
         if is_a(module, "PeftModel"):
             plain, (parent, _, last) = module.get_submodule("base_model.model"), name.rpartition(".")
             if not name:

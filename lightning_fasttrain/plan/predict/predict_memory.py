@@ -101,7 +101,7 @@ def predict_memory(
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
-    check_together(techniques)
+    techniques = check_together(techniques)
     on_cuda = device == "cuda"
     planned = PredictedStep(precision, on_cuda)
     surgeons = _ask(techniques, planned)
