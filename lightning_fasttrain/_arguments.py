@@ -10,7 +10,7 @@ from lightning_fasttrain._messages import explain
 
 
 def remember_arguments(cls: Any) -> None:
-    """Let ``cls`` keep in words how it was made, and answer arguments of ``cls.names_elsewhere`` with our names for them.
+    """Let ``cls`` keep in words how it was made, and answer other libraries' names for its arguments with ours.
 
     In words, since a reference to a teacher, say, would be copied with the technique.
     """
