@@ -105,10 +105,10 @@ def _ladder(options: argparse.Namespace) -> int:
     except (ValueError, ModuleNotFoundError) as error:
         return _refuse("ladder", error)
     for one in prepared.skipped:
-        console.print(f"{one.rung.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with Live(console, climb.number_of_rows(prepared)) as live:
         result = climb.climb(prepared, live.row, live.progress)
-    if not result["rungs"]:
+    if not result.rungs:
         return INTERRUPTED
     console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)
@@ -120,11 +120,11 @@ def _ladder(options: argparse.Namespace) -> int:
     console.print(f"Written: {', '.join(written)}", soft_wrap=True)
     if picture is None:
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
-    if result["interrupted"]:
+    if result.interrupted:
         print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
         return INTERRUPTED
-    naive, *others = result["rungs"]
-    worked = naive["error"] is None and any(row["error"] is None for row in others)
+    naive, *others = result.rungs
+    worked = naive.error is None and any(row.error is None for row in others)
     return 0 if worked else 1
 
 
@@ -321,11 +321,9 @@ def _add_techniques(commands: Any) -> None:
 
 
 def _techniques(options: argparse.Namespace) -> int:
-    import json
-    from pathlib import Path
-
     from lightning_fasttrain._checks import one_of
     from lightning_fasttrain.bench.doctor import facts
+    from lightning_fasttrain.bench.ladder.rows import Climbed
     from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
 
     known = {technique.__name__: technique for technique in techniques()}
@@ -335,7 +333,7 @@ def _techniques(options: argparse.Namespace) -> int:
     except ValueError as error:
         return _refuse("techniques", error)
     try:
-        measured = json.loads(Path(options.ladder).read_text()) if options.ladder else None
+        measured = Climbed.read(options.ladder) if options.ladder else None
         print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"

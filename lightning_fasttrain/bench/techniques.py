@@ -4,7 +4,7 @@ import ast
 import doctest
 import inspect
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import yaml
@@ -13,6 +13,7 @@ from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
+from lightning_fasttrain.bench.ladder.rows import Climbed
 
 ROOMS = (data, model, finetune, loss, optim, run)
 
@@ -29,11 +30,11 @@ def techniques() -> Iterator[type[Technique]]:
         yield from (thing for _, thing in found if issubclass(thing, Technique))
 
 
-def markdown_table(ladder: Mapping[str, Any] | None = None) -> str:
+def markdown_table(ladder: Climbed | None = None) -> str:
     """The techniques as a Markdown table.
 
     Args:
-        ladder: the contents of a ``ladder.json``: adds what the rungs of it measured, against the rung below.
+        ladder: adds what its rungs measured, against the rung below.
 
     Returns:
         The table, without a trailing newline.
@@ -52,7 +53,7 @@ def markdown_table(ladder: Mapping[str, Any] | None = None) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def card(technique: type[Technique], ladder: Mapping[str, Any] | None = None, facts: Facts | None = None) -> str:
+def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts | None = None) -> str:
     """All that a technique says about itself, for a terminal.
 
     Args:
@@ -140,19 +141,19 @@ def _as_code(text: str) -> str:
     return text if text.startswith("nothing") else f"`{text}`"
 
 
-def _measured(ladder: Mapping[str, Any]) -> dict[str, str]:
+def _measured(ladder: Climbed) -> dict[str, str]:
     """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
     found: dict[str, dict[str, str]] = {}
-    noise = max(TIME_WORTH, ladder["noise"]["time"] or 0.0)
-    below: Mapping[str, Any] = ladder["rungs"][0]
-    for rung in ladder["rungs"][1:]:
-        before = below["state"]["callbacks"]
-        new = [name for name, arguments in rung["state"]["callbacks"].items() if before.get(name) != arguments]
-        if rung["error"] is None and len(new) == 1:
-            time, memory = (rung[key] / below[key] for key in ("step_ms", "peak_mib"))
+    noise = max(TIME_WORTH, ladder.noise["time"] or 0.0)
+    below = ladder.rungs[0]
+    for rung in ladder.rungs[1:]:
+        before = below.state["callbacks"]
+        new = [name for name, arguments in rung.state["callbacks"].items() if before.get(name) != arguments]
+        if rung.error is None and len(new) == 1:
+            time, memory = rung.step_ms / below.step_ms, rung.peak_mib / below.peak_mib
             factors = f"{'≈' if abs(time - 1) <= noise else '×'}{time:.2f}, ×{memory:.2f}"
-            found.setdefault(new[0], {})[rung["name"]] = factors
-        below = rung if rung["carried"] else below
+            found.setdefault(new[0], {})[rung.name] = factors
+        below = rung if rung.carried else below
     return {name: _of_rungs(rungs) for name, rungs in found.items()}
 
 

@@ -1,21 +1,25 @@
 import io
 import itertools
 import json
+import math
 import os
 import re
 import signal
 import time
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.gpt import GPTConfig
 from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.ladder import report
 from lightning_fasttrain.bench.ladder.climb import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.preparation import prepare
 from lightning_fasttrain.bench.ladder.process import run_in_own_process
+from lightning_fasttrain.bench.ladder.rows import Climbed, Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
 from lightning_fasttrain.bench.sizes import Size
 from lightning_fasttrain.cli import main
@@ -32,7 +36,7 @@ def four_rungs(micro_batches):
 
 def by_memory_alone(row, below, naive, noise):
     """In the place of ``judge``: steps of a few milliseconds are too short for a time to decide a test."""
-    return row["error"] is None and row["peak_mib"] < 0.95 * below["peak_mib"], "by memory alone"
+    return row.error is None and row.peak_mib < 0.95 * below.peak_mib, "by memory alone"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,7 +52,7 @@ def climbed(tmp_path_factory):
     out = tmp_path_factory.mktemp("ladder")
     ladder = prepare(MICRO, out=out, ladder=four_rungs, repeats=0)
     finished = []
-    result = climb(ladder, lambda row: finished.append(row["name"]), lambda title, message: None)
+    result = climb(ladder, lambda row: finished.append(row.name), lambda title, message: None)
     assert finished == ["naive", "strong", "micro-batches", "broken", "checkpointing", "bare-loop"]
     assert len(finished) == number_of_rows(ladder)
     return out, result
@@ -61,67 +65,69 @@ def shown(table, width):
 
 
 def by_name(result):
-    return {row["name"]: row for row in result["rungs"]}
+    return {row.name: row for row in result.rungs}
 
 
 @pytest.mark.slow
 def test_exact_rungs_have_naives_losses(climbed):
     rows = by_name(climbed[1])
     for name in ("micro-batches", "checkpointing"):
-        assert rows[name]["exactness"] == "exact"
-        assert rows[name]["max_loss_delta"] < 1e-5
-        assert rows[name]["losses"] == pytest.approx(rows["naive"]["losses"], abs=1e-5)
-    assert climbed[1]["bare_loop"]["error"] is None
-    assert climbed[1]["bare_loop"]["max_loss_delta"] < 1e-5
+        assert rows[name].exactness is Exactness.EXACT
+        assert rows[name].max_loss_delta < 1e-5
+        assert rows[name].losses == pytest.approx(rows["naive"].losses, abs=1e-5)
+    assert climbed[1].bare_loop.error is None
+    assert climbed[1].bare_loop.max_loss_delta < 1e-5
 
 
 @pytest.mark.slow
 def test_losses_would_differ_if_the_training_did(climbed):
-    losses = by_name(climbed[1])["naive"]["losses"]
+    losses = by_name(climbed[1])["naive"].losses
     assert min(abs(a - b) for a, b in itertools.pairwise(losses)) > 1e-3
 
 
 @pytest.mark.slow
 def test_a_failed_rung_says_why_and_the_others_go_on(climbed):
     rows = by_name(climbed[1])
-    assert rows["broken"]["error"].startswith("ValueError: n=0: it counts things")
-    assert (rows["broken"]["step_ms"], rows["broken"]["carried"]) == (None, False)
-    assert rows["checkpointing"]["error"] is None
-    assert "MicroBatching" in rows["checkpointing"]["state"]["callbacks"]
+    assert rows["broken"].error.startswith("ValueError: n=0: it counts things")
+    assert math.isnan(rows["broken"].step_ms)
+    assert not rows["broken"].carried
+    assert rows["checkpointing"].error is None
+    assert "MicroBatching" in rows["checkpointing"].state["callbacks"]
 
 
 @pytest.mark.slow
 def test_memory_falls_and_is_carried(climbed):
     rows = by_name(climbed[1])
-    assert rows["micro-batches"]["carried"]
-    assert rows["micro-batches"]["peak_mib"] < rows["naive"]["peak_mib"] / 2
-    leanest = climbed[1]["tops"]["leanest"]
+    assert rows["micro-batches"].carried
+    assert rows["micro-batches"].peak_mib < rows["naive"].peak_mib / 2
+    leanest = climbed[1].tops["leanest"]
     if leanest is not None:  # the time of such a small step may be anything
-        assert leanest["memory_ratio"] > 2
-        assert "ft.MicroBatching(n=4)" in leanest["code"]
+        assert leanest.memory_ratio > 2
+        assert "ft.MicroBatching(n=4)" in leanest.code
 
 
 @pytest.mark.slow
 def test_naive_is_run_again_beside_the_first_rung_for_the_noise_of_this_machine(climbed):
     result = climbed[1]
-    assert [len(row["step_ms_of_runs"]) for row in result["rungs"]] == [2, 1, 0, 1]
-    fastest, slowest = sorted(result["rungs"][0]["step_ms_of_runs"])
-    assert result["noise"]["time"] == pytest.approx(slowest / fastest - 1)
-    assert result["rungs"][0]["step_ms"] == pytest.approx((fastest + slowest) / 2)
+    assert [len(row.step_ms_of_runs) for row in result.rungs] == [2, 1, 0, 1]
+    fastest, slowest = sorted(result.rungs[0].step_ms_of_runs)
+    assert result.noise["time"] == pytest.approx(slowest / fastest - 1)
+    assert result.rungs[0].step_ms == pytest.approx((fastest + slowest) / 2)
 
 
 @pytest.mark.slow
 def test_the_json_has_the_documented_keys_and_names_no_machine(climbed):
     out, result = climbed
     text = (out / "ladder.json").read_text()
-    assert json.loads(text) == result
-    assert {"hardware", "versions", "command", "date", "model", "rungs"} <= set(result)
+    written = json.loads(text)
+    assert Climbed.read(out / "ladder.json") == result
+    assert {"hardware", "versions", "command", "date", "model", "rungs"} <= set(written)
     keys = {"name", "exactness", "step_ms", "tokens_per_s", "peak_mib", "loss", "max_loss_delta", "error"}
-    assert all(keys <= set(row) for row in result["rungs"])
+    assert all(keys <= set(row) for row in written["rungs"])
     assert not re.search(r"/(home|root|tmp|work|usr)/", text)
-    skipped = {"name": "elsewhere", "title": "not on this device", "reason": "needs tpu"}
-    assert result["skipped"] == [skipped]
-    assert isinstance(result["hardware"]["bf16_units"], list)
+    assert [row["step_ms"] is None for row in written["rungs"]] == [False, False, True, False]
+    assert result.skipped == [Skipped("elsewhere", "not on this device", "needs tpu")]
+    assert isinstance(result.hardware["bf16_units"], list)
 
 
 @pytest.mark.slow
@@ -133,7 +139,7 @@ def test_the_table_and_the_picture_show_it(climbed):
         assert words in text
     assert "Skipped: not on this device: needs tpu." in report.summary(result)
     assert "Failed: a rung that fails: ValueError: n=0" in report.summary(result)
-    assert "Other processes" in report.summary({**result, "strong": {**result["strong"], "disturbed_cores": 1.0}})
+    assert "Other processes" in report.summary(replace(result, strong=replace(result.strong, disturbed_cores=1.0)))
     picture = report.save_picture(result, out / "ladder.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
 
@@ -145,8 +151,8 @@ def test_a_narrow_terminal_loses_columns_and_no_words(climbed, width):
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert "…" not in text
-    for row in climbed[1]["rungs"]:
-        assert row["title"] in text
+    for row in climbed[1].rungs:
+        assert row.title in text
     assert "peak MiB" in text
 
 
@@ -167,9 +173,9 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert code == 130
     assert "what was measured is kept" in captured.err
-    result = json.loads((tmp_path / "ladder.json").read_text())
-    assert [row["name"] for row in result["rungs"]] == ["naive", "prefetch"]
-    assert result["interrupted"]
+    result = Climbed.read(tmp_path / "ladder.json")
+    assert [row.name for row in result.rungs] == ["naive", "prefetch"]
+    assert result.interrupted
     assert "no host syncs" in captured.out
 
 
@@ -184,11 +190,11 @@ def test_the_command_with_each_rung_alone(tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert code == 0
     assert "each rung alone" in printed
-    result = json.loads((tmp_path / "out" / "ladder.json").read_text())
-    assert [row["name"] for row in result["rungs"]] == ["naive", "micro-batches", "release"]
-    assert result["rungs"][2]["alone"]["peak_mib"] > result["rungs"][2]["peak_mib"]
-    assert result["command"].endswith("--each --rungs micro-batches,release --text private.txt")
-    assert result["strong"] is None
+    result = Climbed.read(tmp_path / "out" / "ladder.json")
+    assert [row.name for row in result.rungs] == ["naive", "micro-batches", "release"]
+    assert result.rungs[2].alone.peak_mib > result.rungs[2].peak_mib
+    assert result.command.endswith("--each --rungs micro-batches,release --text private.txt")
+    assert result.strong is None
 
 
 def ends_at_once(spec, result_file, stderr_file, teller):
@@ -242,4 +248,4 @@ def test_no_picture_without_matplotlib(tmp_path, monkeypatch):
     import sys
 
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert report.save_picture({"rungs": []}, tmp_path / "x.png") is None
+    assert report.save_picture(None, tmp_path / "x.png") is None

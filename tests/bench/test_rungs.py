@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,18 +11,21 @@ from lightning_fasttrain.bench.ladder.judge import (
     judge_by_memory,
     leanest_in_time,
     loss_parity,
-    ratios,
     refuse_non_finite,
     time_noise,
     usual_noise,
 )
 from lightning_fasttrain.bench.ladder.paste import as_code
 from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.bench.ladder.rows import Measured, Row
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, chosen, least_exact, on_top_of, rungs, strong_baseline
 
 
-def row(step_ms, peak_mib, error=None):
-    return {"step_ms": step_ms, "peak_mib": peak_mib, "error": error}
+def row(step_ms, peak_mib):
+    return Row(step_ms=step_ms, peak_mib=peak_mib)
+
+
+FAILED = Row(error="boom")
 
 
 def test_the_ladder_has_the_documented_rungs_in_order():
@@ -35,7 +39,7 @@ def test_the_ladder_has_the_documented_rungs_in_order():
 def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
     state = NAIVE
     for rung in rungs():
-        state = rung.on({"state": state, "peak_mib": 512.0})
+        state = rung.on(Row(state=state, peak_mib=512.0))
         assert json.loads(json.dumps(state)) == state
         assert len(callbacks_of(state)) == len(state["callbacks"])
     assert "OptimizerInBackward" not in state["callbacks"]
@@ -44,23 +48,23 @@ def test_every_rung_is_plain_json_and_names_callbacks_that_exist():
 
 def test_a_policy_is_made_from_its_name():
     checkpointing = {rung.name: rung for rung in rungs()}["checkpointing"]
-    below = {"state": NAIVE, "peak_mib": 512.0}
+    below = Row(state=NAIVE, peak_mib=512.0)
     (callback,) = callbacks_of(checkpointing.on(below))
     assert repr(callback.policy) == "EveryBlock(k=1)"
 
 
 def test_the_budget_is_the_peak_of_a_checkpointed_state_and_less_than_another():
     named = {rung.name: rung for rung in rungs()}
-    below = {"state": NAIVE, "peak_mib": 512.0}
-    checkpointed = {"state": named["checkpointing"].on(below), "peak_mib": 256.0}
-    for row, gib in [(below, 0.375), (checkpointed, 0.25 * 1.005), ({**below, "peak_mib": None}, "fit")]:
+    below = Row(state=NAIVE, peak_mib=512.0)
+    checkpointed = Row(state=named["checkpointing"].on(below), peak_mib=256.0)
+    for row, gib in [(below, 0.375), (checkpointed, 0.25 * 1.005), (replace(below, error="boom"), "fit")]:
         (callback,) = callbacks_of(named["budget"].on(row))
         assert callback.policy.budget_gib == gib
 
 
 @pytest.mark.parametrize("rung", rungs(), ids=lambda rung: rung.name)
 def test_no_rung_promises_more_than_its_techniques(rung):
-    for callback in callbacks_of(rung.on({"state": {**NAIVE, "callbacks": {}}, "peak_mib": 512.0})):
+    for callback in callbacks_of(rung.on(Row(state=NAIVE, peak_mib=512.0))):
         assert least_exact(rung.exactness, callback.exactness) is rung.exactness
 
 
@@ -83,7 +87,7 @@ def test_unknown_rungs_are_refused_with_the_known_ones():
 
 
 def test_the_strong_baseline_takes_bf16_where_it_is_fast():
-    naive = {"state": NAIVE}
+    naive = Row(state=NAIVE)
     assert strong_baseline(fast_bf16=True).on(naive)["trainer"] == {"precision": "bf16-mixed"}
     plain = strong_baseline(fast_bf16=False).on(naive)
     assert plain["trainer"] == {"precision": "32-true"}
@@ -101,7 +105,7 @@ def test_the_strong_baseline_takes_bf16_where_it_is_fast():
         (row(250, 400), False, "slower here (time ×2.5): not carried"),
         (row(160, 200), False, "memory ÷4.0, slower here (time ×1.6), over 1.5 times naive's time: not carried"),
         (row(100, 900), False, "more memory here (+12%): not carried"),
-        (row(None, None, "boom"), False, "failed"),
+        (FAILED, False, "failed"),
     ],
 )
 def test_a_rung_is_carried_if_time_and_memory_together_win(now, carried, says):
@@ -137,7 +141,7 @@ def test_where_times_have_no_say_memory_decides():
 
 def test_noise_is_that_of_whole_runs_and_falls_with_their_number():
     def runs(*times):
-        return {"step_ms_of_runs": list(times)}
+        return Row(step_ms_of_runs=list(times))
 
     usual = usual_noise([runs(10, 11), runs(5), runs(10, 11, 12), runs(10, 15)])
     assert usual == pytest.approx(0.2)
@@ -150,14 +154,14 @@ def test_noise_is_that_of_whole_runs_and_falls_with_their_number():
 def test_the_two_tops_of_a_ladder():
     naive = row(100, 800)
     assert fastest_with_half_the_memory([naive, row(60, 500), row(90, 401)], 0.0) is None
-    rows = [naive, row(60, 500), row(None, None, "boom"), row(90, 400), row(140, 50), row(149, 50.1), row(160, 20)]
+    rows = [naive, row(60, 500), FAILED, row(90, 400), row(140, 50), row(149, 50.1), row(160, 20)]
     assert fastest_with_half_the_memory(rows, 0.0) is rows[3]
     assert leanest_in_time(rows, 0.0) is rows[4]
     assert leanest_in_time([*rows, row(139, 50)], 0.03) is rows[4]  # no faster, and with more techniques
-    assert leanest_in_time([*rows, row(120, 50)], 0.03)["step_ms"] == 120
-    assert fastest_with_half_the_memory([row(None, None, "boom"), row(1, 1)], 0.0) is None
+    assert leanest_in_time([*rows, row(120, 50)], 0.03).step_ms == 120
+    assert fastest_with_half_the_memory([FAILED, row(1, 1)], 0.0) is None
     assert leanest_in_time([naive], 0.0) is None
-    assert leanest_in_time([naive, row(90, naive["peak_mib"] * 0.999)], 0.0) is None  # faster, but no leaner
+    assert leanest_in_time([naive, row(90, naive.peak_mib * 0.999)], 0.0) is None  # faster, but no leaner
 
 
 def test_the_code_to_paste_makes_the_callbacks_that_were_measured():
@@ -165,7 +169,7 @@ def test_the_code_to_paste_makes_the_callbacks_that_were_measured():
 
     state = NAIVE
     for rung in rungs():
-        state = rung.on({"state": state, "peak_mib": 512.0})
+        state = rung.on(Row(state=state, peak_mib=512.0))
         made: dict = {}
         exec(as_code(state).replace("L.Trainer(", "dict("), {"ft": ft}, made)
         pasted, measured = made["trainer"].get("callbacks", []), callbacks_of(state)
@@ -181,16 +185,14 @@ def settings_of(callback):
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():
-    failed = row(None, None, "boom")
-    assert judge(row(1, 1), failed, failed, 0.0) == (False, "nothing to compare with")
-    assert ratios(row(1, 1), failed)["speedup"] is None
+    assert judge(row(1, 1), FAILED, FAILED, 0.0) == (False, "nothing to compare with")
 
 
 def test_parity_is_that_of_the_worst_step():
-    naive = {"losses": [5.0, 4.0, 3.0], "error": None}
-    assert loss_parity({"losses": [5.0, 4.5, 3.0]}, naive) == 0.5
-    assert loss_parity({"error": "boom"}, naive) is None
-    assert loss_parity({"losses": [5.0]}, {"error": "boom"}) is None
+    naive = Measured(losses=[5.0, 4.0, 3.0])
+    assert loss_parity(Measured(losses=[5.0, 4.5, 3.0]), naive) == 0.5
+    assert loss_parity(Measured(error="boom"), naive) is None
+    assert loss_parity(Measured(losses=[5.0]), Measured(error="boom")) is None
 
 
 def test_a_loss_that_is_no_number_is_a_failure():

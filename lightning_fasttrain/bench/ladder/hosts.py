@@ -12,7 +12,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Technique, apply
 from lightning_fasttrain.bench.gpt import GPTModule
 from lightning_fasttrain.bench.ladder.recorder import Recorder
-from lightning_fasttrain.bench.ladder.rungs import State
+from lightning_fasttrain.bench.ladder.rows import State
 
 ROOMS = (model, finetune, loss, optim, data, run, plan)
 

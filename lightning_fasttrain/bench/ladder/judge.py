@@ -2,10 +2,11 @@
 
 import math
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from operator import attrgetter
 from typing import Any
 
-Row = dict[str, Any]
+from lightning_fasttrain.bench.ladder.rows import Measured, Row
 
 # Times that differ by less are called equal on any machine: nobody would add a line of code for it.
 TIME_WORTH = 0.03
@@ -22,7 +23,7 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
     stays within :data:`MOST_TIME` of naive's time. That must hold wherever in the noise the times really lie.
 
     Args:
-        row: the rung, with ``step_ms``, ``peak_mib`` and ``error``.
+        row: the rung.
         below: the state that it was put on.
         naive: the state that the limit is of.
         noise: share by which the ratio of the two times may be wrong.
@@ -31,25 +32,25 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
         Carried or not, or None if the noise is too large to tell; and a few words for the table.
 
     Example:
-        >>> naive = {"step_ms": 100.0, "peak_mib": 800.0, "error": None}
-        >>> judge({"step_ms": 130.0, "peak_mib": 400.0, "error": None}, naive, naive, 0.05)
+        >>> naive = Row(step_ms=100, peak_mib=800)
+        >>> judge(Row(step_ms=130, peak_mib=400), naive, naive, 0.05)
         (True, 'memory ÷2.0, slower here (time +30%)')
-        >>> judge({"step_ms": 140.0, "peak_mib": 720.0, "error": None}, naive, naive, 0.05)
+        >>> judge(Row(step_ms=140, peak_mib=720), naive, naive, 0.05)
         (False, 'memory −10%, slower here (time +40%): not carried')
-        >>> judge({"step_ms": 90.0, "peak_mib": 800.0, "error": None}, naive, naive, 0.15)[0]
+        >>> judge(Row(step_ms=90, peak_mib=800), naive, naive, 0.15)[0]
     """
-    if row["error"] is not None:
+    if row.error is not None:
         return False, "failed"
-    if below["error"] is not None:
+    if below.error is not None:
         return False, "nothing to compare with"
-    time, memory = row["step_ms"] / below["step_ms"], _worth(MEMORY_WORTH, row["peak_mib"] / below["peak_mib"])
+    time, memory = row.step_ms / below.step_ms, _worth(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     words = _words(_worth(max(TIME_WORTH, noise), time), memory)
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
     if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
         return False, f"{words or 'no clear gain here'}: not carried"
     if time * (1 + noise) * memory >= least_gain:
         return None, words
-    if naive["error"] is None and row["step_ms"] > MOST_TIME * naive["step_ms"]:
+    if naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"
     return True, words
 
@@ -58,11 +59,10 @@ def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
     """The verdict where times vary too much to have a say.
 
     Example:
-        >>> below = {"step_ms": 100.0, "peak_mib": 800.0}
-        >>> judge_by_memory({"step_ms": 103.0, "peak_mib": 720.0}, below, 0.2)
+        >>> judge_by_memory(Row(step_ms=103, peak_mib=720), Row(step_ms=100, peak_mib=800), 0.2)
         (True, 'memory −10%; by memory alone, times vary by 20%')
     """
-    memory = _worth(MEMORY_WORTH, row["peak_mib"] / below["peak_mib"])
+    memory = _worth(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     words = f"{_words(1.0, memory) or 'no less memory'}; by memory alone, times vary by {noise:.0%}"
     return memory < 1, words if memory < 1 else f"{words}: not carried"
 
@@ -71,14 +71,14 @@ def time_noise(*rows: Row, usual: float) -> float:
     """By which share the ratio of these rows' times may be wrong: ``usual``, divided by √k for medians of k runs.
 
     Args:
-        rows: with ``step_ms_of_runs``.
+        rows: of which the one with the fewest runs counts.
         usual: by which share a single run may be.
 
     Example:
-        >>> time_noise({"step_ms_of_runs": [100.0, 140.0, 92.0, 95.0]}, usual=0.2)
+        >>> time_noise(Row(step_ms_of_runs=[100.0, 140.0, 92.0, 95.0]), usual=0.2)
         0.1
     """
-    return usual / math.sqrt(max(1, min(len(row["step_ms_of_runs"]) for row in rows)))
+    return usual / math.sqrt(max(1, min(len(row.step_ms_of_runs) for row in rows)))
 
 
 def usual_noise(rows: Iterable[Row]) -> float:
@@ -86,10 +86,10 @@ def usual_noise(rows: Iterable[Row]) -> float:
     that were run more than once; 0 where there is none.
 
     Example:
-        >>> usual_noise([{"step_ms_of_runs": [100.0, 110.0]}, {"step_ms_of_runs": [50.0]}]).__round__(2)
+        >>> round(usual_noise([Row(step_ms_of_runs=[100.0, 110.0]), Row(step_ms_of_runs=[50.0])]), 2)
         0.1
     """
-    runs = [row["step_ms_of_runs"] for row in rows if len(row["step_ms_of_runs"]) > 1]
+    runs = [row.step_ms_of_runs for row in rows if len(row.step_ms_of_runs) > 1]
     if not runs:
         return 0.0
     return statistics.median([max(times) / min(times) - 1 for times in runs])
@@ -138,13 +138,13 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
         noise: share by which times differ without a cause.
 
     Example:
-        >>> def row(step_ms, peak_mib): return {"step_ms": step_ms, "peak_mib": peak_mib, "error": None}
-        >>> rows = [row(100, 80), row(50, 60), row(70, 20), row(71, 10), row(90, 8)]
-        >>> fastest_with_half_the_memory(rows, 0.03)["peak_mib"], leanest_in_time(rows, 0.03)["peak_mib"]
+        >>> measured = [(100, 80), (50, 60), (70, 20), (71, 10), (90, 8)]
+        >>> rows = [Row(step_ms=step_ms, peak_mib=peak_mib) for step_ms, peak_mib in measured]
+        >>> fastest_with_half_the_memory(rows, 0.03).peak_mib, leanest_in_time(rows, 0.03).peak_mib
         (10, 8)
     """
-    lean = [row for row in _finished(rows) if row["peak_mib"] <= rows[0]["peak_mib"] / 2]
-    return _least(_near_least(lean, "step_ms", max(TIME_WORTH, noise)), "peak_mib", MEMORY_WORTH)
+    lean = [row for row in _finished(rows) if row.peak_mib <= rows[0].peak_mib / 2]
+    return _least(_near_least(lean, _time, max(TIME_WORTH, noise)), _memory, MEMORY_WORTH)
 
 
 def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
@@ -154,62 +154,53 @@ def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
         rows, noise: as for :func:`fastest_with_half_the_memory`.
     """
     naive = rows[0]
-    leaner = [row for row in _finished(rows) if row["peak_mib"] < naive["peak_mib"] * (1 - MEMORY_WORTH)]
-    in_time = [row for row in leaner if row["step_ms"] <= MOST_TIME * naive["step_ms"]]
-    return _least(_near_least(in_time, "peak_mib", MEMORY_WORTH), "step_ms", max(TIME_WORTH, noise))
+    leaner = [row for row in _finished(rows) if row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)]
+    in_time = [row for row in leaner if row.step_ms <= MOST_TIME * naive.step_ms]
+    return _least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
 
 
-def _near_least(rows: list[Row], key: str, share: float) -> list[Row]:
-    least = min((row[key] for row in rows), default=0.0)
-    return [row for row in rows if row[key] <= least * (1 + share)]
+_time, _memory = attrgetter("step_ms"), attrgetter("peak_mib")
 
 
-def _least(rows: list[Row], key: str, share: float) -> Row | None:
+def _near_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> list[Row]:
+    least = min(map(cost, rows), default=0.0)
+    return [row for row in rows if cost(row) <= least * (1 + share)]
+
+
+def _least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row | None:
     """The row with the least; of nearly equal ones the first, which took the fewest techniques."""
-    return next(iter(_near_least(rows, key, share)), None)
+    return next(iter(_near_least(rows, cost, share)), None)
 
 
 def _finished(rows: list[Row]) -> list[Row]:
     """The rows above naive that ran, where naive did."""
     naive, *above = rows
-    if naive["error"] is not None:
+    if naive.error is not None:
         return []
-    return [row for row in above if row["error"] is None]
+    return [row for row in above if row.error is None]
 
 
-def loss_parity(measured: Row, naive: Row | None) -> float | None:
+def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
     """The largest difference of any step's loss from naive's, over the steps that both ran. None: no naive.
 
     Args:
-        measured: with ``losses``, unless it has failed.
-        naive: the row to compare with; None if ``measured`` is it.
+        measured: a run.
+        naive: the one to compare with; None if ``measured`` is it.
 
     Example:
-        >>> loss_parity({"losses": [3.0, 2.0]}, {"losses": [3.0, 2.5], "error": None})
+        >>> loss_parity(Measured(losses=[3.0, 2.0]), Measured(losses=[3.0, 2.5]))
         0.5
     """
-    if measured.get("error") is not None:
+    if measured.error is not None:
         return None
     if naive is None:
         return 0.0
-    if naive["error"] is not None:
+    if naive.error is not None:
         return None
-    return max(abs(a - b) for a, b in zip(measured["losses"], naive["losses"], strict=False))
+    return max(abs(a - b) for a, b in zip(measured.losses, naive.losses, strict=False))
 
 
-def ratios(row: Row, base: Row) -> Row:
-    """How many times faster, and in how many times less memory, ``row`` runs than ``base``; None where one failed."""
-    if row["error"] is not None or base["error"] is not None:
-        return {"step_ms": None, "peak_mib": None, "speedup": None, "memory_ratio": None}
-    return {
-        "step_ms": row["step_ms"],
-        "peak_mib": row["peak_mib"],
-        "speedup": base["step_ms"] / row["step_ms"],
-        "memory_ratio": base["peak_mib"] / row["peak_mib"],
-    }
-
-
-def refuse_non_finite(measured: Row) -> Row:
+def refuse_non_finite(measured: dict[str, Any]) -> dict[str, Any]:
     """``measured``, or a failure if one of its losses is no number: such a run has not trained anything.
 
     Example:

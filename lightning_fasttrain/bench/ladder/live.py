@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from lightning_fasttrain.bench.ladder.report import as_line
+from lightning_fasttrain.bench.ladder.rows import Row
 
 
 class Live:
@@ -21,7 +22,7 @@ class Live:
         self._bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         self._console = console
         self._task = self._bar.add_task("", total=rows)
-        self._naive: dict[str, Any] | None = None
+        self._naive: Row | None = None
 
     def __enter__(self) -> "Live":
         self._bar.start()
@@ -39,14 +40,14 @@ class Live:
         step = f"{message['phase']} {message['step']}/{message['steps']}"
         self._bar.update(self._task, description=f"{title}: {step}")
 
-    def row(self, row: dict[str, Any]) -> None:
+    def row(self, row: Row) -> None:
         """One finished rung."""
         self._bar.advance(self._task)
         self._naive = self._naive or row
         self._say(as_line(row, self._naive))
-        notes: list[str] = [*row.get("notes", ())]
-        if row["disturbed_cores"]:
-            notes.append(f"other processes kept {row['disturbed_cores']:.1f} cores busy: do not trust this time")
+        notes = list(row.notes)
+        if row.disturbed_cores:
+            notes.append(f"other processes kept {row.disturbed_cores:.1f} cores busy: do not trust this time")
         for note in notes:
             self._say(f"    {note}")
 

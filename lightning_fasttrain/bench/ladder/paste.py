@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from lightning_fasttrain.bench.ladder.rungs import State
+from lightning_fasttrain.bench.ladder.rows import State
 
 
 def as_code(state: State) -> str:

@@ -11,20 +11,13 @@ import torch
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.gpt import ATTENTIONS
+from lightning_fasttrain.bench.ladder.rows import Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, chosen, rungs
 from lightning_fasttrain.bench.machine import bf16_slowdown, bf16_units
 from lightning_fasttrain.bench.sizes import Size, size_named
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
 
 STRONG, BARE = "strong", "bare-loop"
-
-
-@dataclass(frozen=True)
-class Skipped:
-    """A rung that means nothing on this machine, and why."""
-
-    rung: Rung
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -96,7 +89,7 @@ def prepare(
     wanted = chosen(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
     reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
     runnable = tuple(rung for rung in wanted if not reasons[rung.name])
-    skipped = tuple(Skipped(rung, reasons[rung.name]) for rung in wanted if reasons[rung.name])
+    skipped = tuple(Skipped(rung.name, rung.title, reasons[rung.name]) for rung in wanted if reasons[rung.name])
     baselines = tuple(name for name in (STRONG, BARE) if names is None or name in names)
     folder = writable_folder(out)
     tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)

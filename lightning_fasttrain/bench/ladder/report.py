@@ -1,6 +1,7 @@
 """The ladder for people: a table in the terminal, a picture in a file."""
 
 import io
+import math
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,7 @@ from rich.table import Table
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
-
-Row = dict[str, Any]
+from lightning_fasttrain.bench.ladder.rows import Climbed, Row, Top
 
 # In the order in which a narrow terminal goes without them, the last one first.
 _BY_WEIGHT = (
@@ -27,19 +27,19 @@ _BETWEEN_COLUMNS = 3
 _TEXT = ("rung", "exactness", "on this device")
 
 
-def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
+def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     """The ladder as a table, against both baselines.
 
     Args:
         ladder: what ``ladder.json`` holds.
         width: columns of the terminal; what does not fit is left out, from the least important column on.
     """
-    naive, strong = ladder["rungs"][0], ladder["strong"]
-    rungs = [_cells(row, naive, strong) for row in ladder["rungs"]]
-    rungs += [{"rung": one["title"], "on this device": "skipped"} for one in ladder["skipped"]]
-    baselines = [_cells(row, naive, strong) for row in (strong, ladder["bare_loop"]) if row is not None]
+    naive, strong = ladder.rungs[0], ladder.strong or Row()
+    rungs = [_cells(row, naive, strong) for row in ladder.rungs]
+    rungs += [{"rung": one.title, "on this device": "skipped"} for one in ladder.skipped]
+    baselines = [_cells(row, naive, strong) for row in ladder.baselines]
     kept = _fitting([*rungs, *baselines], width)
-    model = ladder["model"]
+    model = ladder.model
     title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_where(ladder)}"
     caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
     caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
@@ -55,8 +55,8 @@ def as_table(ladder: Row, width: int = FULL_WIDTH) -> Table:
     return table
 
 
-def _where(ladder: Row) -> str:
-    machine = ladder["hardware"]
+def _where(ladder: Climbed) -> str:
+    machine = ladder.hardware
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
@@ -79,38 +79,38 @@ def as_line(row: Row, naive: Row) -> str:
     """A finished rung in one line.
 
     Example:
-        >>> naive = {"title": "naive loop", "step_ms": 100.0, "peak_mib": 800.0, "error": None, "verdict": ""}
-        >>> as_line({**naive, "title": "bf16 mixed", "step_ms": 50.0, "verdict": "time ÷2.0"}, naive)
+        >>> half = Row(title="bf16 mixed", step_ms=50, peak_mib=800, verdict="time ÷2.0")
+        >>> as_line(half, Row(step_ms=100, peak_mib=800))
         'bf16 mixed                        50.0 ms ×2.00       800.0 MiB ÷1.00   time ÷2.0'
     """
-    if row["error"] is not None:
-        return f"{row['title']:<28} failed: {row['error']}"
-    time = f"{_four_digits(row['step_ms']):>9} ms ×{ratio(naive, row, 'step_ms')}"
-    memory = f"{_four_digits(row['peak_mib']):>11} MiB ÷{ratio(naive, row, 'peak_mib')}"
-    return f"{row['title']:<28} {time} {memory:<20}  {row['verdict']}".rstrip()
+    if row.error is not None:
+        return f"{row.title:<28} failed: {row.error}"
+    time = f"{_four_digits(row.step_ms):>9} ms ×{ratio(naive.step_ms, row.step_ms)}"
+    memory = f"{_four_digits(row.peak_mib):>11} MiB ÷{ratio(naive.peak_mib, row.peak_mib)}"
+    return f"{row.title:<28} {time} {memory:<20}  {row.verdict}".rstrip()
 
 
-def _cells(row: Row, naive: Row, strong: Row | None) -> dict[str, str]:
+def _cells(row: Row, naive: Row, strong: Row) -> dict[str, str]:
     """The text of each column; those that a failed rung has nothing for are missing."""
-    in_chain = row["carried"] or row["host"] == "bare" or row["name"] == "strong"
+    in_chain = row.carried or row.host == "bare" or row.name == "strong"
     cells = {
-        "rung": row["title"] if in_chain else f"({row['title']})",
-        "exactness": row["exactness"].replace("_", " "),
-        "on this device": row["verdict"],
+        "rung": row.title if in_chain else f"({row.title})",
+        "exactness": row.exactness.value.replace("_", " "),
+        "on this device": row.verdict,
     }
-    if row["error"] is not None:
+    if row.error is not None:
         return {**cells, "ms/step": "failed"}
-    delta = row["max_loss_delta"]
+    delta = row.max_loss_delta
     return {
         **cells,
-        "ms/step": _four_digits(row["step_ms"]),
-        "tokens/s": f"{row['tokens_per_s']:,.0f}",
-        "× naive": ratio(naive, row, "step_ms"),
-        "× strong": ratio(strong, row, "step_ms"),
-        "peak MiB": _four_digits(row["peak_mib"]),
-        "÷ naive": ratio(naive, row, "peak_mib"),
-        "÷ strong": ratio(strong, row, "peak_mib"),
-        "loss": f"{row['loss']:.4f}",
+        "ms/step": _four_digits(row.step_ms),
+        "tokens/s": f"{row.tokens_per_s:,.0f}",
+        "× naive": ratio(naive.step_ms, row.step_ms),
+        "× strong": ratio(strong.step_ms, row.step_ms),
+        "peak MiB": _four_digits(row.peak_mib),
+        "÷ naive": ratio(naive.peak_mib, row.peak_mib),
+        "÷ strong": ratio(strong.peak_mib, row.peak_mib),
+        "loss": f"{row.loss:.4f}",
         "max |Δloss|": "–" if delta is None else f"{delta:.1e}",
     }
 
@@ -123,71 +123,69 @@ def _plain(text: str) -> str:
     return text.replace("[", r"\[")  # rich would read it as a style
 
 
-def ratio(base: Row | None, row: Row, key: str) -> str:
-    """How many times smaller ``row[key]`` is than in ``base``, as text; a dash where one of them is missing.
+def ratio(base: float, value: float) -> str:
+    """How many times smaller ``value`` is than ``base``, as text; a dash where one of them was not measured.
 
     Example:
-        >>> ratio({"step_ms": 300.0, "error": None}, {"step_ms": 200.0, "error": None}, "step_ms")
-        '1.50'
+        >>> ratio(300.0, 200.0), ratio(300.0, math.nan)
+        ('1.50', '–')
     """
-    if base is None or base["error"] is not None or row["error"] is not None:
-        return "–"
-    return f"{base[key] / row[key]:.2f}"
+    found = base / value
+    return "–" if math.isnan(found) else f"{found:.2f}"
 
 
-def as_table_of_each(ladder: Row) -> Table | None:
+def as_table_of_each(ladder: Climbed) -> Table | None:
     """Each rung alone on top of naive, or None if they were not run."""
-    rows = [row for row in ladder["rungs"] if row.get("alone")]
-    if not rows:
+    pairs = [(row.title, row.alone) for row in ladder.rungs if row.alone is not None]
+    if not pairs:
         return None
-    naive = ladder["rungs"][0]
+    naive = ladder.rungs[0]
     table = Table(title="each rung alone, on top of naive")
     table.add_column("rung", no_wrap=True)
     for column in ("ms/step", "× naive", "peak MiB", "÷ naive", "max |Δloss|"):
         table.add_column(column, justify="right", no_wrap=True)
-    for row in rows:
-        alone = row["alone"]
-        if alone["error"] is not None:
-            table.add_row(row["title"], f"[red]failed[/]: {_plain(alone['error'])}")
+    for title, alone in pairs:
+        if alone.error is not None:
+            table.add_row(title, f"[red]failed[/]: {_plain(alone.error)}")
             continue
-        delta = "–" if alone["max_loss_delta"] is None else f"{alone['max_loss_delta']:.1e}"
-        cells = (f"{alone['step_ms']:,.1f}", ratio(naive, alone, "step_ms"))
-        cells += (f"{alone['peak_mib']:,.1f}", ratio(naive, alone, "peak_mib"), delta)
-        table.add_row(row["title"], *cells)
+        delta = "–" if alone.max_loss_delta is None else f"{alone.max_loss_delta:.1e}"
+        cells = (f"{alone.step_ms:,.1f}", ratio(naive.step_ms, alone.step_ms))
+        cells += (f"{alone.peak_mib:,.1f}", ratio(naive.peak_mib, alone.peak_mib), delta)
+        table.add_row(title, *cells)
     return table
 
 
-def summary(ladder: Row) -> str:
+def summary(ladder: Climbed) -> str:
     """The two tops in a sentence each, each with its code; and what is to be said of this run."""
-    tops, noise = ladder["tops"], ladder["noise"]["time"] or 0.0
+    tops, noise = ladder.tops, ladder.noise["time"] or 0.0
     parts = [
-        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder["strong"], noise),
-        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder["strong"], noise),
+        _top_in_words("Fastest with half of naive's memory", tops["fastest"], ladder.strong, noise),
+        _top_in_words("Leanest within 1.5 times naive's time", tops["leanest"], ladder.strong, noise),
     ]
     parts = [part for part in parts if part] or ["No rung takes half of naive's memory."]
-    if ladder["noise"]["time"]:
+    if ladder.noise["time"]:
         parts.append(f"Times of one and the same program differed by {noise:.0%} here.")
-    rows = (*ladder["rungs"], ladder["strong"], ladder["bare_loop"])
-    disturbed = [row["title"] for row in rows if row and row["disturbed_cores"]]
+    rows = (*ladder.rungs, *ladder.baselines)
+    disturbed = [row.title for row in rows if row.disturbed_cores]
     if disturbed:
         parts.append(
             f"Other processes were at work during {len(disturbed)} of these runs ({', '.join(disturbed)}): "
             "memory and losses hold, their times do not."
         )
-    parts += [f"Failed: {row['title']}: {row['error']}." for row in rows if row and row["error"] is not None]
-    parts += [f"Skipped: {one['title']}: {one['reason']}." for one in ladder["skipped"]]
+    parts += [f"Failed: {row.title}: {row.error}." for row in rows if row.error is not None]
+    parts += [f"Skipped: {one.title}: {one.reason}." for one in ladder.skipped]
     return "\n".join(parts)
 
 
-def _top_in_words(what: str, top: Row | None, strong: Row | None, noise: float) -> str:
+def _top_in_words(what: str, top: Top | None, strong: Row | None, noise: float) -> str:
     if top is None:
         return ""
-    text = f"{what}, up to “{top['title']}”: {_speed(top['speedup'], noise)}"
-    text += f", in {top['memory_ratio']:.1f} times less memory"
-    if strong and strong["error"] is None:
-        speedup, memory_ratio = strong["step_ms"] / top["step_ms"], strong["peak_mib"] / top["peak_mib"]
+    text = f"{what}, up to “{top.title}”: {_speed(top.speedup, noise)}"
+    text += f", in {top.memory_ratio:.1f} times less memory"
+    if strong and strong.error is None:
+        speedup, memory_ratio = strong.step_ms / top.step_ms, strong.peak_mib / top.peak_mib
         text += f"; against the strong baseline {_speed(speedup, noise)}, in {memory_ratio:.1f} times less"
-    return text + "\n" + textwrap.indent(top["code"], "    ")
+    return text + "\n" + textwrap.indent(top.code, "    ")
 
 
 def _speed(speedup: float, noise: float) -> str:
@@ -196,7 +194,7 @@ def _speed(speedup: float, noise: float) -> str:
     return f"{speedup:.2f} times as fast" if speedup > 1 else f"slower (×{speedup:.2f})"
 
 
-def save_picture(ladder: Row, path: str | Path) -> Path | None:
+def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     """Draw ms/step and peak MiB of every rung as bars, naive on top.
 
     Args:
@@ -211,15 +209,15 @@ def save_picture(ladder: Row, path: str | Path) -> Path | None:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return None
-    rows = ladder["rungs"]
+    rows = ladder.rungs
     figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharey=True)
-    _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder["strong"])
-    _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder["strong"])
-    left.set_yticks(range(len(rows)), [row["title"] for row in rows])
+    _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder.strong)
+    _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)
+    left.set_yticks(range(len(rows)), [row.title for row in rows])
     left.invert_yaxis()
-    model = ladder["model"]
+    model = ladder.model
     shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
     figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_where(ladder)}", fontsize=11)
     picture = io.BytesIO()
@@ -228,27 +226,28 @@ def save_picture(ladder: Row, path: str | Path) -> Path | None:
 
 
 def _beside_bar(row: Row, key: str) -> str:
-    if row["error"] is not None:
+    if row.error is not None:
         return "failed"
-    left_out = not row["carried"] and key == "step_ms"  # said once for both bars
-    return f"{row[key]:,.0f}" + ("  not carried" if left_out else "")
+    left_out = not row.carried and key == "step_ms"  # said once for both bars
+    return f"{getattr(row, key):,.0f}" + ("  not carried" if left_out else "")
 
 
 def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
-    values = [row[key] or 0.0 for row in rows]
+    values = [0.0 if row.error is not None else getattr(row, key) for row in rows]
     largest = max(values) or 1.0
     carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
     not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}
     for place, (row, value) in enumerate(zip(rows, values, strict=True)):
-        look = carried if row["carried"] else not_carried
+        look = carried if row.carried else not_carried
         axes.barh(place, value, height=0.68, linewidth=0.8, **look)
-        text_look = {"fontsize": 9, "color": "#222" if row["carried"] else "#777", "bbox": over_line}
+        text_look = {"fontsize": 9, "color": "#222" if row.carried else "#777", "bbox": over_line}
         axes.text(value + 0.01 * largest, place, _beside_bar(row, key), va="center", **text_look)
-    if strong and strong["error"] is None:
-        bottom, inside = len(rows) - 0.35, strong[key] > 0.6 * largest
-        axes.plot([strong[key]] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))
+    if strong and strong.error is None:
+        at = getattr(strong, key)
+        bottom, inside = len(rows) - 0.35, at > 0.6 * largest
+        axes.plot([at] * 2, [-0.5, bottom], color="#444", linewidth=1, linestyle=(0, (4, 3)))
         label_at = {"ha": "right" if inside else "left", "va": "center", "fontsize": 8, "color": "#444"}
-        axes.text(strong[key], bottom, "strong baseline  " if inside else "  strong baseline", **label_at)
+        axes.text(at, bottom, "strong baseline  " if inside else "  strong baseline", **label_at)
     axes.set_title(label, fontsize=10, loc="left")
     axes.set_xlim(0, largest * 1.22)
     axes.tick_params(axis="y", length=0)

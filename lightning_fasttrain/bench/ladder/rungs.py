@@ -1,7 +1,7 @@
 """The rungs of the ladder, as data. Adding one is a single entry in :func:`rungs`."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,15 +9,8 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.ladder.judge import MEMORY_WORTH
+from lightning_fasttrain.bench.ladder.rows import Row, State
 from lightning_fasttrain.model import CompileBlocks
-
-# How a run is made, in plain JSON, so that a fresh process can make it:
-#   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for
-#              EveryBlock(k=2); or None, to take it away
-#   trainer:   keyword arguments of L.Trainer
-#   optimizer: keyword arguments of GPTModule.configure_optimizers' AdamW
-#   loop:      how the loop around it behaves
-State = dict[str, dict[str, Any]]
 
 NAIVE: State = {
     "callbacks": {},
@@ -37,20 +30,20 @@ class Rung:
         name: one word, for ``--rungs`` and the JSON.
         title: for the table and the picture.
         change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
-            row of that state, which holds its measurements.
+            row of that state.
         exactness: how near it keeps to the run without it.
         needs: ``"cuda"``, or ``"bf16"`` for a device that multiplies it; nothing elsewhere.
     """
 
     name: str
     title: str
-    change: State | Callable[[Mapping[str, Any]], State]
+    change: State | Callable[[Row], State]
     exactness: Exactness = Exactness.EXACT
     needs: str | None = None
 
-    def on(self, below: Mapping[str, Any]) -> State:
+    def on(self, below: Row) -> State:
         """The state of this rung on top of the one that the row ``below`` was measured with."""
-        return on_top_of(below["state"], self.change(below) if callable(self.change) else self.change)
+        return on_top_of(below.state, self.change(below) if callable(self.change) else self.change)
 
 
 def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
@@ -106,13 +99,13 @@ def _checkpointing(policy: dict[str, Any]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
 
 
-def _budget(below: Mapping[str, Any]) -> State:
+def _budget(below: Row) -> State:
     """A limit: the peak of the checkpointed state below, but for what nobody would mention, to be kept in less time;
     three quarters of one that keeps everything."""
-    if below["peak_mib"] is None:  # it has failed
+    if below.error is not None:
         return _checkpointing({"MemoryBudget": {}})
-    checkpointed = "ActivationCheckpointing" in below["state"]["callbacks"]
-    gib = below["peak_mib"] / 1024 * (1 + MEMORY_WORTH if checkpointed else 0.75)
+    checkpointed = "ActivationCheckpointing" in below.state["callbacks"]
+    gib = below.peak_mib / 1024 * (1 + MEMORY_WORTH if checkpointed else 0.75)
     return _checkpointing({"MemoryBudget": {"budget_gib": gib}})
 
 
