@@ -51,7 +51,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
         >>> list(find_blocks(nn.Transformer(4, 2, 1, 2, batch_first=True)))
         ['encoder.layers.0', 'decoder.layers.0', 'decoder.layers.1']
     """
-    found = _matching(model, blocks) if blocks is not None else _repeated(model)
+    found = _match_blocks(model, blocks) if blocks is not None else _find_repeated(model)
     if not found:
         what = "no repeated blocks" if blocks is None else f"blocks={blocks!r} matches nothing"
         raise ValueError(
@@ -61,7 +61,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     return found
 
 
-def _repeated(model: nn.Module) -> dict[str, nn.Module]:
+def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
     search = _Search(model)
     layered, longest = search.layered_blocks(), search.longest_run()
     # A few small layered things, such as two heads, are not the body of a model that is made of single layers.
@@ -207,7 +207,7 @@ def _rank(module: nn.Module) -> int:
     return 1 if type(module) in _CONTAINERS else 2
 
 
-def _matching(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():

@@ -33,7 +33,7 @@ def find_heads(model: nn.Module) -> list[str]:
     after = after if 4 * len(after) <= len(linear) else after[-1:]
     heads = {
         *_told(model, linear, layers),
-        *_tied(model, linear, layers),
+        *_tied_names(model, linear, layers),
         *_of_vocabulary(model, outside, layers),
         *after,
     }
@@ -78,7 +78,7 @@ def _told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> 
     return [name for name in linear if layers[name] in told]
 
 
-def _tied(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
+def _tied_names(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     return [name for name in linear if id(layers[name].weight) in tables]
 

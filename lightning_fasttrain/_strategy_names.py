@@ -60,10 +60,10 @@ class _RegistryWatch(MetaPathFinder):
             return None
         spec = find_elsewhere(self, name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._registering(spec.loader.exec_module)
+            spec.loader.exec_module = self._register_after(spec.loader.exec_module)
         return spec
 
-    def _registering(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+    def _register_after(self, execute: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
         def execute_and_register(module: ModuleType) -> None:
             execute(module)
             register_names(module)

@@ -160,7 +160,7 @@ def can_resume(technique: Any, loop: Loop) -> None:
 
 def listens(technique: Any, loop: Loop) -> None:
     flag = loop.stack.enter_context(ft.run.PreemptionFlag())
-    loop.after_step.append(lambda: positive(not flag.agreed()))
+    loop.after_step.append(lambda: positive(not flag.should_stop()))
 
 
 def is_watched(technique: Any, loop: Loop) -> None:

@@ -101,7 +101,7 @@ def preempted_many_ways(folder):
         for step in range(1, 50):
             if step == 4 and rank() == 1:
                 told()
-            if flag.agreed():
+            if flag.should_stop():
                 break
     found["bare loop"] = step
     seconds = []
@@ -109,7 +109,7 @@ def preempted_many_ways(folder):
         for _ in range(200):
             time.sleep(0.002)
             start = time.perf_counter()
-            flag.agreed()
+            flag.should_stop()
             seconds.append(time.perf_counter() - start)
     found["agreed_us"] = sorted(seconds)[100] * 1e6
     gathered = [None, None]

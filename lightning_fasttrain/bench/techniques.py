@@ -39,7 +39,7 @@ def markdown_table(ladder: Climbed | None = None) -> str:
     Returns:
         The table, without a trailing newline.
     """
-    measured = _measured(ladder) if ladder is not None else {}
+    measured = _measured_factors(ladder) if ladder is not None else {}
     head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
     rows = []
     for technique in techniques():
@@ -78,7 +78,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     name = technique.__name__
     example = _example(technique)
     made = f"ft.{ast.unparse(example)}"
-    measured = _measured(ladder).get(name) if ladder is not None else None
+    measured = _measured_factors(ladder).get(name) if ladder is not None else None
     lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
     idle = technique.why_not(facts) if facts is not None else None
     lines += [("not here", idle)] if idle is not None else []
@@ -141,7 +141,7 @@ def _as_code(text: str) -> str:
     return text if text.startswith("nothing") else f"`{text}`"
 
 
-def _measured(ladder: Climbed) -> dict[str, str]:
+def _measured_factors(ladder: Climbed) -> dict[str, str]:
     """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
     found: dict[str, dict[str, str]] = {}
     noise = max(TIME_WORTH, ladder.noise["time"] or 0.0)

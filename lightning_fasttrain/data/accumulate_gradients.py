@@ -73,7 +73,7 @@ def accumulate_gradients(
     """
     parts = split_batch(batch, n)
     most = n if _ranks() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
-    counted = _counted(step, batch, n, count, check, no_sync, most)
+    counted = _find_weights(step, batch, n, count, check, no_sync, most)
     return _accumulate(step, parts, counted, backward, no_sync, ranks=1)
 
 
@@ -114,7 +114,7 @@ def accumulate_window(
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = _ranks()
-    counted = _counted(step, held[0], n, count, check, no_sync, len(parts) * ranks)
+    counted = _find_weights(step, held[0], n, count, check, no_sync, len(parts) * ranks)
     return _accumulate(step, parts, counted, backward, no_sync, ranks)
 
 
@@ -126,7 +126,9 @@ _found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: wha
 _MOST_FOUND = 64
 
 
-def _counted(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, parts: int) -> CountTargets:
+def _find_weights(
+    step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, parts: int
+) -> CountTargets:
     """What the parts are weighed by, found in the first call with more than one: a single part weighs 1."""
     count = named_count(count)
     if callable(count) and not check:

@@ -21,7 +21,7 @@ from lightning_fasttrain.loss._module_io import (
     feature_in,
     head_of,
     logits_of,
-    named,
+    module_named,
 )
 from lightning_fasttrain.loss._teacher import Teacher
 from lightning_fasttrain.loss.fused_loss_head import FusedHead
@@ -63,7 +63,7 @@ class Distiller:
         self.head = head_of(student, head, "head")
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
-        modules = {name: named(student, name, "features") for name in self.pairs}
+        modules = {name: module_named(student, name, "features") for name in self.pairs}
         self.names = list(inspect.signature(type(student).forward).parameters)[1:]
         self.listening, self.seen = False, Seen()
         self.calls: list[_Call] = []

@@ -71,7 +71,7 @@ class Tap(WrappedForward):
         return output
 
 
-def named(model: nn.Module, name: str, argument: str) -> nn.Module:
+def module_named(model: nn.Module, name: str, argument: str) -> nn.Module:
     """The module of this name; ``argument`` is what the error calls it.
 
     Raises:
@@ -88,7 +88,7 @@ def named(model: nn.Module, name: str, argument: str) -> nn.Module:
 def student_of(model: nn.Module, name: str | None) -> nn.Module:
     """The module of ``model`` whose output is compared with the teacher's."""
     if name is not None:
-        return named(model, name, "student")
+        return module_named(model, name, "student")
     told = keep_outermost({key: m for key, m in model.named_modules() if hasattr(type(m), "get_output_embeddings")})
     if len(told) > 1:
         what = f"{type(model).__name__} holds several models: {', '.join(map(repr, told))}"
@@ -105,7 +105,7 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
 def head_of(model: nn.Module, name: str | None, argument: str) -> nn.Module | None:
     """The layer that makes the logits: by name, or as Hugging Face's models tell it; None if nobody says."""
     if name is not None:
-        return named(model, name, argument)
+        return module_named(model, name, argument)
     return next(iter(told_heads(model)), None)
 
 

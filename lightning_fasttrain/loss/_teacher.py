@@ -15,7 +15,7 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import WrappedForward, patch
 from lightning_fasttrain.loss._chunks import autocast_dtype
-from lightning_fasttrain.loss._module_io import Seen, Tap, feature_in, head_of, logits_of, named
+from lightning_fasttrain.loss._module_io import Seen, Tap, feature_in, head_of, logits_of, module_named
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 
@@ -96,7 +96,7 @@ class Teacher:
     def __init__(self, module: nn.Module, head: str | None, features: Iterable[str]) -> None:
         self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
         self.head = head_of(module, head, "teacher_head")
-        taps = [Tap(named(module, name, "features"), name, self.seen) for name in features]
+        taps = [Tap(module_named(module, name, "features"), name, self.seen) for name in features]
         self.deferring = _Deferring(self.head, self.seen) if type(self.head) is nn.Linear else None
         if self.deferring is not None:
             self.undo_all.callback(self.deferring.install())

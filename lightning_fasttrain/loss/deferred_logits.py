@@ -119,15 +119,15 @@ class DeferredLogits:
         return self._with(dtype=dtypes[0]) if dtypes else self
 
     def view(self, *shape: Any) -> "DeferredLogits":
-        return self._reshaped("view", *shape)
+        return self._reshape_rows("view", *shape)
 
     def reshape(self, *shape: Any) -> "DeferredLogits":
-        return self._reshaped("reshape", *shape)
+        return self._reshape_rows("reshape", *shape)
 
     def flatten(self, start_dim: int = 0, end_dim: int = -1) -> "DeferredLogits":
-        return self._reshaped("flatten", start_dim, end_dim)
+        return self._reshape_rows("flatten", start_dim, end_dim)
 
-    def _reshaped(self, name: str, *args: Any) -> "DeferredLogits":
+    def _reshape_rows(self, name: str, *args: Any) -> "DeferredLogits":
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape[-1] != self.classes:  # rows stay rows as long as their length does
             raise _refusal(f".{name}{args}")

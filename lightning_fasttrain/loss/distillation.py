@@ -201,7 +201,7 @@ class Distillation(Technique):
             raise TypeError(explain(f"mask={mask!r}", "it is called with a batch", "Give a function"))
         self.teacher, self.student, self.temperature, self.alpha = teacher, student, temperature, alpha
         self.head, self.teacher_head, self.feature_weight, self.mask = head, teacher_head, feature_weight, mask
-        self.features = _checked(features or {})
+        self.features = _check_features(features or {})
         self._stage: str | None = None
         self._distiller: Distiller | None = None
 
@@ -288,7 +288,7 @@ class _LoggedStep(DistilledStep):
         return output
 
 
-def _checked(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
+def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]]:
     wanted = "Use {'name in the student': 'name in the teacher'}, or a pair of that name and a module for a value"
     if not isinstance(features, Mapping):
         raise TypeError(explain(f"features={features!r}", "it maps names to names", wanted))

@@ -181,16 +181,18 @@ def checkpoint_activations_(
         Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; on
         ``torch.utils.checkpoint``, which keeps torch's random state but neither Python's, NumPy's nor buffers.
     """
-    policy = _checked(policy)
+    policy = _check_policy(policy)
     found = find_blocks(model, blocks)
-    undos: dict[str, Undo] = {name: _nothing for name, block in found.items() if wrapper_on(block, CheckpointedForward)}
+    undos: dict[str, Undo] = {
+        name: _do_nothing for name, block in found.items() if wrapper_on(block, CheckpointedForward)
+    }
     if not undos:
         undos.update(policy.wrap(model, found))
     _without_cache(model, undos)
     return undos
 
 
-def _checked(policy: CheckpointPolicy | None) -> CheckpointPolicy:
+def _check_policy(policy: CheckpointPolicy | None) -> CheckpointPolicy:
     if policy is not None and not isinstance(policy, CheckpointPolicy):
         way_out = (
             f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
@@ -199,7 +201,7 @@ def _checked(policy: CheckpointPolicy | None) -> CheckpointPolicy:
     return policy or EveryBlock()
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
@@ -239,7 +241,7 @@ class ActivationCheckpointing(Technique):
     predicted: ClassVar[bool] = True
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:
-        self.policy = _checked(policy)
+        self.policy = _check_policy(policy)
         self.blocks = blocks
 
     def apply(self, model: nn.Module) -> Undo:

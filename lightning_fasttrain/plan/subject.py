@@ -39,7 +39,7 @@ def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, A
         Traceback (most recent call last):
         TypeError: torch.nn:Linear with in_features=3: ... missing ... argument: 'out_features'. Check ...
     """
-    make = _imported(path)
+    make = _import_target(path)
     keywords = dict(_key_and_value(argument) for argument in arguments)
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
@@ -86,7 +86,7 @@ def _is_technique(thing: Any) -> bool:
     return isinstance(thing, type) and issubclass(thing, Technique)
 
 
-def _imported(path: str) -> Callable[..., Any]:
+def _import_target(path: str) -> Callable[..., Any]:
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))

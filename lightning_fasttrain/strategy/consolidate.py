@@ -76,7 +76,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
         why = "no model is in it"
         raise ValueError(explain(f"{folder}", why, "Give the folder that the run has saved, not a part of it"))
     save: Any = require("safetensors.torch", extra="finetune").save
-    whole = _untied(state)
+    whole = _untie(state)
     write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
     once = {tensor.data_ptr(): tensor for tensor in state.values()}
     numel = sum(tensor.numel() for tensor in once.values())
@@ -136,7 +136,7 @@ def _as_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in _LOW else tensor
 
 
-def _untied(state: dict[str, Tensor]) -> dict[str, Tensor]:
+def _untie(state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Contiguous, and no two in the same memory, as the format wants it."""
     seen: set[int] = set()
     whole = {}

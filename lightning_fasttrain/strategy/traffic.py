@@ -183,10 +183,10 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
         host = 0
         if stage == "2+offload":
             # Gradients go down in float32; those of further micro-batches go down, up and down again as they are.
-            host = flat * (MASTER + held.size) + 2 * (micro_batches - 1) * held.owned()
+            host = flat * (MASTER + held.size) + 2 * (micro_batches - 1) * held.owned_bytes()
         return Traffic(strategy, between, host)
     offloaded = stage != "3"
-    staying, fetched = held.fetched(sizes)
+    staying, fetched = held.fetched_bytes(sizes)
     between = gather_bytes(staying + micro_batches * (fetched + pieces * held.ranks * held.size), held.ranks)
     host = nvme = 0
     if offloaded:

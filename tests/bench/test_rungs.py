@@ -18,7 +18,7 @@ from lightning_fasttrain.bench.ladder.judge import (
 from lightning_fasttrain.bench.ladder.paste import as_code
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.ladder.rows import Measured, Row
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, chosen, least_exact, on_top_of, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, least_exact, on_top_of, rungs, strong_baseline
 
 
 def row(step_ms, peak_mib):
@@ -83,7 +83,7 @@ def test_states_are_added_without_altering_what_is_below():
 
 def test_unknown_rungs_are_refused_with_the_known_ones():
     with pytest.raises(ValueError, match=r"rung 'warp': there is none of this name. Use prefetch, tf32"):
-        chosen(rungs(), ["bf16", "warp"])
+        choose_rungs(rungs(), ["bf16", "warp"])
 
 
 def test_the_strong_baseline_takes_bf16_where_it_is_fast():

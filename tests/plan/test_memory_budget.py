@@ -180,7 +180,7 @@ def test_a_limit_of_just_that_peak_can_be_kept(ends):
 
 
 def test_a_plan_reads_well():
-    plan = make_plan(COSTS, {"": 0, "a": 0}, GIB, passes=2, aim_bytes=GIB).measured(GIB // 2, 1.5)
+    plan = make_plan(COSTS, {"": 0, "a": 0}, GIB, passes=2, aim_bytes=GIB).with_measured(GIB // 2, 1.5)
     assert str(plan).startswith("4 blocks: 4 kept | peak 1.44e-06 GiB predicted, 0.5 measured, limit 1 | +0.0 ms")
     assert plan.table().row_count == 4
 

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 import lightning_fasttrain as ft
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain._technique import Technique
-from lightning_fasttrain.run.resume._gathered_states import packed, unpacked
+from lightning_fasttrain.run.resume._gathered_states import pack, unpack
 from lightning_fasttrain.run.resume.exact_resume import KEY, ExactResume
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")
@@ -178,7 +178,7 @@ def run(callbacks, ckpt=None, loader=shuffled, net=Net, seed=3, val=lambda: Data
 def opened(checkpoint):
     if KEY not in checkpoint:
         return checkpoint
-    return {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [unpacked(rank) for rank in checkpoint[KEY]["ranks"]]}}
+    return {**checkpoint, KEY: {**checkpoint[KEY], "ranks": [unpack(rank) for rank in checkpoint[KEY]["ranks"]]}}
 
 
 def differences(a, b, path=""):
@@ -257,7 +257,7 @@ def test_negative_control_lightning_alone_ends_elsewhere(tmp_path):
 def tampered(path, part, value):
     """The checkpoint with one part of one process's state replaced."""
     checkpoint = torch.load(path, weights_only=True)
-    mine = unpacked(checkpoint[KEY]["ranks"][0])
+    mine = unpack(checkpoint[KEY]["ranks"][0])
     if part == "gradients":
         del checkpoint[KEY]["gradients"]
     elif part == "point":
@@ -266,7 +266,7 @@ def tampered(path, part, value):
         mine["loaders"][0]["given"] = value
     else:
         mine[part] = value(mine[part])
-    checkpoint[KEY]["ranks"] = [packed(mine)]
+    checkpoint[KEY]["ranks"] = [pack(mine)]
     torch.save(checkpoint, path)
     return path
 

@@ -309,7 +309,7 @@ def test_all_kinds_of_files(tmp_path):
 def test_a_sample_keeps_the_peak_and_the_end():
     allocations = [Allocation(n % 977, float(n), n + 1.5, op=str(n)) for n in range(1, 20_000)]
     record = MemoryRecord("cpu", allocations, end_ms=20_001.0)
-    sample = record.sampled(400)
+    sample = record.sample(400)
     assert len(sample) <= 402
     assert record.peak in sample
     assert sample[-1] == record.points[-1]

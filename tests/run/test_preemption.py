@@ -193,9 +193,9 @@ def test_in_another_thread_it_says_that_it_hears_nothing_and_can_be_told():
         flag = PreemptionFlag()
         with pytest.warns(FastTrainWarning, match="SIGTERM cannot be heard in this thread: .*main thread"):
             flag.__enter__()
-        answers.append(flag.agreed())
+        answers.append(flag.should_stop())
         flag.request()
-        answers.append(flag.agreed())
+        answers.append(flag.should_stop())
         flag.__exit__(None)
 
     thread = threading.Thread(target=loop)

@@ -27,16 +27,16 @@ def callbacks_of(state: State) -> list[L.Callback]:
         >>> [type(callback).__name__ for callback in callbacks_of({"callbacks": {"MicroBatching": {"n": 2}}})]
         ['MicroBatching']
     """
-    return [_made(name, arguments) for name, arguments in state["callbacks"].items()]
+    return [_make(name, arguments) for name, arguments in state["callbacks"].items()]
 
 
-def _made(name: str, arguments: dict[str, Any]) -> Any:
+def _make(name: str, arguments: dict[str, Any]) -> Any:
     kind = next((getattr(room, name) for room in ROOMS if hasattr(room, name)), None)
     if not isinstance(kind, type):
         raise ValueError(explain(f"{name!r}", "this package has none of this name", "Check the rung's entry"))
     values = {}
     for key, value in arguments.items():
-        values[key] = _made(*next(iter(value.items()))) if isinstance(value, dict) else value
+        values[key] = _make(*next(iter(value.items()))) if isinstance(value, dict) else value
     return kind(**values)
 
 

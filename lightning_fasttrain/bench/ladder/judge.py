@@ -143,7 +143,7 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
         >>> fastest_with_half_the_memory(rows, 0.03).peak_mib, leanest_in_time(rows, 0.03).peak_mib
         (10, 8)
     """
-    lean = [row for row in _finished(rows) if row.peak_mib <= rows[0].peak_mib / 2]
+    lean = [row for row in _finished_rows(rows) if row.peak_mib <= rows[0].peak_mib / 2]
     return _least(_near_least(lean, _time, max(TIME_WORTH, noise)), _memory, MEMORY_WORTH)
 
 
@@ -154,7 +154,7 @@ def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
         rows, noise: as for :func:`fastest_with_half_the_memory`.
     """
     naive = rows[0]
-    leaner = [row for row in _finished(rows) if row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)]
+    leaner = [row for row in _finished_rows(rows) if row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)]
     in_time = [row for row in leaner if row.step_ms <= MOST_TIME * naive.step_ms]
     return _least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
 
@@ -172,7 +172,7 @@ def _least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row |
     return next(iter(_near_least(rows, cost, share)), None)
 
 
-def _finished(rows: list[Row]) -> list[Row]:
+def _finished_rows(rows: list[Row]) -> list[Row]:
     """The rows above naive that ran, where naive did."""
     naive, *above = rows
     if naive.error is not None:

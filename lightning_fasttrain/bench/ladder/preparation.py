@@ -12,7 +12,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.gpt import ATTENTIONS
 from lightning_fasttrain.bench.ladder.rows import Skipped
-from lightning_fasttrain.bench.ladder.rungs import Rung, chosen, rungs
+from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
 from lightning_fasttrain.bench.machine import bf16_slowdown, bf16_units
 from lightning_fasttrain.bench.sizes import Size, size_named
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
@@ -81,12 +81,12 @@ def prepare(
     size_name = "custom"
     if isinstance(size, str):
         size_name, size = size, size_named(size)
-    resized = _resized(size, attention, given)
+    resized = _resize(size, attention, given)
     if not repeats >= 0:
         raise ValueError(explain(f"repeats={repeats}", "a count begins at 0", "Use 0 to run each rung once"))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     units = fast_bf16(device)
-    wanted = chosen(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
+    wanted = choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
     reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
     runnable = tuple(rung for rung in wanted if not reasons[rung.name])
     skipped = tuple(Skipped(rung.name, rung.title, reasons[rung.name]) for rung in wanted if reasons[rung.name])
@@ -113,7 +113,7 @@ def prepare(
     return replace(prepared, command=_command_of(prepared, names, text))
 
 
-def _resized(size: Size, attention: str, given: dict[str, float | None]) -> Size:
+def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
     """``size`` with what is given instead of its own, checked."""
     own = {name: getattr(size, name) for name in given}
     values = own | {name: value for name, value in given.items() if value is not None}

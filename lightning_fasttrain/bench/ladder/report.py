@@ -38,7 +38,7 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     rungs = [_cells(row, naive, strong) for row in ladder.rungs]
     rungs += [{"rung": one.title, "on this device": "skipped"} for one in ladder.skipped]
     baselines = [_cells(row, naive, strong) for row in ladder.baselines]
-    kept = _fitting([*rungs, *baselines], width)
+    kept = _fitting_columns([*rungs, *baselines], width)
     model = ladder.model
     title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_where(ladder)}"
     caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
@@ -60,7 +60,7 @@ def _where(ladder: Climbed) -> str:
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
 
-def _fitting(rows: list[dict[str, str]], width: int) -> list[str]:
+def _fitting_columns(rows: list[dict[str, str]], width: int) -> list[str]:
     """The columns whose words are all shown whole in so many characters."""
     kept, taken = [], 0
     for name in _BY_WEIGHT:

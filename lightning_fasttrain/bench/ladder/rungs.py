@@ -81,8 +81,8 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
         Rung("release", "gradients None early", {"callbacks": {"EagerGradientRelease": {}}}),
         Rung("chunked-loss", "loss in chunks", {"callbacks": {"FusedLossHead": {"head": "gpt.head"}}}),
         Rung("compile", "compiled blocks", {"callbacks": {"CompileBlocks": {}}}, CompileBlocks.exactness),
-        Rung("selective", "selective checkpointing", _checkpointing({"SelectiveOps": {}})),
-        Rung("checkpointing", "activation checkpointing", _checkpointing({"EveryBlock": {}})),
+        Rung("selective", "selective checkpointing", _checkpoint_by({"SelectiveOps": {}})),
+        Rung("checkpointing", "activation checkpointing", _checkpoint_by({"EveryBlock": {}})),
         Rung("budget", "same peak, less recomputed", _budget),
         Rung("offload", "activation offload", {"callbacks": {"ActivationOffload": {}}}, needs="cuda"),
         # Without CUDA graphs: they replay into the same memory, which micro-batches still sum gradients in.
@@ -95,7 +95,7 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
     )
 
 
-def _checkpointing(policy: dict[str, Any]) -> State:
+def _checkpoint_by(policy: dict[str, Any]) -> State:
     return {"callbacks": {"ActivationCheckpointing": {"policy": policy}}}
 
 
@@ -103,10 +103,10 @@ def _budget(below: Row) -> State:
     """A limit: the peak of the checkpointed state below, but for what nobody would mention, to be kept in less time;
     three quarters of one that keeps everything."""
     if below.error is not None:
-        return _checkpointing({"MemoryBudget": {}})
+        return _checkpoint_by({"MemoryBudget": {}})
     checkpointed = "ActivationCheckpointing" in below.state["callbacks"]
     gib = below.peak_mib / 1024 * (1 + MEMORY_WORTH if checkpointed else 0.75)
-    return _checkpointing({"MemoryBudget": {"budget_gib": gib}})
+    return _checkpoint_by({"MemoryBudget": {"budget_gib": gib}})
 
 
 def warmup_of(state: State) -> int:
@@ -122,7 +122,9 @@ def warmup_of(state: State) -> int:
     return 2 if "CompileBlocks" in callbacks else 1
 
 
-def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()) -> tuple[Rung, ...]:
+def choose_rungs(
+    everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[str, ...] = ()
+) -> tuple[Rung, ...]:
     """The rungs with these names, in the ladder's order; all of them for None.
 
     Args:
@@ -134,7 +136,7 @@ def chosen(everything: tuple[Rung, ...], names: list[str] | None, extra: tuple[s
         ValueError: an unknown name; the message lists the known ones.
 
     Example:
-        >>> [rung.name for rung in chosen(rungs(), ["fused", "bf16"])]
+        >>> [rung.name for rung in choose_rungs(rungs(), ["fused", "bf16"])]
         ['bf16', 'fused']
     """
     if names is None:

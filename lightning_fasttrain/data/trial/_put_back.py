@@ -45,7 +45,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
                 buffer.copy_(before)
         for metric, state, updates in states:
             for name, value in state.items():
-                setattr(metric, name, _copied(value))
+                setattr(metric, name, _copy_values(value))
             metric._update_count = updates
             metric._computed = None
         for module, before in attributes:
@@ -58,7 +58,7 @@ def remember_gradients(model: nn.Module) -> Callable[[], None]:
     """Remember the gradients that are there; returns how to put them back."""
     grads: list[tuple[nn.Parameter, Tensor | None]] = []
     for parameter in model.parameters():
-        grads.append((parameter, None if parameter.grad is None else _copied(parameter.grad)))
+        grads.append((parameter, None if parameter.grad is None else _copy_values(parameter.grad)))
 
     def put_back() -> None:
         for parameter, before in grads:
@@ -73,7 +73,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
         if name in _OF_MODULES:
             continue
         if type(value) in _CONTAINERS or (isinstance(value, Tensor) and value.nbytes < _LARGE):
-            yield name, (value, _copied(value))
+            yield name, (value, _copy_values(value))
         elif isinstance(value, _PLAIN):
             yield name, (value, value)
 
@@ -96,5 +96,5 @@ def _refill(value: Any, copy: Any) -> None:
         (value.extend if isinstance(value, list | deque) else value.update)(copy)
 
 
-def _copied(value: Any) -> Any:
+def _copy_values(value: Any) -> Any:
     return value.detach().clone() if isinstance(value, Tensor) else value.copy()

@@ -172,7 +172,7 @@ def _try_in_step(stage: Stage, sample: Sample) -> Trial:
     try:
         trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
     except _NoLossError as error:
-        return _skipped(stage, sample, error)
+        return _skip_or_refuse(stage, sample, error)
     if not sample.cuttings:
         trial.why_not = _ALONE
     return trial
@@ -185,7 +185,7 @@ def _try_either_way(stage: Stage, sample: Sample) -> Trial:
         try:
             return _try(stage, sample, in_float32)
         except _NoLossError as error:
-            return _skipped(stage, sample, error)
+            return _skip_or_refuse(stage, sample, error)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
@@ -193,7 +193,7 @@ def _try_either_way(stage: Stage, sample: Sample) -> Trial:
     return Trial(sample, why_not=failure)
 
 
-def _skipped(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
+def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
     """A step that may leave batches out has left this one out; any other must return a loss."""
     if error.output is not None or not stage.may_skip:
         raise error.reason from None
@@ -238,7 +238,7 @@ def _run_once(
 ) -> tuple[Run, list[Tensor]]:
     """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
     mode.begin(where, samples)
-    with _uncompiled(), _unlogged(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
+    with _without_compiling(), _without_logging(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
         with _without_autocast() if mode.in_float32 else nullcontext(), mode:
             loss = _loss(stage.step(rows))
             if parameters is None:
@@ -267,7 +267,7 @@ def _loss(output: Any) -> Tensor:
         raise _NoLossError(output, error) from error
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def _without_compiling() -> AbstractContextManager[Any]:
     """Compiled code would be compiled again for these shapes, and modes cannot look into it."""
     if "torch._dynamo" not in sys.modules:  # then nothing is compiled, and importing it takes seconds
         return nullcontext()
@@ -291,7 +291,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
 
 
 @contextmanager
-def _unlogged(models: Sequence[nn.Module]) -> Iterator[None]:
+def _without_logging(models: Sequence[nn.Module]) -> Iterator[None]:
     """What a trial finds is no value of the run."""
     with ExitStack() as stack:
         for model in models:

@@ -43,7 +43,7 @@ def models_of(step: Any) -> list[nn.Module]:
         >>> models_of(lambda batch: net(batch)) == [net]
         True
     """
-    return [thing for thing in _reached(step) if isinstance(thing, nn.Module)]
+    return [thing for thing in _reach(step) if isinstance(thing, nn.Module)]
 
 
 def key_of(*functions: Any) -> tuple[Any, ...]:
@@ -52,7 +52,7 @@ def key_of(*functions: Any) -> tuple[Any, ...]:
     A function that is made again in every turn of a loop is a new object each time, but its code is not. The key holds
     nothing alive.
     """
-    things = [thing for function in functions for thing in _reached(function)]
+    things = [thing for function in functions for thing in _reach(function)]
     return tuple(_reference(thing) for thing in things)
 
 
@@ -67,7 +67,7 @@ def _reference(thing: Any) -> Any:
         return thing
 
 
-def _reached(thing: Any, depth: int = 3) -> Iterator[Any]:
+def _reach(thing: Any, depth: int = 3) -> Iterator[Any]:
     """The functions and models that ``thing`` works with, itself first."""
     if isinstance(thing, functools.partial):
         yield from _each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
@@ -84,7 +84,7 @@ def _reached(thing: Any, depth: int = 3) -> Iterator[Any]:
 def _each(*things: Any, depth: int) -> Iterator[Any]:
     for thing in things:
         if callable(thing) and not isinstance(thing, type):
-            yield from _reached(thing, depth - 1)
+            yield from _reach(thing, depth - 1)
 
 
 def _is_filled(cell: Any) -> bool:

@@ -105,7 +105,7 @@ def find_on(
     fit = _worst(_from_all_ranks([_measure(trial, rules)]))
     if fit is None:
         skipped = any(_from_all_ranks([trial.is_skipped]))
-        return None if skipped else _unchecked(trial, rules, told, callable(count))
+        return None if skipped else _choose_unchecked(trial, rules, told, callable(count))
     # Rules that these samples do not tell apart are as good as one another: the likeliest comes first.
     nearest = max(3 * min(fit.errors), _TIED)
     (found, error), *others = [pair for pair in zip(rules, fit.errors, strict=True) if pair[1] <= nearest]
@@ -114,7 +114,7 @@ def find_on(
     elif check:
         raise ValueError(_refusal(rules, fit, trial))
     else:
-        warn(f"micro-batches are weighed by {_named(found)}, which is off by {error:.1%}: not the same training")
+        warn(f"micro-batches are weighed by {_name_of_rule(found)}, which is off by {error:.1%}: not the same training")
     return found
 
 
@@ -213,7 +213,9 @@ def _from_all_ranks(mine: list[Any]) -> list[Any]:
     return [entry for some in gathered for entry in some]
 
 
-def _unchecked(trial: Trial, rules: Sequence[CountTargets], told: Sequence[CountRule], is_given: bool) -> CountTargets:
+def _choose_unchecked(
+    trial: Trial, rules: Sequence[CountTargets], told: Sequence[CountRule], is_given: bool
+) -> CountTargets:
     """No rank could compare anything: what the loss itself told, else what fits most models."""
     if is_given:
         warn(f"micro-batches are weighed as count= says; nothing was checked, as {trial.why_not}")
@@ -224,18 +226,18 @@ def _unchecked(trial: Trial, rules: Sequence[CountTargets], told: Sequence[Count
         return rules[0]
     first = rules[0] if told or find_labels(trial.sample.whole)[1] is not None else CountRule("samples")
     warn(
-        f"micro-batches are weighed by {_named(first)}; nothing was checked, as {trial.why_not}. Give count= if the "
-        "loss averages over something else."
+        f"micro-batches are weighed by {_name_of_rule(first)}; nothing was checked, as {trial.why_not}. "
+        "Give count= if the loss averages over something else."
     )
     return first
 
 
 def _say_found(rule: CountTargets, error: float, trial: Trial, tied: CountTargets | None) -> None:
     what = "loss and gradient" if trial.splits and trial.splits[0].whole.gradient else "the loss"
-    alike = "" if tied is None else f" (these samples do not tell it from {_named(tied)})"
+    alike = "" if tied is None else f" (these samples do not tell it from {_name_of_rule(tied)})"
     say(
         "micro-batches are weighed by %s%s; checked on %d samples: pieces add up in %s to %.0e",
-        _named(rule),
+        _name_of_rule(rule),
         alike,
         trial.sample.size,
         what,
@@ -243,14 +245,14 @@ def _say_found(rule: CountTargets, error: float, trial: Trial, tied: CountTarget
     )
 
 
-def _named(rule: Any) -> str:
+def _name_of_rule(rule: Any) -> str:
     return str(rule) if isinstance(rule, CountRule) else "count="
 
 
 def _refusal(rules: Sequence[CountTargets], fit: _Fit, trial: Trial) -> str:
     """What was tried, by how much each missed, and the ways out for this kind of loss."""
     by_error = sorted(zip(fit.errors, rules, strict=True), key=lambda pair: pair[0])
-    tried = ", ".join(f"{_named(rule)} ({error:.2g})" for error, rule in by_error[:5])
+    tried = ", ".join(f"{_name_of_rule(rule)} ({error:.2g})" for error, rule in by_error[:5])
     weighted = [seen for seen in trial.losses if seen.weighted]
     if weighted:
         why = "the loss weighs classes, so each target counts with its class's weight"

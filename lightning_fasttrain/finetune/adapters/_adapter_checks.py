@@ -94,7 +94,7 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
         raise ValueError(explain(f"{config.peft_type.value} beside {other}", why, way_out))
     if name not in there:
         return False
-    ours, theirs = _meaning(config), _meaning(there[name])
+    ours, theirs = _meaning_of(config), _meaning_of(there[name])
     if ours != theirs:
         differs = [key for key, value in ours.items() if theirs.get(key) != value]
         why = f"there is one of that name, with another {', '.join(differs)}"
@@ -102,7 +102,7 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
     return True
 
 
-def _meaning(config: Any) -> dict[str, Any]:
+def _meaning_of(config: Any) -> dict[str, Any]:
     """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
     meaning: dict[str, Any] = {}

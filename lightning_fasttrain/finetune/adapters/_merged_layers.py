@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.finetune.adapters.add_adapter import adapted
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 
 
@@ -16,7 +16,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: there is none.
     """
-    adapted(model)
+    adapted_modules(model)
     layers = {name: layer for name, layer in outermost(model) if is_tuner(layer)}
     if not layers:
         why = "they go before the input and are in no weight"

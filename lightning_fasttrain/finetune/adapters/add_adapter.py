@@ -135,7 +135,7 @@ def add_adapter_(
     return list(found)
 
 
-def adapted(model: nn.Module) -> dict[str, nn.Module]:
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into.
 
     In a ``PeftModel`` that is the model inside; what PEFT has around it holds the same configuration.
@@ -155,7 +155,7 @@ def adapted(model: nn.Module) -> dict[str, nn.Module]:
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of all adapters in ``model``, in the order in which they were added."""
-    return list(dict.fromkeys(name for root in adapted(model).values() for name in vars(root)["peft_config"]))
+    return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in vars(root)["peft_config"]))
 
 
 def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
@@ -181,7 +181,7 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     there = adapter_names(model)
     refuse_merged(model, f"using {', '.join(names)}")
     refuse_unknown(names, there)
-    roots = {root: prompts_on(root) for root in adapted(model).values()}
+    roots = {root: prompts_on(root) for root in adapted_modules(model).values()}
     if len(names) > 1 and any(roots.values()):
         raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
     for root, prompts in roots.items():

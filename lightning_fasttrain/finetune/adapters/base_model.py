@@ -7,7 +7,12 @@ from typing import Any
 from torch import nn
 
 from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters, refuse_merged, switches
+from lightning_fasttrain.finetune.adapters.add_adapter import (
+    adapted_modules,
+    adapter_parameters,
+    refuse_merged,
+    switches,
+)
 from lightning_fasttrain.finetune.parts.base_fingerprint import changes_base, first_few
 
 
@@ -37,7 +42,7 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
         >>> torch.equal(net(x), before)
         False
     """
-    adapted(model)
+    adapted_modules(model)
     refuse_merged(model, "base_model(model)")
     refuse_changed_base(model, "base_model(model)")
     _warn_of_trained_base(model)
@@ -61,7 +66,7 @@ def enable_adapters_(model: nn.Module, on: bool = True) -> None:
     Raises:
         ValueError: as :func:`base_model`.
     """
-    adapted(model)
+    adapted_modules(model)
     refuse_merged(model, f"enable_adapters_(model, {on})")
     if not on:
         refuse_changed_base(model, "enable_adapters_(model, False)")
@@ -75,7 +80,7 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
     Raises:
         ValueError: an adapter took its start out of the weights, or trains biases in place.
     """
-    for root in adapted(model).values():
+    for root in adapted_modules(model).values():
         for name, config in vars(root)["peft_config"].items():
             if changes_base(config):
                 why = f"it began as '{config.init_lora_weights}', which takes its start out of the weights"
@@ -90,7 +95,7 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
 
 def _warn_of_trained_base(model: nn.Module) -> None:
     brought = adapter_parameters(model)
-    for prefix, root in adapted(model).items():
+    for prefix, root in adapted_modules(model).items():
         inside = f"{prefix}." if prefix else ""
         named = [f"{inside}{name}" for name, parameter in root.named_parameters() if parameter.requires_grad]
         if thawed := [name for name in named if name not in brought]:

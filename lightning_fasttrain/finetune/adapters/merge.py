@@ -18,7 +18,7 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     tuner_layers,
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import (
-    adapted,
+    adapted_modules,
     adapter_names,
     adapter_parameters,
     refuse_merged,
@@ -123,8 +123,8 @@ def merge_adapters_(
         Hu et al. 2021, https://arxiv.org/abs/2106.09685, section 4.1; for plain layers PEFT's ``merge``.
     """
     layers = tuner_layers(model)
-    chosen = _chosen(model, layers, names)
-    quantized = _quantized(layers)
+    chosen = _choose_names(model, layers, names)
+    quantized = _quantized_layers(layers)
     refuse_merged(model, "merging")
     check_way(model, quantized, into, original)
     _refuse_unmergeable(quantized)
@@ -207,7 +207,7 @@ def unload_adapters_(
     Source:
         PEFT's ``merge_and_unload``, for any module.
     """
-    prompted = [root for root in adapted(model).values() if prompts_on(root)]
+    prompted = [root for root in adapted_modules(model).values() if prompts_on(root)]
     if prompted and not merge:
         for root in prompted:
             take_out_prompts_(root)
@@ -226,11 +226,11 @@ def unload_adapters_(
             unmerge_adapters_(model)
     elif not done:
         way = "original" if original is not None and into is None else into
-        chosen = _chosen(model, layers, names)
-        quantized = _quantized(layers)
+        chosen = _choose_names(model, layers, names)
+        quantized = _quantized_layers(layers)
         check_way(model, quantized, way, original)
         _merge(model, layers, chosen, quantized, way, original, batch)
-    roots = adapted(model).values()
+    roots = adapted_modules(model).values()
     for root in roots:
         take_out_adapters_(root, merge)
         del root.peft_config
@@ -251,7 +251,7 @@ def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
     return model
 
 
-def _quantized(layers: dict[str, Any]) -> dict[str, Any]:
+def _quantized_layers(layers: dict[str, Any]) -> dict[str, Any]:
     return {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
 
 
@@ -283,7 +283,7 @@ def _merge(
             on_error.callback(originals)
             try:
                 if way is not None and name in quantized:
-                    layer.base_layer = way.merged(name, layer, names)
+                    layer.base_layer = way.merge_layer(name, layer, names)
                     layer.merged_adapters[:] = [one for one in names if one in held_by(layer)]
                 else:
                     layer.merge(safe_merge=True, adapter_names=names)
@@ -311,7 +311,7 @@ def _merge(
     return report
 
 
-def _chosen(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
+def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
     there, active = adapter_names(model), _active(layers)
     chosen = active
     if names is not None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.parts.freezing import can_train
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -86,7 +86,7 @@ class QuantizedMerge:
         self.against_original: dict[str, float] = {}
 
     @torch.no_grad()
-    def merged(self, name: str, layer: Any, names: list[str]) -> nn.Module:
+    def merge_layer(self, name: str, layer: Any, names: list[str]) -> nn.Module:
         """The layer that takes the place of the quantised one under ``layer``."""
         base = layer.get_base_layer()
         x = self.inputs.get(name)
@@ -124,7 +124,7 @@ class _Originals:
             keys = {_plain(name): name for name in self.tensors}
         self.keys = keys
         self.plain_names = {name: _plain(name) for name in layers}
-        self.renamed = _renaming(list(self.plain_names.values()), keys)
+        self.renamed = _find_prefix(list(self.plain_names.values()), keys)
 
     def of(self, name: str, base: Any, dequantized: Tensor) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a layer, on its device.
@@ -159,7 +159,7 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
-def _renaming(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
+def _find_prefix(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
     """How many characters to cut from the front of names of layers, and what to put there, to find all among ``keys``.
 
     The original may have been saved from further outside or inside than what is merged.
@@ -255,7 +255,7 @@ def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
 
 
 def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
-    inner = [root for prefix, root in adapted(model).items() if not prefix or name.startswith(f"{prefix}.")]
+    inner = [root for prefix, root in adapted_modules(model).items() if not prefix or name.startswith(f"{prefix}.")]
     return vars(inner[-1])["peft_config"]
 
 

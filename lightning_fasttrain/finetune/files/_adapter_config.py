@@ -56,10 +56,10 @@ def written_config(config: Any, root: nn.Module) -> str:
     if settings["task_type"] is None:
         kind = type(root)
         settings["auto_mapping"] = {"base_model_class": kind.__name__, "parent_library": kind.__module__}
-    return json.dumps(settings, indent=2, sort_keys=True, default=_sorted)
+    return json.dumps(settings, indent=2, sort_keys=True, default=_sort_any)
 
 
-def _sorted(value: Any) -> list[Any]:
+def _sort_any(value: Any) -> list[Any]:
     if not isinstance(value, set):
         raise TypeError(f"{value!r} is in the adapter's config, and no JSON.")
     return sorted(value)
@@ -97,17 +97,17 @@ def read_config(folder: Path, copy: str | None) -> Any:
     path = folder / "adapter_config.json"
     if path.is_file():
         with path.open("rb") as file:
-            settings = _parsed(file.read(_LARGEST + 1), str(path))
+            settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
-            _refuse_mixed(settings, _parsed(copy.encode(), "its copy"), path)
+            _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
     elif copy is not None:  # a save that was cut short; the tensors are whole, and so is this
-        settings = _parsed(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
+        settings = _parse(copy.encode(), f"the settings in {folder / 'adapter_model.safetensors'}")
     else:
         raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name the folder of an adapter"))
-    return _made(settings, str(path))
+    return _make_config(settings, str(path))
 
 
-def _parsed(data: bytes, what: str) -> dict[str, Any]:
+def _parse(data: bytes, what: str) -> dict[str, Any]:
     settings = parse_json(data, what, _LARGEST)
     if not isinstance(settings, dict):
         raise ValueError(explain(f"{what} cannot be read", f"it is a {type(settings).__name__}", "Fetch it again"))
@@ -122,7 +122,7 @@ def _refuse_mixed(settings: dict[str, Any], copy: dict[str, Any], path: Path) ->
         raise ValueError(explain(f"{path} is not what was saved with the tensors", why, way_out))
 
 
-def _made(settings: dict[str, Any], path: str) -> Any:
+def _make_config(settings: dict[str, Any], path: str) -> Any:
     peft: Any = require_peft()
     kinds = {kind.value: config for kind, config in peft.mapping.PEFT_TYPE_TO_CONFIG_MAPPING.items()}
     kind = settings.get("peft_type")
@@ -131,7 +131,7 @@ def _made(settings: dict[str, Any], path: str) -> Any:
         why = f"PEFT {peft.__version__} has no such adapter (the file is from version {version})"
         raise ValueError(explain(f"{path} has peft_type={str(kind)[:40]!r}", why, "Install a newer PEFT"))
     settings = {key: value for key, value in settings.items() if key not in (*NOT_FOLLOWED, "peft_type")}
-    settings = _checked(settings, kinds[kind], path, peft.__version__)
+    settings = _check_settings(settings, kinds[kind], path, peft.__version__)
     for key in _PATTERNS:
         if isinstance(settings.get(key), str):
             settings[key] = None
@@ -142,13 +142,15 @@ def _made(settings: dict[str, Any], path: str) -> Any:
         raise ValueError(explain(f"{path}", f"PEFT refuses it: {error}", "Save the adapter again")) from error
 
 
-def _checked(settings: dict[str, Any], kind: Any, path: str, version: str) -> dict[str, Any]:
+def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str) -> dict[str, Any]:
     hints = _hints(kind)
     fields = {field.name: field for field in dataclasses.fields(kind) if field.init}
     for key, value in settings.items():
         where = f"{path} has {key[:80]!r}"
         if key in fields and not _fits(value, hints[key], fields[key]):
-            raise ValueError(explain(f"{where}: {_short(value)}", f"it should be {_named(hints[key])}", "Correct it"))
+            raise ValueError(
+                explain(f"{where}: {_short(value)}", f"it should be {_name_of_type(hints[key])}", "Correct it")
+            )
         if value in _OFF:
             continue
         if key not in fields:
@@ -200,7 +202,7 @@ def _fits(value: Any, hint: Any, field: Any = None) -> bool:
     return hint is typing.Any or (hint in (None, type(None)) and value is None)
 
 
-def _named(hint: Any) -> str:
+def _name_of_type(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 

@@ -14,7 +14,7 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._reading import open_safetensors
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
-from lightning_fasttrain.finetune.adapters.add_adapter import adapted, adapter_parameters, add_adapter_
+from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config
 from lightning_fasttrain.finetune.files._adapter_folder import (
     SETTINGS,
@@ -173,7 +173,7 @@ def load_adapter_(
 
 def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, str]:
     """Prefix, module and name of the one adapter that is meant."""
-    roots = adapted(model)
+    roots = adapted_modules(model)
     there = [(prefix, one) for prefix, root in roots.items() for one in vars(root)["peft_config"]]
     meant = [(prefix, one) for prefix, one in there if name in (None, one)]
     if len(meant) == 1:
@@ -247,7 +247,7 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
     config.modules_to_save = None
     names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
-    for prefix, root in adapted(model).items():
+    for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
         if name in vars(root)["peft_config"] and names[0].startswith(before):
             return names, before, root

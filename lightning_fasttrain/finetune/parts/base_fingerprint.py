@@ -37,7 +37,7 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     """
     names, kinds, samples = [], [], []
     found: Fingerprint = {}
-    plain_names, changed = base_names(model), _changed(model)
+    plain_names, changed = base_names(model), _changed_names(model)
     for name, parameter in model.named_parameters():
         plain = plain_names.get(name)
         if plain is not None and name in changed:
@@ -119,7 +119,7 @@ def first_few(names: list[str]) -> str:
     return list_some([repr(name[:120]) for name in names])
 
 
-def _changed(model: nn.Module) -> set[str]:
+def _changed_names(model: nn.Module) -> set[str]:
     """Names of parameters of the base that are not what they were before there were adapters."""
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _holds(module) == "base_layer"}
     configs = [config for module in model.modules() for config in (vars(module).get("peft_config") or {}).values()]

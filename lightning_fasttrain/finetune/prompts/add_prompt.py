@@ -99,7 +99,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
             on_error.callback(setattr, model.get_submodule(parent), last, model.get_submodule(one))
         prompts = prompts_on(root)
         if prompts is None:
-            prompts = PromptForward(root, _framed(peft, root, config, name))
+            prompts = PromptForward(root, _wrap_in_peft(peft, root, config, name))
             root.prompt_encoder, root.peft_config = prompts.frame.prompt_encoder, prompts.frame.peft_config
             prompts.install()
         else:
@@ -201,7 +201,7 @@ def _as_there(config: Any, there: Any) -> Any:
     return as_there
 
 
-def _framed(peft: Any, root: Any, config: Any, name: str) -> Any:
+def _wrap_in_peft(peft: Any, root: Any, config: Any, name: str) -> Any:
     """PEFT's model for this one, and for its task; the classes of the tasks would let heads train unasked."""
     fake = any(isinstance(parameter, FakeTensor) for parameter in root.parameters())
     with ExitStack() as stack, warnings.catch_warnings():

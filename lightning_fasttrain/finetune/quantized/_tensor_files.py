@@ -58,7 +58,7 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
         if path.is_dir():
             path = path / INDEX if (path / INDEX).exists() else path / WHOLE
         if path.name.endswith(".index.json"):
-            return _indexed(path)
+            return _read_index(path)
         return _in_file(path)
     found: dict[str, StoredTensor] = {}
     for one in where:
@@ -93,7 +93,7 @@ def _in_file(path: Path) -> dict[str, StoredTensor]:
     return found
 
 
-def _indexed(path: Path) -> dict[str, StoredTensor]:
+def _read_index(path: Path) -> dict[str, StoredTensor]:
     """Read the index of a folder of shards; what it names is not trusted to lie in the folder."""
     try:
         index = read_json(path)

@@ -172,8 +172,8 @@ def report(
 
 def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
     """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
-    skipped, heads = _skipped(model, skip), find_heads(model)
-    shared = {**_kept_whole(model), **_shared(model)}
+    skipped, heads = _skipped_names(model, skip), find_heads(model)
+    shared = {**_kept_whole(model), **_shared_modules(model)}
     shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
     layers: dict[str, nn.Linear] = {}
     already: dict[str, nn.Module] = {}
@@ -219,7 +219,7 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
     return explain(what, f"all its matrices are left: {reasons}", way_out)
 
 
-def _skipped(model: nn.Module, skip: Blocks) -> set[str]:
+def _skipped_names(model: nn.Module, skip: Blocks) -> set[str]:
     modules = dict(model.named_modules())
     outer: list[str] = []
     for wanted in [skip] if isinstance(skip, str | type) else list(skip):
@@ -235,7 +235,7 @@ def _skipped(model: nn.Module, skip: Blocks) -> set[str]:
     return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
-def _shared(model: nn.Module) -> dict[str, str]:
+def _shared_modules(model: nn.Module) -> dict[str, str]:
     """Name of each module whose weight another one has too → that."""
     owners: dict[nn.Parameter, list[str]] = {}
     for name, module in model.named_modules():

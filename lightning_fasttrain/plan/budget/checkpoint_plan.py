@@ -62,7 +62,7 @@ class CheckpointPlan:
         """What a step spends in recomputing."""
         return self.passes * sum(block.added_ms for block in self.blocks)
 
-    def measured(self, nbytes: int, ms: float | None) -> "CheckpointPlan":
+    def with_measured(self, nbytes: int, ms: float | None) -> "CheckpointPlan":
         """The plan with what a step under it has measured."""
         return replace(self, measured_bytes=nbytes, measured_ms=ms)
 

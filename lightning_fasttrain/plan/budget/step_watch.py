@@ -44,13 +44,13 @@ class PlannedForward(CheckpointedForward):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         if self.watch.measuring:
-            return self._measured(*args, **kwargs)
+            return self._call_measured(*args, **kwargs)
         if self.kept:
             return self.inner(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     @torch._dynamo.disable
-    def _measured(self, *args: Any, **kwargs: Any) -> Any:
+    def _call_measured(self, *args: Any, **kwargs: Any) -> Any:
         self.watch.enter(self, args, kwargs)
         out = super().__call__(*args, **kwargs)
         self.watch.leave(self.name)
@@ -277,7 +277,7 @@ class StepWatch:
             note_once("MemoryBudget: the peak was above the limit, and the choice is made again")
             self._decide()
             return
-        self._tell(plan.measured(peak, None))
+        self._tell(plan.with_measured(peak, None))
         self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
 
     def _report(self) -> None:
@@ -288,7 +288,7 @@ class StepWatch:
         ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
         if ms or not plan.predicted_ms:
-            self._tell(plan.measured(plan.measured_bytes, ms))
+            self._tell(plan.with_measured(plan.measured_bytes, ms))
         self._stage, self._stopwatch = _Stage.DONE, None
         self._end_of_step.close()
         say("MemoryBudget: %s", self.plan)

@@ -109,7 +109,7 @@ class AllocationTrace(AssumedNumbers):
                 self._note(tensor, module, op, phase)
         if func in self.kept:
             tensor, nbytes = self.kept[func](args, result)
-            self._note(tensor, module, op, phase).nbytes = self._rounded(nbytes)
+            self._note(tensor, module, op, phase).nbytes = self._round_up(nbytes)
         if func in self.workspace:
             self._note_workspace(self.workspace[func](args, result), module, op, phase)
         return result
@@ -134,7 +134,7 @@ class AllocationTrace(AssumedNumbers):
             way_out = "Make tensors where the module is (module.device, tensor.device)"
             raise ValueError(explain(f"{op} in {module or 'the step'} made a tensor on {tensor.device}", why, way_out))
         allocation = self._born(storage.nbytes(), module, op, phase)
-        self._alive[key] = (weakref.ref(storage, partial(self._died, key)), allocation)
+        self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), allocation)
         return allocation
 
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
@@ -144,13 +144,13 @@ class AllocationTrace(AssumedNumbers):
 
     def _born(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
         self.now += 1
-        self.allocations.append(Allocation(self._rounded(nbytes), module, op, phase, self.now, self._period))
+        self.allocations.append(Allocation(self._round_up(nbytes), module, op, phase, self.now, self._period))
         return self.allocations[-1]
 
-    def _rounded(self, nbytes: int) -> int:
+    def _round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.granule) * self.granule
 
-    def _died(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: Any) -> None:
         self.now += 1
         allocation = self._alive.pop(key)[1]
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
@@ -161,7 +161,7 @@ class AllocationTrace(AssumedNumbers):
             allocation = self._note(tensor, module, "", self.phase)
             allocation.known, allocation.module = category, module or allocation.module
 
-    def marked(self, batch: Any, category: str) -> Any:
+    def mark_all(self, batch: Any, category: str) -> Any:
         """``batch``, with every tensor in it marked."""
 
         def mark(tensor: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
             raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", why, way_out))
         module = built
     if any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
-        module = _copied(module, mode)
+        module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):
             module.configure_model()
@@ -58,7 +58,7 @@ def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
 
 
-def _copied(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
             return copy.deepcopy(module, _quantized_parts(module, mode))

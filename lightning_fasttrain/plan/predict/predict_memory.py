@@ -110,7 +110,7 @@ def predict_memory(
     for truth in (True, False):
         trace = AllocationTrace(granule, workspace, KEPT, truth)
         try:
-            with isolate_rng(include_cuda=False), _explained():
+            with isolate_rng(include_cuda=False), _explain_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
             notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
             return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
@@ -158,9 +158,9 @@ def _trace_steps(
         undo.enter_context(trace)
         undo.enter_context(trace.watching(net))
         data = plugin.convert_input(fake_batch(batch, mode))
-        batches = [trace.marked(data, "inputs")]
+        batches = [trace.mark_all(data, "inputs")]
         if planned.on_cuda and planned.prefetches:
-            batches.append(trace.marked(fake_batch(data, mode), "inputs"))
+            batches.append(trace.mark_all(fake_batch(data, mode), "inputs"))
         if planned.on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
@@ -254,7 +254,7 @@ def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) ->
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _explain_errors() -> Iterator[None]:
     """Say what to do where the code needs what a prediction does not have."""
     try:
         yield

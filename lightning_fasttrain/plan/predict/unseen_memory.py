@@ -21,7 +21,7 @@ BLOCK = 8 if _AVX2 else 16
 _WIDEST = 13 if _AVX2 else 14
 
 
-def _blocked(image: Tensor) -> int:
+def _blocked_bytes(image: Tensor) -> int:
     """Bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
     return image.nbytes * _in_blocks(image.shape[1]) // image.shape[1]
 
@@ -34,10 +34,12 @@ def _convolution(arguments: Any, output: Tensor) -> int:
     inputs, weight, transposed = arguments[0], arguments[1], arguments[6]
     if _has_channels_last(inputs):
         return 2 * weight.nbytes
-    inside = _blocked(output)
+    inside = _blocked_bytes(output)
     if transposed:
         return 2 * inside
-    return max(inside, weight.nbytes, (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes)
+    return max(
+        inside, weight.nbytes, (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes
+    )
 
 
 def _convolution_backward(arguments: Any, _: Any) -> int:
@@ -48,7 +50,7 @@ def _convolution_backward(arguments: Any, _: Any) -> int:
     if max(weight.shape[2:]) > _WIDEST and weight.dtype is not bfloat16:
         columns = weight[0].nbytes * math.prod(gradient.shape[2:])
         return get_num_threads() * (4 * weight.nbytes + columns)
-    both = _blocked(gradient) + (_blocked(inputs) if inputs.shape[1] >= BLOCK else 0)
+    both = _blocked_bytes(gradient) + (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0)
     return max(both, 2 * inputs.nbytes) if for_inputs and max(stride) > 1 else both
 
 

@@ -81,7 +81,7 @@ class RankBoard:
         """Say that all has been reported."""
         self._try(lambda: self._store.set(f"{self._prefix}/end", "1"))
 
-    def ended(self) -> bool:
+    def has_ended(self) -> bool:
         return bool(self._try(lambda: self._store.check([f"{self._prefix}/end"])))
 
     def leave(self) -> None:

@@ -53,7 +53,7 @@ class Preemption(Technique):
 
     effect: ClassVar[str] = "SIGTERM on any rank: all save one checkpoint at the same step and exit with 143"
     when: ClassVar[str] = "a cluster says so before it ends a run; not where SLURM requeues by the same signal"
-    in_a_loop: ClassVar[str] = "run.PreemptionFlag().agreed() at each step boundary"
+    in_a_loop: ClassVar[str] = "run.PreemptionFlag().should_stop() at each step boundary"
     predicted: ClassVar[bool] = True
 
     def __init__(
@@ -98,7 +98,7 @@ class Preemption(Technique):
         def on_batch_over(data_fetcher: Any) -> None:
             after_batch(data_fetcher)
             if self._at_boundary(trainer, pl_module):
-                self._going = flag.agreed()
+                self._going = flag.should_stop()
                 if self._going and not epoch_loop.done:
                     self._save_and_exit(trainer)
 
@@ -135,7 +135,7 @@ class Preemption(Technique):
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the last before the first step. What came until now is acted on here."""
         assert self._flag is not None
-        self._going = self._flag.agreed_now()
+        self._going = self._flag.should_stop_now()
         if self._going:
             say("Preemption: told to go before the first step. Nothing new to save; exit code %d", self.exit_code)
             raise SystemExit(self.exit_code)
@@ -143,7 +143,7 @@ class Preemption(Technique):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: for what came too late for the last step boundary."""
         assert self._flag is not None
-        self._going = self._flag.agreed_now()
+        self._going = self._flag.should_stop_now()
         if self._going:
             self._save_and_exit(trainer)
 

@@ -48,7 +48,7 @@ class PreemptionFlag:
         ...     for step in range(100):
         ...         if step == 3:  # say, a scheduler
         ...             signal.raise_signal(signal.SIGTERM)
-        ...         if flag.agreed():
+        ...         if flag.should_stop():
         ...             break  # here one saves, and then: raise SystemExit(flag.exit_code)
         >>> step
         3
@@ -74,7 +74,7 @@ class PreemptionFlag:
         """Tell this rank to go, as a signal would."""
         self.raised = True
 
-    def agreed(self) -> bool:
+    def should_stop(self) -> bool:
         """Whether all ranks stop here. Every rank asks at each step boundary, until the answer is True."""
         if self._group is None and not _several_ranks():
             return self.raised
@@ -86,7 +86,7 @@ class PreemptionFlag:
         self._ask()
         return False
 
-    def agreed_now(self) -> bool:
+    def should_stop_now(self) -> bool:
         """The same without delay: for the start and the end of the loop, where waiting for the others costs little."""
         if self._group is None and not _several_ranks():
             return self.raised

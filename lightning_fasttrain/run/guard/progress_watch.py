@@ -171,7 +171,7 @@ class ProgressWatch:
                     self._end(None, set())
                 continue
             silent = silent_ranks(first, now, others, self._silent_s)
-            if board.ended() or all(rank in silent or position.over for rank, position in others.items()):
+            if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
                 self._end(others, silent)
 
     def _is_known(self, phase: str) -> bool:
@@ -227,7 +227,7 @@ class ProgressWatch:
         until = time.monotonic() + 2 * self._silent_s
         while time.monotonic() < until:
             latest = board.read()
-            if latest is None or board.ended():
+            if latest is None or board.has_ended():
                 break
             others = latest
             if speaks and all(rank in silent or position.told for rank, position in others.items()):

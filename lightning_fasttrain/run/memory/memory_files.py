@@ -78,7 +78,7 @@ def draw_memory(record: MemoryRecord) -> "Figure":
     from matplotlib.figure import Figure
 
     unit, size = next(((unit, size) for unit, size in UNITS if record.peak_bytes >= size), ("B", 1))
-    points = record.sampled()
+    points = record.sample()
     ms = [*(point.ms for point in points), record.end_ms]
     layers = []
     for i in range(len(COLOURS)):

@@ -19,7 +19,7 @@ def memory_page(record: MemoryRecord) -> str:
     """
     places: dict[tuple[str, ...], int] = {}
     points = []
-    for point in record.sampled():
+    for point in record.sample():
         change, place, taken = point.change, ("", "", "", ""), 0
         if change is not None:
             place = change.category, change.name, change.module, change.op

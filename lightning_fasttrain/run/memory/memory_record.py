@@ -156,7 +156,7 @@ class MemoryRecord:
                 held[a.category, a.holder] += a.nbytes
         return [Holder(*key, nbytes) for key, nbytes in held.most_common()]
 
-    def sampled(self, most: int = 4000) -> list[Point]:
+    def sample(self, most: int = 4000) -> list[Point]:
         """About so many of the points: of each equal stretch of time the highest and the last, so the peak stays."""
         stretch_ms = self.end_ms / (most // 2) or 1.0
         highest: dict[int, int] = {}

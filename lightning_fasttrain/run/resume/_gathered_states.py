@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-def packed(state: Any) -> Tensor:
+def pack(state: Any) -> Tensor:
     """Tensors and plain values as bytes.
 
     Example:
-        >>> unpacked(packed({"n": 3, "of": torch.arange(2)}))
+        >>> unpack(pack({"n": 3, "of": torch.arange(2)}))
         {'n': 3, 'of': tensor([0, 1])}
     """
     buffer = io.BytesIO()
@@ -21,8 +21,8 @@ def packed(state: Any) -> Tensor:
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def unpacked(data: Tensor) -> Any:
-    """What :func:`packed` was given, on the CPU. Nothing but tensors and plain values is read."""
+def unpack(data: Tensor) -> Any:
+    """What :func:`pack` was given, on the CPU. Nothing but tensors and plain values is read."""
     return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
 
 

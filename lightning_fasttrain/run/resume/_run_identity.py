@@ -71,23 +71,23 @@ def _held_by(dataset: Any, where: str) -> dict[str, str]:
     count by the last part of a path, since data may be moved.
     """
     if isinstance(dataset, Subset):
-        return {**_hashed(dataset.indices, f"{where}.indices"), **_held_by(dataset.dataset, where)}
+        return {**_hash_values(dataset.indices, f"{where}.indices"), **_held_by(dataset.dataset, where)}
     if isinstance(dataset, ConcatDataset):
         parts = enumerate(dataset.datasets)
         return {name: value for i, part in parts for name, value in _held_by(part, f"{where}[{i}]").items()}
     if type(dataset) in (list, tuple):
-        return _hashed(dataset, where)
+        return _hash_values(dataset, where)
     held = vars(dataset) if hasattr(dataset, "__dict__") else {}
-    return {name: value for key, part in held.items() for name, value in _hashed(part, f"{where}.{key}").items()}
+    return {name: value for key, part in held.items() for name, value in _hash_values(part, f"{where}.{key}").items()}
 
 
-def _hashed(values: Any, where: str) -> dict[str, str]:
+def _hash_values(values: Any, where: str) -> dict[str, str]:
     if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
-        return {name: h for i, part in enumerate(values) for name, h in _hashed(part, f"{where}[{i}]").items()}
+        return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
         return {}
     ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
-    data = _joined([values[int(i)] for i in ends], b"|")
+    data = _join([values[int(i)] for i in ends], b"|")
     return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
 
 
@@ -95,7 +95,7 @@ def _is_array(value: Any) -> bool:
     return type(value) in (Tensor, np.ndarray) and value.ndim > 0
 
 
-def _joined(entries: Sequence[Any], by: bytes) -> bytes | None:
+def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
     parts: list[bytes] = []
     for entry in entries:
         data = _bytes_of(entry)
@@ -119,7 +119,7 @@ def _bytes_of(entry: Any) -> bytes | None:
     if isinstance(entry, Mapping):
         entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
     if isinstance(entry, list | tuple):
-        return _joined(entry, b",")
+        return _join(entry, b",")
     return None
 
 

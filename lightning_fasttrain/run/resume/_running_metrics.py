@@ -33,22 +33,22 @@ def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoin
     metrics = {}
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and id(metric) not in about_to_be_reset:
-            metrics[name] = {"states": _copied(metric._copy_state_dict()), "updates": metric._update_count}
+            metrics[name] = {"states": _copy_value(metric._copy_state_dict()), "updates": metric._update_count}
     return {
-        "callback_metrics": _copied(dict(trainer.callback_metrics)),
-        "logged": {} if point is SavePoint.EPOCH else _logged(training),
+        "callback_metrics": _copy_value(dict(trainer.callback_metrics)),
+        "logged": {} if point is SavePoint.EPOCH else _logged_values(training),
         "metrics": metrics,
     }
 
 
-def _logged(results: Any) -> dict[str, Any]:
+def _logged_values(results: Any) -> dict[str, Any]:
     logged = {}
     for key, result in results.items():
         meta = result.meta
         if result.has_reset or meta.sync.group is not None:
             continue
         kept = {name: getattr(meta, name) for name in _META}
-        sums = {name: _copied(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)}
+        sums = {name: _copy_value(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)}
         logged[key] = {
             "meta": {**kept, "reduce_fx": meta.reduce_fx.__name__},
             "sync": [meta.sync.should, meta.sync.rank_zero_only],
@@ -64,11 +64,11 @@ def _has_sum(result: Any, name: str) -> bool:
 def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[str, Any]) -> None:
     """Put back what :func:`metrics_state` returned."""
     device = trainer.strategy.root_device
-    trainer._logger_connector._callback_metrics.update(_copied(state["callback_metrics"], device))
+    trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in metrics.keys() & state["metrics"].keys():
         metric, saved = metrics[name], state["metrics"][name]
-        for key, value in _copied(saved["states"], metric.device).items():
+        for key, value in _copy_value(saved["states"], metric.device).items():
             setattr(metric, key, value)
         metric._update_count, metric._computed = saved["updates"], None
     for key, saved in state["logged"].items():
@@ -78,7 +78,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         should, rank_zero_only = saved["sync"]
         meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
         result = _ResultMetric(meta, is_tensor=bool(saved["sums"]))
-        for name, value in _copied(saved["sums"], device).items():
+        for name, value in _copy_value(saved["sums"], device).items():
             setattr(result, name, value)
         if not saved["sums"]:
             result.value = metrics[str(meta.metric_attribute)]
@@ -86,11 +86,11 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         trainer.fit_loop.epoch_loop._results[key] = result
 
 
-def _copied(value: Any, device: Any = "cpu") -> Any:
+def _copy_value(value: Any, device: Any = "cpu") -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device).clone()
     if isinstance(value, dict):
-        return {key: _copied(item, device) for key, item in value.items()}
+        return {key: _copy_value(item, device) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_copied(item, device) for item in value]
+        return [_copy_value(item, device) for item in value]
     return value

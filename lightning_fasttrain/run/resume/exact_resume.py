@@ -18,7 +18,7 @@ from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data import TokenWeightedAccumulation
-from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, packed, unpacked
+from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, pack, unpack
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.resume._loop_progress import (
     SavePoint,
@@ -147,7 +147,7 @@ class ExactResume(Technique):
             if self._validation:
                 _set_generators(loader, self._validation.pop(0))
             return loader
-        held = _held(loader)
+        held = _resumable_loader(loader)
         self._wrapping.append(held)
         self._about.append(None if held is None else about_loader(loader))
         if self._restored is not None and not self._positioned:
@@ -172,13 +172,13 @@ class ExactResume(Technique):
         mine = {"random": random, "loaders": positions, "validation": validation, **metrics}
         checkpoint[KEY] = {
             "point": str(point),
-            "ranks": gather(packed(mine), device),
+            "ranks": gather(pack(mine), device),
             "settings": {**settings_of(trainer), "loaders": self._about},
             "forgotten": forgotten_state(trainer),
         }
         if not _in_window(trainer, point):
             return
-        if not _sharded(trainer, pl_module):
+        if not _is_sharded(trainer, pl_module):
             checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
         elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own say it themselves
             what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
@@ -221,7 +221,7 @@ class ExactResume(Technique):
             warn(f"ExactResume: {other}")
         if len(state["ranks"]) != trainer.world_size:
             return
-        self._mine = mine = unpacked(state["ranks"][trainer.global_rank])
+        self._mine = mine = unpack(state["ranks"][trainer.global_rank])
         self._validation = list(mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
         states = []
@@ -318,7 +318,7 @@ class _Held(ResumableLoader):
 _load = ResumableLoader.load_state_dict
 
 
-def _held(loader: Any) -> ResumableLoader | None:
+def _resumable_loader(loader: Any) -> ResumableLoader | None:
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return None
     if isinstance(loader, Iterator):
@@ -340,7 +340,7 @@ def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
     return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and step_goes_on(trainer)
 
 
-def _sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
+def _is_sharded(trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
     if isinstance(trainer.strategy, DeepSpeedStrategy | FSDPStrategy):
         return True
     return any(isinstance(parameter, DTensor) for parameter in pl_module.parameters())

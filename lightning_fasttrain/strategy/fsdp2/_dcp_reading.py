@@ -45,12 +45,12 @@ class _Record:
 
 def _read_name(reader: Any) -> None:
     name, module = reader.stack.pop(), reader.stack.pop()
-    reader.append(_Named(_allowed(module, name)))
+    reader.append(_Named(_allowed_name(module, name)))
 
 
 def _read_name_in_lines(reader: Any) -> None:
     module, name = reader.readline()[:-1].decode(), reader.readline()[:-1].decode()
-    reader.append(_Named(_allowed(module, name)))
+    reader.append(_Named(_allowed_name(module, name)))
 
 
 def _read_call(reader: Any) -> None:
@@ -83,7 +83,7 @@ class _PlainReader(_python_unpickler):
     }
 
 
-def _allowed(module: Any, name: Any) -> str:
+def _allowed_name(module: Any, name: Any) -> str:
     full = f"{module}.{name}"
     if full not in _MAKERS and full not in _DTYPES:
         why = "that is no part of an index, and making it could run code"
@@ -97,17 +97,17 @@ def _index(record: Any) -> metadata.Metadata:
     state = _state(record, f"{_METADATA}.Metadata")
     if not isinstance(state["state_dict_metadata"], dict) or not isinstance(state.get("storage_data"), dict):
         raise TypeError("it lists no tensors")
-    listed = {_word(name): _made(entry) for name, entry in state["state_dict_metadata"].items()}
-    stored = {_made(place): _made(info) for place, info in state["storage_data"].items()}
+    listed = {_word(name): _make(entry) for name, entry in state["state_dict_metadata"].items()}
+    stored = {_make(place): _make(info) for place, info in state["storage_data"].items()}
     return metadata.Metadata(listed, None, stored)
 
 
 def _tensor(record: _Record) -> metadata.TensorStorageMetadata:
     state = _state(record)
-    chunks = [_made(chunk) for chunk in state["chunks"]]
+    chunks = [_make(chunk) for chunk in state["chunks"]]
     if not all(isinstance(chunk, metadata.ChunkStorageMetadata) for chunk in chunks):
         raise TypeError("a tensor's chunks are something else")
-    return metadata.TensorStorageMetadata(_made(state["properties"]), _made(state["size"]), chunks)
+    return metadata.TensorStorageMetadata(_make(state["properties"]), _make(state["size"]), chunks)
 
 
 def _properties(record: _Record) -> metadata.TensorProperties:
@@ -117,7 +117,7 @@ def _properties(record: _Record) -> metadata.TensorProperties:
 
 def _chunk(record: _Record) -> metadata.ChunkStorageMetadata:
     state = _state(record)
-    return metadata.ChunkStorageMetadata(_made(state["offsets"]), _made(state["sizes"]))
+    return metadata.ChunkStorageMetadata(_make(state["offsets"]), _make(state["sizes"]))
 
 
 def _place(record: _Record) -> metadata.MetadataIndex:
@@ -125,7 +125,7 @@ def _place(record: _Record) -> metadata.MetadataIndex:
     offset, index = state.get("offset"), state.get("index")
     if not (index is None or type(index) is int):
         raise TypeError("the number of a chunk is none")
-    return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _made(offset), index)
+    return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _make(offset), index)
 
 
 def _info(record: _Record) -> Any:
@@ -171,7 +171,7 @@ _MAKERS: dict[str, Callable[[Any], Any] | None] = {
 }
 
 
-def _made(record: Any) -> Any:
+def _make(record: Any) -> Any:
     maker = _MAKERS.get(record.name) if isinstance(record, _Record) else None
     if maker is None:
         raise TypeError(f"a {type(record).__name__} is where a part of an index should be")

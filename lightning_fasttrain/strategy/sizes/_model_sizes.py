@@ -135,7 +135,7 @@ class Held:
         """Stage 3: bytes of a rank's part of all parameters, frozen ones too."""
         return sum(ceil_div(p.numel(), self.ranks) * self.itemsize(p) for p in self.parameters)
 
-    def owned(self) -> int:
+    def owned_bytes(self) -> int:
         """Stage 2: bytes of gradients of all parameters that a rank has a part of, whole, for the busiest rank."""
         most = [0] * self.ranks
         for part, group in zip(self.flat(), self.groups, strict=True):
@@ -164,19 +164,19 @@ class Held:
         """Bytes of one group's gradients made flat for the step, and again in float32."""
         return max(parts) * (MASTER + (self.size if self.size != MASTER else 0))
 
-    def gathered(self, sizes: ZeROSizes, offloaded: bool) -> tuple[int, int]:
+    def gathered_bytes(self, sizes: ZeROSizes, offloaded: bool) -> tuple[int, int]:
         """Stage 3: bytes of whole parameters that stay on the device, and of those that come and go."""
         if self.ranks == 1 and not offloaded:
             return 0, 0  # the part is the whole
-        others = self._passing(sizes)
+        others = self._passing_parameters(sizes)
         at_once = max((p.numel() for p in others), default=0) + sizes.prefetch
         live = min(sum(p.numel() for p in others), max(sizes.reuse // 2, at_once))
         widest = max(map(self.itemsize, others), default=0)
-        return sum(map(self._bytes, self._staying(sizes))), live * widest
+        return sum(map(self._bytes, self._staying_parameters(sizes))), live * widest
 
-    def fetched(self, sizes: ZeROSizes) -> tuple[int, int]:
+    def fetched_bytes(self, sizes: ZeROSizes) -> tuple[int, int]:
         """Stage 3: bytes gathered after a step, and in each forward with its backward."""
-        passing, staying = self._passing(sizes), self._staying(sizes)
+        passing, staying = self._passing_parameters(sizes), self._staying_parameters(sizes)
         padded = {p: ceil_div(p.numel(), self.ranks) * self.ranks for p in self.parameters}
         numel = sum(padded[p] for p in passing)
         # A parameter stays from forward to backward if fewer than `reuse` are used between, so the last half of it.
@@ -186,10 +186,10 @@ class Held:
         once = sum(padded[p] * self.itemsize(p) for p in passing)
         return sum(padded[p] * self.itemsize(p) for p in staying), once + int((1 - kept) * again)
 
-    def _staying(self, sizes: ZeROSizes) -> list[nn.Parameter]:
+    def _staying_parameters(self, sizes: ZeROSizes) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.numel() <= sizes.persistence]
 
-    def _passing(self, sizes: ZeROSizes) -> list[nn.Parameter]:
+    def _passing_parameters(self, sizes: ZeROSizes) -> list[nn.Parameter]:
         return [p for p in self.parameters if p.numel() > sizes.persistence]
 
 

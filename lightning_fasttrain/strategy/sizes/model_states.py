@@ -144,7 +144,7 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     return ModelStates(
         stage,
         parameters=held.whole + held.padding() + held.extras,
-        gradients=held.owned() if stage == "2" else held.trained * held.size,
+        gradients=held.owned_bytes() if stage == "2" else held.trained * held.size,
         optimizer=sum(parts) * MASTER + held.state(parts),
         buffers=max(2 * sizes.reduce_bucket * held.size, held.step_copy(parts)),  # buckets are freed before the step
     )
@@ -164,7 +164,7 @@ def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
     parts = held.pieces()
-    staying, passing = held.gathered(sizes, offloaded=False)
+    staying, passing = held.gathered_bytes(sizes, offloaded=False)
     return ModelStates(
         "3",
         parameters=held.cut() + staying + held.extras,
@@ -177,7 +177,7 @@ def _stage_3(held: Held, sizes: ZeROSizes) -> ModelStates:
 def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     parts = held.pieces()
     total = sum(parts)
-    staying, passing = held.gathered(sizes, offloaded=True)
+    staying, passing = held.gathered_bytes(sizes, offloaded=True)
     updated = total * 2 * MASTER + held.state(parts)  # what is updated, its gradient, its state
     host, nvme = held.cut() + total * held.size + updated, 0
     if stage == "3+nvme":

@@ -237,7 +237,7 @@ class Engine:
         ZeRO's optimizers divide gradients by the loss scale as they use them, wherever they live; so for one step
         the loss scale is another one.
         """
-        sharded = self._sharded()
+        sharded = self._sharded_optimizer()
         if sharded is None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             if grads:
@@ -251,13 +251,13 @@ class Engine:
 
     def end_step(self) -> None:
         """After each optimizer step: what :meth:`scale_gradients_` did was for that one."""
-        sharded = self._sharded()
+        sharded = self._sharded_optimizer()
         if sharded is not None:
             sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the coming step's gradient over all ranks."""
-        sharded = self._sharded()
+        sharded = self._sharded_optimizer()
         if sharded is None:
             grads = [p.grad for p in self.module.parameters() if p.grad is not None]
             return torch.nn.utils.get_total_norm(grads)
@@ -269,7 +269,7 @@ class Engine:
             norm = combine_grad_norm_groups(sharded._get_norm_groups())
         return torch.as_tensor(norm) / sharded.loss_scale
 
-    def _sharded(self) -> Any:
+    def _sharded_optimizer(self) -> Any:
         """ZeRO's optimizer of stage 1 to 3; None at stage 0, where gradients are where they always are."""
         stage = self.deepspeed.zero_optimization_stage() if self.optimizer is not None else 0
         if stage == 0:

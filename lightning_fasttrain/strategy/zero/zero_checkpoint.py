@@ -118,7 +118,7 @@ def folder_to_load(
         return
     _refuse_not_adam(engine)
     with ExitStack() as undo:
-        made = strategy.broadcast(_converted(folder, undo) if strategy.global_rank == 0 else None)
+        made = strategy.broadcast(_convert(folder, undo) if strategy.global_rank == 0 else None)
         if isinstance(made, Exception):
             raise made
         undo.callback(strategy.barrier)  # before rank zero removes it
@@ -132,7 +132,7 @@ def folder_to_load(
             _restore_groups(engine, made)
 
 
-def _converted(folder: Path, undo: ExitStack) -> Path | Exception:
+def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
     """The checkpoint in DeepSpeed's universal format, in a folder beside it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
