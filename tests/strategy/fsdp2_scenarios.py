@@ -307,6 +307,12 @@ class Direct(TinyLM):
         return lm_loss(self.forward(batch["input_ids"]), batch)
 
 
+class OtherBase(TinyLM):
+    def build(self):
+        super().build()
+        nn.init.constant_(self.blocks[1].up.weight, 0.01)
+
+
 def building(found):
     found["direct"] = gap(ddp(net=Direct)[0], fit(net=Direct)[0])
     found["other quantised"] = refusal(lambda: fit([ft.QLoRA(rank=2, kind="int8")], net=Drawn))
@@ -400,11 +406,20 @@ def checkpoints(found, folder):
     with resumed_from(folder / "sync" / "epoch=1.ckpt"):  # onto another mesh
         again, _ = fit(**saving(folder / "hybrid", replicas=2))
     found["hybrid resumed"] = largest_difference(expected, whole(again))
-    quantised = saving(folder / "quantised")
-    module, _ = fit(**{**quantised, "callbacks": [*quantised["callbacks"], ft.QLoRA(rank=2)]})
-    with resumed_from(folder / "quantised" / "epoch=1.ckpt"):
-        again, _ = fit(**{**saving(folder / "x"), "callbacks": [ft.QLoRA(rank=2)]})
-    found["quantised resumed"] = largest_difference(whole(module), whole(again))
+    for name, technique in (("LoRA", ft.LoRA), ("QLoRA", ft.QLoRA)):
+        run = saving(folder / name)
+        module, _ = fit(**{**run, "callbacks": [*run["callbacks"], technique(rank=2)]})
+        with resumed_from(folder / name / "epoch=1.ckpt"):
+            again, _ = fit(**{**saving(folder / "x"), "callbacks": [technique(rank=2)]})
+            found[f"{name} other base"] = refusal(lambda t=technique: fit([t(rank=2)], net=OtherBase))
+            found[f"{name} other rank"] = refusal(lambda t=technique: fit([t(rank=3)]))
+        found[f"{name} resumed"] = largest_difference(whole(module), whole(again))
+    with resumed_from(folder / "single-lora.ckpt"):
+        again, t = fit([ft.LoRA(rank=2)], batches={"train_dataloaders": as_loader(RANKS[0][:4])}, max_epochs=2)
+    found["from single-lora.ckpt"] = [t.global_step, agree(again)]
+    end = whole(again)
+    if RANK == 0:
+        torch.save(end, folder / "from single-lora.ckpt.pt")
     if RANK == 0:
         torch.save(expected, folder / "expected.pt")
         shard = next((folder / "sync" / "epoch=2.ckpt").glob("*.distcp"))

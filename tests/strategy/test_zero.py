@@ -158,6 +158,15 @@ def test_adapters_quantised_layers_and_the_fused_loss_train_as_under_ddp(two):
             assert two[0][f"{name} {stage}"] < 1e-5
 
 
+@pytest.mark.parametrize("run", ["LoRA 2", "LoRA 3", "QLoRA 3"])
+def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_for_bit(two, run):
+    assert len(two[0][f"held {run}"]) == 12
+    assert all("lora_" in name for name in two[0][f"held {run}"])
+    for found in two:
+        assert found[f"kept {run}"] == 0
+        assert "the checkpoint was trained beside another base than TinyLM" in found[f"kept {run} other base"]
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 def test_the_fabric_twin_accumulates_clips_and_resumes(two, kind):
     for rank in two:

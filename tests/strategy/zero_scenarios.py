@@ -15,6 +15,7 @@ import lightning as L
 import torch
 import torch.distributed as dist
 from lightning.fabric.strategies import DeepSpeedStrategy as FabricDeepSpeedStrategy
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.nn import functional
 
@@ -282,8 +283,8 @@ def adapts(found, folder):
     """Frozen, quantised and adapted parts, against DDP."""
     makers = {
         "LoRA": lambda: [ft.LoRA(rank=2)],
-        "QLoRA int8": lambda: [ft.QLoRA(rank=2, kind="int8")],
-        "QLoRA nf4": lambda: [ft.QLoRA(rank=2)],
+        "QLoRA int8": lambda: [ft.QLoRA(rank=2, kind="int8", checkpoint="full")],
+        "QLoRA nf4": lambda: [ft.QLoRA(rank=2, checkpoint="full")],
         "FusedLossHead": lambda: [ft.FusedLossHead("head")],
     }
     for name, make in makers.items():
@@ -299,6 +300,27 @@ def adapts(found, folder):
                 t.save_checkpoint(path)
                 if RANK == 0:
                     torch.save({n: v.clone() for n, v in expected.state_dict().items()}, f"{path}.expected")
+
+
+def keeps_adapters(found, folder):
+    """Checkpoints that hold what trains alone: resumed, from another base, and for another adapter."""
+    for name, make, stages in (("LoRA", ft.LoRA, (2, 3)), ("QLoRA", ft.QLoRA, (3,))):
+        for stage in stages:
+            save = ModelCheckpoint(folder / f"kept-{name}-{stage}", filename="{epoch}", save_top_k=-1)
+            path = folder / f"kept-{name}-{stage}" / "epoch=0.ckpt"
+            through, resumed = net("adamw"), net("adamw")
+            two = {"max_epochs": 2, "enable_checkpointing": True}
+            fit(through, ZeROStrategy(stage=stage), [make(rank=2), save], **two)
+            fit(resumed, ZeROStrategy(stage=stage), [make(rank=2)], path=path, max_epochs=2)
+            found[f"kept {name} {stage}"] = whole_difference_of(through, resumed)
+            if RANK == 0:
+                held = torch.load(next((path / "checkpoint").glob("*model_states.pt")), weights_only=False)
+                found[f"held {name} {stage}"] = [*held["module"], *(held.get("frozen_param_fragments") or {})]
+            other = net("adamw")
+            torch.nn.init.constant_(other.blocks[1].up.weight, 0.01)
+            found[f"kept {name} {stage} other base"] = error_of(
+                lambda other=other, m=make, s=stage, p=path: fit(other, ZeROStrategy(stage=s), [m(rank=2)], path=p)
+            )
 
 
 def twin(found, folder):
@@ -639,6 +661,7 @@ TWO = (
     weighs_tokens,
     chooses,
     adapts,
+    keeps_adapters,
     twin,
     saves_whole_or_not_at_all,
     reshards,

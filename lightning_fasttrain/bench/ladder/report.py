@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.table import Table
 
@@ -233,7 +234,8 @@ def _beside_bar(row: Row, key: str) -> str:
 
 
 def _bars(axes: Any, rows: list[Row], key: str, label: str, colour: str, strong: Row | None) -> None:
-    values = [0.0 if row.error is not None else getattr(row, key) for row in rows]
+    measured = [getattr(row, key) for row in rows]
+    values = np.nan_to_num(measured)  # no bar for a rung that failed
     largest = max(values) or 1.0
     carried, over_line = {"color": colour, "edgecolor": "white"}, {"facecolor": "white", "edgecolor": "none", "pad": 1}
     not_carried = {"color": "#e4e4e4", "edgecolor": "#9a9a9a", "hatch": "///"}

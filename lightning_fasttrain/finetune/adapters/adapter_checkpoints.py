@@ -70,7 +70,8 @@ def _holder(name: str, frozen: set[str]) -> bool:
 def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:
     """Let the checkpoints of a run hold :func:`trained_state` alone; loading compares the base with the one they had.
 
-    A checkpoint that holds the whole model, as one from before the adapter, is loaded whole.
+    A checkpoint that holds the whole model, as one from before the adapter, is loaded whole. A strategy that loads
+    the model by itself, as FSDP2Strategy and ZeROStrategy do, asks its own ``names_to_load`` what to expect.
     """
     undo = ExitStack()
     save, load = strategy.save_checkpoint, strategy.load_model_state_dict
@@ -79,31 +80,45 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
         save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if FINGERPRINT not in checkpoint:
-            _refuse_plain(checkpoint["state_dict"], module)
-            load(checkpoint, strict=strict)
-            return
-        if not is_fingerprint(checkpoint[FINGERPRINT]):
-            raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is none", "Use an older one"))
-        refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
-        state, own = checkpoint["state_dict"], trained_names(module)
-        missing = [name for name in own if name not in state]
-        more = [name for name in state if name not in module.state_dict()]  # what is thawed later need not train yet
-        if strict and (missing or more):
-            why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
-            way_out = "Resume with the same adapter (targets, rank, train=)"
-            raise ValueError(explain("the checkpoint trained something else than this run", why, way_out))
-        load(checkpoint, strict=False)
+        part = _names_in_part(checkpoint, set(checkpoint["state_dict"]), module, strict)
+        load(checkpoint, strict=strict and part is None)
+
+    def names_to_load(checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+        part = _names_in_part(checkpoint, saved, module, strict)
+        return set(module.state_dict()) if part is None else part
 
     undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
     undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
-    undo.callback(patch(strategy, "load_model_state_dict", load_model_state_dict))
+    if hasattr(strategy, "names_to_load"):
+        undo.callback(patch(strategy, "names_to_load", names_to_load))
+    else:
+        undo.callback(patch(strategy, "load_model_state_dict", load_model_state_dict))
     return undo.close
 
 
-def _refuse_plain(state: Mapping[str, Any], module: L.LightningModule) -> None:
+def _names_in_part(
+    checkpoint: Mapping[str, Any], saved: set[str], module: L.LightningModule, strict: bool
+) -> set[str] | None:
+    """The names that a checkpoint of what trains has for this module; None for one of the whole model."""
+    if FINGERPRINT not in checkpoint:
+        _refuse_plain(saved, module)
+        return None
+    if not is_fingerprint(checkpoint[FINGERPRINT]):
+        raise CorruptCheckpoint(explain("the checkpoint", "its fingerprint is none", "Use an older one"))
+    refuse_other_base(checkpoint[FINGERPRINT], module, "the checkpoint")
+    known = set(module.state_dict())
+    missing = [name for name in trained_names(module) if name not in saved]
+    more = sorted(saved - known)  # what is thawed later need not train yet
+    if strict and (missing or more):
+        why = f"it lacks {missing[:3]}" if missing else f"this run has no {more[:3]}"
+        way_out = "Resume with the same adapter (targets, rank, train=)"
+        raise ValueError(explain("the checkpoint trained something else than this run", why, way_out))
+    return saved & known
+
+
+def _refuse_plain(saved: set[str], module: L.LightningModule) -> None:
     adapters = adapter_parameters(module)
-    if adapters and not adapters & set(state):
+    if adapters and not adapters & saved:
         why = "it was saved before there was one, so it is where this run starts, not one to resume"
         way_out = "Load it into the model before the run, with load_state_dict, and leave ckpt_path out"
         raise ValueError(explain("the checkpoint holds no adapter", why, way_out))

@@ -36,7 +36,7 @@ class Adapter(Technique):
         train: names of further modules that train whole.
         name: of this adapter, among several.
         checkpoint: ``"adapter"``: Lightning's checkpoints hold what trains, and refuse to be resumed on another base,
-            on one device and under DDP; ``"full"``: they hold the whole model.
+            on one device, under DDP, FSDP2Strategy and ZeROStrategy; ``"full"``: they hold the whole model.
 
     Raises:
         TypeError, ValueError: as :func:`~lightning_fasttrain.finetune.add_adapter_`, when the run begins.
@@ -99,7 +99,8 @@ class Adapter(Technique):
         undo.callback(guard_loading(trainer.strategy))
         if self.checkpoint == "full":
             return undo.close
-        if not isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+        in_one_file = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
+        if not in_one_file and not hasattr(trainer.strategy, "names_to_load"):  # which the suite's own have
             strategy = type(trainer.strategy).__name__
             note_once(f"{type(self).__name__}: checkpoints hold the whole model, since {strategy} writes its own")
             return undo.close

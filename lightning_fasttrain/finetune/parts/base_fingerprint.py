@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
@@ -45,8 +46,9 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
         elif plain is not None:
             names.append(plain)
             quantized = not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
-            kinds.append(("q" if quantized else "", tuple(parameter.shape)))
-            samples.append(_sample(parameter.detach(), quantized))
+            whole = _whole(parameter)
+            kinds.append(("q" if quantized else "", tuple(whole.shape)))
+            samples.append(_sample(whole, quantized))
     # One copy to the host for all of them, rather than one for each.
     on_host = torch.cat(samples).cpu().view(-1, _SAMPLES) if samples else torch.empty(0, _SAMPLES)
     for name, (kind, shape), numbers in zip(names, kinds, on_host, strict=True):
@@ -149,6 +151,19 @@ def _holds(module: nn.Module) -> str | None:
 def _differ(a: str, b: str) -> bool:
     comparable = "?" not in (a, b) and a.startswith("q") == b.startswith("q")
     return comparable and a != b
+
+
+def _whole(parameter: nn.Parameter) -> Tensor:
+    """Its values; where they are sharded, by FSDP2 or ZeRO, those of all ranks, which must all ask."""
+    values = parameter.detach()
+    if isinstance(values, DTensor):
+        return values.to(values.device_mesh.device_type).full_tensor()
+    if not hasattr(parameter, "ds_id"):
+        return values
+    from deepspeed.runtime.zero import GatheredParameters
+
+    with GatheredParameters([parameter]):
+        return parameter.detach().clone()
 
 
 def _sample(values: Tensor, quantized: bool) -> Tensor:

@@ -246,9 +246,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}
         load = load_sharded_ if path.is_dir() else load_full_
-        checkpoint = load(path, self.model, optimizers, strict=self.lightning_module.strict_loading)
+        strict = self.lightning_module.strict_loading
+        checkpoint = load(path, self.model, optimizers, strict=strict, names=self.names_to_load)
         mark_of(self).go_on_from(checkpoint.pop(KEY, None))
         return checkpoint
+
+    def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+        """The keys of the model's ``state_dict`` that a checkpoint should hold; a technique may save fewer.
+
+        Args:
+            checkpoint: what is in it beside model and optimizers.
+            saved: the keys that it holds.
+            strict: whether they must be the run's.
+        """
+        assert self.model is not None
+        return set(self.model.state_dict())
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Done in :meth:`load_checkpoint`."""

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,6 +27,7 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apa
 
 REST = "rest.pt"  # everything that is no tensor of the model or of an optimizer
 _MODEL = "model."
+NamesToLoad = Callable[[Mapping[str, Any], set[str], bool], set[str]]
 
 
 def save_sharded(
@@ -85,6 +86,7 @@ def load_sharded_(
     optimizers: Mapping[str, Optimizer] | None = None,
     *,
     strict: bool = True,
+    names: NamesToLoad | None = None,
 ) -> dict[str, Any]:
     """Load what :func:`save_sharded` wrote, onto any number of ranks, all together; each reads what it needs.
 
@@ -93,6 +95,7 @@ def load_sharded_(
         model: sharded on any mesh, or plain.
         optimizers: by the names they were saved under. One that was not saved is left as it is.
         strict: whether names must agree.
+        names: the rest, the names that were saved, and ``strict`` → the names to load; by default all of the model's.
 
     Returns:
         The rest.
@@ -112,7 +115,8 @@ def load_sharded_(
     index = SafeReader(folder).read_metadata()
     state = model.state_dict()
     saved = {name.removeprefix(_MODEL) for name in index.state_dict_metadata if name.startswith(_MODEL)}
-    wanted = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    expected = set(state) if names is None else names(plain["rest"], saved | set(plain["values"]), strict)
+    wanted = {name: value for name, value in state.items() if name in expected and isinstance(value, Tensor)}
     refuse_other_names(set(wanted), saved, folder, strict)
     wanted = {name: value for name, value in wanted.items() if name in saved}
     _refuse_other_shapes(wanted, index, folder)
@@ -145,7 +149,12 @@ def _load_optimizer_(
 
 
 def load_full_(
-    path: str | os.PathLike[str], model: nn.Module, optimizers: Mapping[str, Optimizer] | None = None, *, strict: bool
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizers: Mapping[str, Optimizer] | None = None,
+    *,
+    strict: bool,
+    names: NamesToLoad | None = None,
 ) -> dict[str, Any]:
     """Load a checkpoint in one file, of Lightning on one device or with DDP, into a sharded model: each rank its part.
 
@@ -154,6 +163,7 @@ def load_full_(
         model: sharded, or plain.
         optimizers: in the order they were saved in.
         strict: whether names must agree.
+        names: as for :func:`load_sharded_`.
 
     Returns:
         The checkpoint, without the state of model and optimizers.
@@ -169,7 +179,8 @@ def load_full_(
         why = "there is no state_dict in it, so it is no checkpoint of a run"
         raise ValueError(explain(f"{path}", why, "Load it with load_state_dict before the run"))
     state, full = model.state_dict(), checkpoint.pop("state_dict")
-    refuse_other_names(set(state), set(full), path, strict)
+    expected = set(state) if names is None else names(checkpoint, set(full), strict)
+    refuse_other_names(expected, set(full), path, strict)
     parts = {name: _part(full[name], value) for name, value in state.items() if name in full}
     model.load_state_dict({**state, **parts}, strict=False)
     states = checkpoint.pop("optimizer_states", [])

@@ -2,7 +2,7 @@
 
 import argparse
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -173,6 +173,38 @@ class Engine:
             for kind, key in keys:
                 getattr(module, kind).pop(key, None)
         self._hung = {}
+
+    @contextmanager
+    def holding(self, names: set[str]) -> Iterator[bool]:
+        """What is saved of the module has these keys alone; yields whether that is a part of it."""
+        state_dict = self.module.state_dict
+
+        def state_of_part(*args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {name: value for name, value in state_dict(*args, **kwargs).items() if name in names}
+
+        if names >= set(state_dict()):
+            yield False
+            return
+        restore = patch(self.module, "state_dict", state_of_part)
+        try:
+            yield True
+        finally:
+            restore()
+
+    @contextmanager
+    def expecting(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
+        """A checkpoint that is loaded may hold a part of the module, if that is what ``names_to_load`` gives for it."""
+        load = self.deepspeed.load_module_state_dict
+
+        def load_part(checkpoint: Any, strict: bool = True, **kwargs: Any) -> None:
+            names = names_to_load(checkpoint, set(checkpoint["module"]), strict)
+            load(checkpoint=checkpoint, strict=strict and names >= set(self.module.state_dict()), **kwargs)
+
+        restore = patch(self.deepspeed, "load_module_state_dict", load_part)
+        try:
+            yield
+        finally:
+            restore()
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -1,7 +1,7 @@
 """ZeRO for the Trainer: the stage chosen by what fits, Lightning's own accumulation, checkpoints that are whole."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Surgery, Technique, check_together, refuse_conflicts, techniques_of
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
@@ -280,7 +280,15 @@ class ZeROStrategy(DeepSpeedStrategy):
             raise TypeError(explain("storage_options=", why, "Leave it out"))
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
-        save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
+        with ExitStack() as undo:
+            part = undo.enter_context(self.engine.holding(set(checkpoint["state_dict"])))  # perhaps what trains alone
+            undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
+            save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
+
+    def names_to_load(self, checkpoint: Mapping[str, Any], saved: set[str], strict: bool) -> set[str]:
+        """As :meth:`FSDP2Strategy.names_to_load`: the keys that a checkpoint should hold."""
+        assert self.lightning_module is not None
+        return set(self.lightning_module.state_dict())
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
@@ -294,7 +302,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         assert self.engine is not None
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
-        with folder_to_load(
+        folder = folder_to_load(
             self,
             checkpoint_path,
             self.engine,
@@ -302,7 +310,8 @@ class ZeROStrategy(DeepSpeedStrategy):
             trusted=self.trusted,
             universal=self.universal,
             optimizer_too=fitting,
-        ) as path:
+        )
+        with folder as path, self.engine.expecting(self.names_to_load):
             return super().load_checkpoint(path, weights_only)
 
     @property
