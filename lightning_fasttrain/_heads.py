@@ -101,7 +101,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     inside = "\0"
     for name, module in model.named_modules():
-        if not name or name.startswith(inside):
+        if not name or name.startswith(inside) or stands_for(module):
             continue
         if _is_adapted(module) or is_a(module, "BasePromptEncoder"):
             inside = f"{name}."
@@ -122,6 +122,11 @@ def is_a(module: nn.Module, ancestor: str) -> bool:
 def is_linear(layer: nn.Module) -> bool:
     """``nn.Linear``, its quantised descendants, and GPT-2's transposed one; not those inside ``nn.MultiheadAttention``,
     which computes with their weights and never calls them."""
-    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
+    if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear) or stands_for(layer):
         return False
     return isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D"
+
+
+def stands_for(layer: nn.Module) -> tuple[int, ...] | None:
+    """The shape of the tensor that a quantised layer holds for another module, which alone uses it; else None."""
+    return vars(layer).get("stands_for")

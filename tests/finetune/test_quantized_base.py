@@ -200,7 +200,14 @@ def test_what_cannot_be_quantised_is_left_with_the_reason():
 MOE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 50}
 EXPERTS = {
     "Mixtral": {**MOE, "num_local_experts": 4, "num_key_value_heads": 2},
-    "Qwen3Moe": {**MOE, "num_experts": 4, "moe_intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 32},
+    "Qwen3Moe": {
+        **MOE,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    },
 }
 
 
@@ -208,7 +215,7 @@ EXPERTS = {
 def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_share(kind, caplog):
     transformers = pytest.importorskip("transformers")
     model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
-    technique = ft.QLoRA(rank=2)
+    technique = ft.QLoRA(rank=2, kind="int8")
     with pytest.warns(UserWarning, match=r"only nn.Linear is quantised.*experts\.gate_up_proj"):
         ft.apply(model, [technique])
     report = technique.base.report
@@ -220,6 +227,14 @@ def test_experts_that_stay_in_float32_without_adapters_are_named_with_their_shar
     share = sum(p.nbytes for p in experts.values()) / total
     assert sum(report.shares[name] for name in experts) == pytest.approx(share)
     assert f"{share:.0%} of all bytes" in str(report)
+    assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_in_4_bits_have_no_adapter_and_it_is_said(kind, caplog):
+    transformers = pytest.importorskip("transformers")
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**EXPERTS[kind]))
+    ft.apply(model, [ft.QLoRA(rank=2)])
     assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
 
 

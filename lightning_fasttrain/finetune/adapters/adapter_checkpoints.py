@@ -64,7 +64,7 @@ def trained_names(model: nn.Module) -> list[str]:
 def _holder(name: str, frozen: set[str]) -> bool:
     """Whether one of the ``frozen`` modules holds this key; quantised weights have keys of several parts."""
     parts = name.split(".")
-    return any(".".join(parts[:i]) in frozen for i in range(len(parts)))
+    return any(".".join(parts[:i]) in frozen for i in range(len(parts) + 1))
 
 
 def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Undo:

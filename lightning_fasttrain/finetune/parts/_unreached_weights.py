@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from torch import nn
 
-from lightning_fasttrain._heads import is_a, is_inside, is_linear
+from lightning_fasttrain._heads import is_a, is_inside, is_linear, stands_for
 from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain.finetune.parts.freezing import can_train
 
@@ -71,7 +71,8 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
 
 def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
     """What to say of a good part of the model that has no adapter, because of what it is in."""
-    names = [name for name in out_of_reach(model) if name not in adapted]
+    held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
+    names = [name for name in (*out_of_reach(model), *held) if name not in adapted]
     share = sum(shares_of(model, names).values())
     passed = [name for name in read_past(model) if name not in adapted]
     said = ""

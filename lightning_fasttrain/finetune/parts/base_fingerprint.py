@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_fasttrain._heads import stands_for
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
 
@@ -144,7 +145,12 @@ def changes_base(config: Any) -> bool:
 
 
 def _holds(module: nn.Module) -> str | None:
-    """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed."""
+    """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed.
+
+    A layer that holds a tensor for another module is called as that tensor is.
+    """
+    if stands_for(module):
+        return "weight"
     return next((_HOLDERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _HOLDERS), None)
 
 

@@ -1,7 +1,7 @@
 """A quantised model made from files, without the full-precision one ever being in memory."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain, list_some, say
+from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
+from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
-from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report, sort_out
+from lightning_fasttrain.finetune.quantized.quantized_base import check_settings, choose_compute_dtype, report
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
 _LONG = 2**30  # bytes from which on it takes long enough to show progress
@@ -82,12 +84,15 @@ def load_quantized(
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(explain(f"dtype={dtype}", "it cannot be quantised", f"Use {', '.join(map(str, FLOATS))}"))
     model = _empty(make_model)
-    layers, already, left = sort_out(model, skip)
+    found = sort_out(model, kind, skip)
     slots = _slots(model)
     stored = find_tensors(files)
     wanted = _what_to_read(model, slots, stored)
-    _refuse_unfit(layers, slots, wanted, dtype)
-    quantize = {id(layer._parameters["weight"]): layer for layer in layers.values()}
+    names = [*(f"{name}.weight" for name in found.layers), *found.stacks]
+    _refuse_unfit(names, slots, wanted, dtype)
+    layers = {id(layer._parameters["weight"]): layer for layer in found.layers.values()}
+    stacks = {id(owner._parameters[key]): (owner, key) for owner, key in found.stacks.values()}
+    made: dict[tuple[nn.Module, str], nn.Module] = {}
     before = 0
     total = sum(tensor.nbytes for tensor in wanted.values())
     with _progress(total) as advance:
@@ -95,19 +100,23 @@ def load_quantized(
             advance(tensor.nbytes)
             tensor = tensor.to(device, dtype if tensor.is_floating_point() else None)
             empty = slots[name]
-            layer = quantize.get(id(empty.tensor))
-            if layer is None:
-                empty.fill(tensor)
-            else:
-                chosen = choose_compute_dtype(compute_dtype, model, tensor)
+            layer, stack = layers.get(id(empty.tensor)), stacks.get(id(empty.tensor))
+            if layer is not None:
                 before += tensor.nbytes
+                chosen = choose_compute_dtype(compute_dtype, model, tensor)
                 quantize_layer_(layer, tensor, kind, double_quant, chosen)
+            elif stack is not None:
+                before += tensor.nbytes
+                made[stack] = quantize_tensor_(*stack, tensor, kind, double_quant)
+            else:
+                empty.fill(tensor)
             del tensor
     for layer in layers.values():
         round_bias_(layer)
         keep_quantized_(layer)
     model.to(device)  # buffers that are in no file
-    say("load_quantized: %s", report(model, kind, layers, already, left, before))
+    holders = {name: made[stack] for name, stack in found.stacks.items()}
+    say("load_quantized: %s", report(model, kind, found, holders, before))
     return model
 
 
@@ -191,16 +200,12 @@ def _what_to_read(
 
 
 def _refuse_unfit(
-    layers: dict[str, nn.Linear],
-    slots: dict[str, _Slot],
-    wanted: dict[str, StoredTensor],
-    dtype: torch.dtype | None,
+    names: Iterable[str], slots: dict[str, _Slot], wanted: dict[str, StoredTensor], dtype: torch.dtype | None
 ) -> None:
-    for name in layers:
-        stored = wanted[f"{name}.weight"]
-        if (dtype or stored.dtype) not in FLOATS:
+    for name in names:
+        if (dtype or wanted[name].dtype) not in FLOATS:
             why = "it cannot be quantised"
-            raise ValueError(explain(f"{name}.weight is stored in {stored.dtype}", why, "Give dtype="))
+            raise ValueError(explain(f"{name} is stored in {wanted[name].dtype}", why, "Give dtype="))
     for name, slot in slots.items():
         if slot.tensor.is_meta and not isinstance(slot.tensor, nn.Parameter) and name not in wanted:
             why = "its values are not known"

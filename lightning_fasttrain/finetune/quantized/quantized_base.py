@@ -6,35 +6,26 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._blocks import Blocks, _candidates, _matches
+from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads, is_inside
 from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
+from lightning_fasttrain._messages import explain, list_some, note_once, say
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
-from lightning_fasttrain.finetune.parts._unreached_weights import (
-    out_of_reach,
-    read_past,
-    shares_of,
-    warn_of_what_is_out_of_reach,
-)
+from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
+from lightning_fasttrain.finetune.quantized._quantizable import Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     KINDS,
-    is_quantized,
     quantization_of,
     quantize_layer_,
     require_bitsandbytes,
     round_bias_,
 )
+from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
-
-_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
-_IN_ADAPTER = "an adapter is on it already"
 
 
 @dataclass(frozen=True)
@@ -44,9 +35,10 @@ class QuantizedReport:
     Args:
         kind: ``"nf4"``, ``"fp4"`` or ``"int8"``.
         quantized: qualified names of the layers that it has quantised.
-        already: of those that were quantised before.
-        left: name of each other linear layer, and of all else that holds a matrix, such as experts in one tensor,
-            GPT-2's ``Conv1D`` and convolutions → why it was left. Embeddings are not listed.
+        stacks: of the tensors of several matrices, such as a layer's experts, that it has quantised.
+        already: of all those that were quantised before.
+        left: name of each other linear layer, and of all else that holds a matrix, such as GPT-2's ``Conv1D`` and
+            convolutions → why it was left. Embeddings are not listed.
         bytes_before: what the quantised weights took.
         bytes_after: what they take, with all constants and tables.
         shares: name of what was left → its share of the bytes that all parameters take now.
@@ -54,6 +46,7 @@ class QuantizedReport:
 
     kind: str
     quantized: tuple[str, ...]
+    stacks: tuple[str, ...]
     already: tuple[str, ...]
     left: dict[str, str]
     bytes_before: int
@@ -62,7 +55,8 @@ class QuantizedReport:
 
     def __str__(self) -> str:
         size = f"{self.bytes_before / 2**20:.1f} → {self.bytes_after / 2**20:.1f} MiB"
-        parts = [f"{len(self.quantized)} linear layers in {self.kind}, {size}"]
+        stacks = f" and {len(self.stacks)} stacks of matrices" if self.stacks else ""
+        parts = [f"{len(self.quantized)} linear layers{stacks} in {self.kind}, {size}"]
         if self.already:
             parts.append(f"{len(self.already)} were quantised before")
         reasons: dict[str, list[str]] = {}
@@ -91,11 +85,15 @@ def quantize_base_(
     their memory stays. One layer after another is quantised, with temporaries of three times its float32 size; of six
     times in fp4 on a CPU.
 
+    A tensor that holds several matrices, as today's mixtures of experts have them [experts, out, in], is held in 4 bits
+    too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of a layer
+    are floats meanwhile.
+
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
     weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
-    as ``nn.MultiheadAttention`` uses, layers with adapters, and all matrices that are in no ``nn.Linear``, such as
-    experts in one tensor: if these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight``
-    instead of calling the layer needs it in ``skip``. In int8 the inputs are quantised too, on a CPU only in eval.
+    as ``nn.MultiheadAttention`` uses, layers with adapters, and all other matrices that are in no ``nn.Linear``: if
+    these are a tenth of all bytes, there is a warning. Code that reads ``layer.weight`` instead of calling the layer
+    needs it in ``skip``. In int8 stacks are left, and inputs are quantised too, on a CPU only in eval.
 
     Args:
         model: any module whose weights are there, on the CPU or on CUDA; they are quantised where they are.
@@ -129,19 +127,24 @@ def quantize_base_(
     """
     check_settings(kind, compute_dtype)
     require_bitsandbytes()
-    layers, already, left = sort_out(model, skip)
-    for name, layer in layers.items():
-        if layer.weight.is_meta:
+    found = sort_out(model, kind, skip)
+    weights = found.weights()
+    for name, weight in weights.items():
+        if weight.is_meta:
             why = "it has no weights yet"
             raise ValueError(explain(f"{name!r} is on the meta device", why, "Use load_quantized(...)"))
-    before = sum(layer.weight.nbytes for layer in layers.values())
-    for layer in layers.values():
+    before = sum(weight.nbytes for weight in weights.values())
+    del weights  # or they would outlive what takes their place
+    for layer in found.layers.values():
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
         quantize_layer_(layer, layer.weight, kind, double_quant, dtype)
         round_bias_(layer)
-    for layer in (*layers.values(), *already.values()):
+    for layer in (*found.layers.values(), *found.already.values()):
         keep_quantized_(layer)
-    return report(model, kind, layers, already, left, before)
+    holders = {}
+    for name, (owner, key) in found.stacks.items():
+        holders[name] = quantize_tensor_(owner, key, owner.get_parameter(key).detach(), kind, double_quant)
+    return report(model, kind, found, holders, before)
 
 
 def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
@@ -156,120 +159,15 @@ def check_settings(kind: str, compute_dtype: torch.dtype | str) -> None:
 
 
 def report(
-    model: nn.Module,
-    kind: str,
-    layers: dict[str, nn.Linear],
-    already: dict[str, nn.Module],
-    left: dict[str, str],
-    before: int,
+    model: nn.Module, kind: str, found: Quantizable, holders: dict[str, nn.Module], before: int
 ) -> QuantizedReport:
     """Say what was done to ``model``, and warn where much of it was not reached."""
-    after = sum(tensor.nbytes for layer in layers.values() for tensor in quantization_of(layer).values())
-    shares = shares_of(model, left)
-    warn_of_what_is_out_of_reach(model, left, shares)
-    return QuantizedReport(kind, tuple(layers), tuple(already), left, before, after, shares)
-
-
-def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
-    """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
-    skipped, heads = _skipped_names(model, skip), find_heads(model)
-    shared = {**_kept_whole(model), **_shared_modules(model)}
-    shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
-    layers: dict[str, nn.Linear] = {}
-    already: dict[str, nn.Module] = {}
-    left: dict[str, str] = {}
-    adapter = "\0"
-    for name, module in model.named_modules():
-        if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
-            adapter = f"{name}."
-        if is_quantized(module):
-            already[name] = module
-        elif isinstance(module, nn.Linear):
-            reason = _why_left(name, module, skipped, heads, shared)
-            if name.startswith(adapter):
-                if name == f"{adapter}base_layer":
-                    left[name] = reason or _IN_ADAPTER
-            elif reason:
-                left[name] = reason
-            else:
-                layers[name] = module
-    left.update(out_of_reach(model, skipped))
-    if not layers and not already:
-        raise ValueError(_nothing_to_quantise(model, left))
-    if _IN_ADAPTER in left.values():
-        warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
-    return layers, already, left
-
-
-def _why_left(name: str, layer: nn.Linear, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
-    """Empty where nothing speaks against quantising it."""
-    if name in skipped:
-        return "skip"
-    if name.removesuffix(".base_layer") in heads:
-        return "a head"
-    return shared.get(name) or _unfit(layer)
-
-
-def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
-    what = f"nothing to quantise in {type(model).__name__}"
-    if not left:
-        return explain(what, "it has no nn.Linear", "Leave quantisation out")
-    reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
-    way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
-    return explain(what, f"all its matrices are left: {reasons}", way_out)
-
-
-def _skipped_names(model: nn.Module, skip: Blocks) -> set[str]:
-    modules = dict(model.named_modules())
-    outer: list[str] = []
-    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
-        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            why = "it is no pattern and no class of modules"
-            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
-        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
-        if not found:
-            why = f"candidates are {_candidates(model)}"
-            way_out = "Give a class, a class name or a pattern such as '**.router'"
-            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
-        outer += found
-    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
-
-
-def _shared_modules(model: nn.Module) -> dict[str, str]:
-    """Name of each module whose weight another one has too → that."""
-    owners: dict[nn.Parameter, list[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
-            owners.setdefault(weight, []).append(name)
-    shared: dict[str, str] = {}
-    for names in owners.values():
-        for name in names:
-            others = [other for other in names if other != name]
-            if others:
-                shared[name] = f"it shares its weight with {others[0]}"
-    return shared
-
-
-def _kept_whole(model: nn.Module) -> dict[str, str]:
-    """What Hugging Face's models name as never to be in less than float32, such as ``wo`` in T5 → that."""
-    return {
-        f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
-        for prefix, owner in model.named_modules()
-        if (kept := getattr(owner, "_keep_in_fp32_modules", None))
-        for name, _ in owner.named_modules()
-        if set(kept) & set(name.split("."))
-    }
-
-
-def _unfit(layer: nn.Linear) -> str:
-    if type(layer) is not nn.Linear:
-        return f"it is a {type(layer).__name__}, not a plain nn.Linear"
-    weight = layer._parameters.get("weight")
-    if weight is None or is_traceable_wrapper_subclass(weight):
-        return "its weight is not a plain parameter"
-    if weight.dtype not in FLOATS:
-        return f"its weight is in {weight.dtype}"
-    return ""
+    made = (*found.layers.values(), *holders.values())
+    after = sum(tensor.nbytes for layer in made for tensor in quantization_of(layer).values())
+    shares = shares_of(model, found.left)
+    warn_of_what_is_out_of_reach(model, found.left, shares)
+    names = tuple(found.layers)
+    return QuantizedReport(kind, names, tuple(holders), tuple(found.already), found.left, before, after, shares)
 
 
 def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: torch.Tensor) -> torch.dtype:

@@ -1,0 +1,163 @@
+"""What of a model can be quantised: its linear layers and stacks of matrices, and why the others are left."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._blocks import Blocks, _candidates, _matches
+from lightning_fasttrain._heads import find_heads, is_a, is_inside
+from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
+from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized
+
+_ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
+_IN_ADAPTER = "an adapter is on it already"
+
+
+@dataclass(frozen=True)
+class Quantizable:
+    """What :func:`sort_out` found, each by its qualified name.
+
+    Args:
+        layers: linear layers to be quantised.
+        stacks: tensors [n, rows, columns] to be quantised: the module that holds it, and its name there.
+        already: what is quantised.
+        left: why it is left.
+    """
+
+    layers: dict[str, nn.Linear]
+    stacks: dict[str, tuple[nn.Module, str]]
+    already: dict[str, nn.Module]
+    left: dict[str, str]
+
+    def weights(self) -> dict[str, Tensor]:
+        """The tensors to be quantised."""
+        stacks: dict[str, Any] = {name: owner._parameters[key] for name, (owner, key) in self.stacks.items()}
+        return {**{name: layer.weight for name, layer in self.layers.items()}, **stacks}
+
+
+def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
+    """What of ``model`` is to be quantised, is already, and is left, with the reason.
+
+    Raises:
+        ValueError: there is nothing to quantise; ``skip`` matches nothing.
+        TypeError: ``skip`` holds something else than patterns and classes.
+    """
+    skipped, heads = _skipped_names(model, skip), find_heads(model)
+    shared = {**_kept_whole(model), **_shared_modules(model)}
+    shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
+    layers: dict[str, nn.Linear] = {}
+    already: dict[str, nn.Module] = {}
+    left: dict[str, str] = {}
+    adapter = "\0"
+    for name, module in model.named_modules():
+        if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
+            adapter = f"{name}."
+        if is_quantized(module):
+            already[name] = module
+        elif isinstance(module, nn.Linear):
+            reason = _why_left(name, module, skipped, heads, shared)
+            if name.startswith(adapter):
+                if name == f"{adapter}base_layer":
+                    left[name] = reason or _IN_ADAPTER
+            elif reason:
+                left[name] = reason
+            else:
+                layers[name] = module
+    stacks = _stacks(model, skipped) if kind != "int8" else {}
+    unreached = out_of_reach(model, skipped)
+    left.update({name: why for name, why in unreached.items() if not {name, f"{name}.weight"} & set(stacks)})
+    if not layers and not already and not stacks:
+        raise ValueError(_nothing_to_quantise(model, left))
+    if _IN_ADAPTER in left.values():
+        warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
+    return Quantizable(layers, stacks, already, left)
+
+
+def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, str]]:
+    """Tensors of several matrices that modules multiply with in their own forward, as experts are kept today."""
+    found: dict[str, tuple[nn.Module, str]] = {}
+    adapter = "\0"
+    for name, module in model.named_modules():
+        if any(is_a(module, kind) for kind in _ADAPTERS) and not name.startswith(adapter):
+            adapter = f"{name}."
+        if name.startswith(adapter) or name in skipped or isinstance(module, _ConvNd):
+            continue
+        for key, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 3 and is_matrix(parameter) and parameter.dtype in FLOATS:
+                found[f"{name}.{key}".lstrip(".")] = module, key
+    return found
+
+
+def _why_left(name: str, layer: nn.Linear, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
+    """Empty where nothing speaks against quantising it."""
+    if name in skipped:
+        return "skip"
+    if name.removesuffix(".base_layer") in heads:
+        return "a head"
+    return shared.get(name) or _unfit(layer)
+
+
+def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
+    what = f"nothing to quantise in {type(model).__name__}"
+    if not left:
+        return explain(what, "it has no nn.Linear", "Leave quantisation out")
+    reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
+    way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
+    return explain(what, f"all its matrices are left: {reasons}", way_out)
+
+
+def _skipped_names(model: nn.Module, skip: Blocks) -> set[str]:
+    modules = dict(model.named_modules())
+    outer: list[str] = []
+    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
+        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
+            why = "it is no pattern and no class of modules"
+            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
+        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
+        if not found:
+            why = f"candidates are {_candidates(model)}"
+            way_out = "Give a class, a class name or a pattern such as '**.router'"
+            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
+        outer += found
+    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
+
+
+def _shared_modules(model: nn.Module) -> dict[str, str]:
+    """Name of each module whose weight another one has too → that."""
+    owners: dict[nn.Parameter, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(weight := module._parameters.get("weight"), nn.Parameter):
+            owners.setdefault(weight, []).append(name)
+    shared: dict[str, str] = {}
+    for names in owners.values():
+        for name in names:
+            others = [other for other in names if other != name]
+            if others:
+                shared[name] = f"it shares its weight with {others[0]}"
+    return shared
+
+
+def _kept_whole(model: nn.Module) -> dict[str, str]:
+    """What Hugging Face's models name as never to be in less than float32, such as ``wo`` in T5 → that."""
+    return {
+        f"{prefix}.{name}".lstrip("."): f"{type(owner).__name__} keeps it in float32"
+        for prefix, owner in model.named_modules()
+        if (kept := getattr(owner, "_keep_in_fp32_modules", None))
+        for name, _ in owner.named_modules()
+        if set(kept) & set(name.split("."))
+    }
+
+
+def _unfit(layer: nn.Linear) -> str:
+    if type(layer) is not nn.Linear:
+        return f"it is a {type(layer).__name__}, not a plain nn.Linear"
+    weight = layer._parameters.get("weight")
+    if weight is None or is_traceable_wrapper_subclass(weight):
+        return "its weight is not a plain parameter"
+    if weight.dtype not in FLOATS:
+        return f"its weight is in {weight.dtype}"
+    return ""
