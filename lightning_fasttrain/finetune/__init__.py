@@ -14,6 +14,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_
+from lightning_fasttrain.finetune.adapters.combine_adapters import combine_adapters_, remove_adapter_
 from lightning_fasttrain.finetune.adapters.lora import IA3, Adapter, LoRA
 from lightning_fasttrain.finetune.adapters.merge import (
     MergeReport,

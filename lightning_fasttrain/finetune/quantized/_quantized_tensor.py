@@ -105,7 +105,7 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-@torch.compiler.disable
+@torch.compiler.disable()
 def _somebody_keeps_activations() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
