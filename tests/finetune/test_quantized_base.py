@@ -238,22 +238,92 @@ def test_experts_in_4_bits_have_no_adapter_and_it_is_said(kind, caplog):
     assert re.search(r"without adapter, since in no linear layer: .*experts\.gate_up_proj.* and \d more", caplog.text)
 
 
-def test_gpt2s_transposed_layers_are_named_with_their_share():
+def gpt2():
     transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(
-        n_embd=64, n_layer=2, n_head=2, vocab_size=50, n_positions=16, bos_token_id=1, eos_token_id=1
-    )
-    gpt2 = transformers.GPT2LMHeadModel(config)
-    with pytest.raises(ValueError, match=r"transformer\.h\.0\.attn\.c_attn \(it is a Conv1D"):
-        quantize_base_(gpt2)
-    net = nn.ModuleDict({"gpt2": gpt2, "beside": nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 2))})
-    with pytest.warns(UserWarning, match=r"9\d% of the bytes.*gpt2\.transformer\.h\.0\.attn\.c_attn, .* and 5 more"):
-        report = quantize_base_(net)
-    names = [name for name, module in net.named_modules() if type(module).__name__ == "Conv1D"]
-    assert {report.left[name] for name in names} == {"it is a Conv1D, not an nn.Linear"}
-    bytes_of = {name: sum(p.nbytes for p in net.get_submodule(name).parameters()) for name in names}
-    total = sum(p.nbytes for p in net.parameters())
-    assert [report.shares[name] for name in names] == pytest.approx([bytes_of[name] / total for name in names])
+    torch.manual_seed(0)
+    size = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 50, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size, bos_token_id=1, eos_token_id=1))
+
+
+def conv1ds(model):
+    return {name: module for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
+
+
+IDS = torch.arange(12).view(1, 12) + 3
+
+
+def loss_of(model):
+    return model(input_ids=IDS, labels=IDS).loss
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
+def test_gpt2s_transposed_layers_compute_what_bitsandbytes_own_would(kind):
+    """Each layer beside one that is made by hand of the transposed weight."""
+    import bitsandbytes as bnb
+
+    model, plain = gpt2().eval(), gpt2().eval()
+    report = quantize_base_(model, kind)
+    assert list(report.quantized) == list(conv1ds(plain))
+    x = torch.randn(3, 64)
+    for name, layer in conv1ds(plain).items():
+        weight = layer.weight.detach().T.contiguous()
+        if kind == "int8":
+            by_hand = bnb.nn.Linear8bitLt(layer.nx, layer.nf, has_fp16_weights=False)
+            by_hand.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False)
+        else:
+            by_hand = bnb.nn.Linear4bit(layer.nx, layer.nf, compute_dtype=torch.float32, quant_type=kind)
+            by_hand.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type=kind)
+        by_hand.bias = layer.bias
+        by_hand = by_hand.to("cpu").train(kind != "int8")  # in eval its 4 bits become bfloat16 on some processors
+        given = x.repeat(1, layer.nx // 64)
+        assert torch.equal(model.get_submodule(name)(given), by_hand(given))
+    assert (loss_of(model) - loss_of(plain)).abs() < 0.05
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_gpt2s_files_go_both_ways(kind, tmp_path):
+    from safetensors.torch import save_model
+
+    model, other, plain = gpt2(), gpt2(), gpt2()
+    quantize_base_(model, kind)
+    for parameter in other.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    quantize_base_(other, kind)
+    for state in (model.state_dict(), plain.state_dict()):
+        other.load_state_dict(state)
+        assert torch.equal(loss_of(other.eval()), loss_of(model.eval()))
+    save_model(plain, tmp_path / "model.safetensors")
+    streamed = ft.finetune.load_quantized(gpt2, tmp_path / "model.safetensors", kind)
+    assert torch.equal(loss_of(streamed.eval()), loss_of(model))
+
+
+@pytest.mark.parametrize("into", ["requantized", "dequantized", "original"])
+def test_an_adapter_on_quantised_gpt2_trains_and_merges_into_gpt2s_own_layers(into, tmp_path):
+    pytest.importorskip("peft")
+    model, plain = gpt2(), gpt2().eval()
+    ft.apply(model, [ft.QLoRA(rank=2)])
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.05)
+    losses = []
+    for _ in range(8):
+        losses.append(loss_of(model))
+        losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.2
+    ft.finetune.save_adapter(model, tmp_path / "adapter")
+    trained = loss_of(model.eval())
+    ft.finetune.load_adapter_(plain, tmp_path / "adapter")  # onto the plain one
+    assert (loss_of(plain) - trained).abs() < 0.1
+    original = {"original": gpt2()} if into == "original" else {}
+    ft.finetune.unload_adapters_(model, into=into, **original)
+    assert (loss_of(model) - trained).abs() < 0.1
+    fresh = gpt2().eval()
+    if into == "requantized":
+        quantize_base_(fresh)
+    else:
+        assert set(conv1ds(model)) == set(conv1ds(fresh))
+    fresh.load_state_dict(model.state_dict())
+    assert torch.equal(loss_of(fresh), loss_of(model))
 
 
 def test_a_layer_used_twice_stays_one():
@@ -506,7 +576,7 @@ def test_a_skip_that_matches_nothing_or_is_nothing():
 
 def test_nothing_to_quantise():
     assert "no nn.Linear" in refusal(ValueError, nn.Sequential(nn.Conv2d(3, 3, 3)))
-    assert "lm_head (a head)" in refusal(ValueError, GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2)))
+    assert "lm_head (a head)" in refusal(ValueError, GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=0, n_head=2)))
     adapted = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"]), adapted)
     with pytest.raises(ValueError, match="Quantise before adapters"):

@@ -22,6 +22,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     quantize_layer_,
     quantized_bytes,
     round_bias_,
+    was_transposed,
 )
 from lightning_fasttrain.finetune.quantized._tensor_files import Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
@@ -103,6 +104,8 @@ class QuantizedMerge:
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
         merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
+        if was_transposed(base):
+            merged = _transposed_again(merged)
         merged.train(base.training)
         result = _in_eval(merged, x)
         self.against_trained[name] = _relative(result, trained)
@@ -223,6 +226,19 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
         round_bias_(layer)
     keep_quantized_(layer)
     return layer
+
+
+def _transposed_again(layer: Any) -> nn.Module:
+    """GPT-2's kind of layer, with the weight [in, out], so that its files are as they were."""
+    if is_quantized(layer):
+        layer.was_transposed = True
+        return layer
+    from transformers.pytorch_utils import Conv1D
+
+    plain = Conv1D(layer.out_features, layer.in_features)
+    plain.weight = nn.Parameter(layer.weight.T.contiguous(), requires_grad=False)
+    plain.bias = layer.bias
+    return plain
 
 
 def _full_weight(base: Any) -> Tensor:

@@ -11,7 +11,7 @@ from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._heads import find_heads, is_a, is_inside
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
-from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
 
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
 _IN_ADAPTER = "an adapter is on it already"
@@ -22,13 +22,13 @@ class Quantizable:
     """What :func:`sort_out` found, each by its qualified name.
 
     Args:
-        layers: linear layers to be quantised.
+        layers: linear layers to be quantised, GPT-2's ``Conv1D`` among them.
         stacks: tensors [n, rows, columns] to be quantised: the module that holds it, and its name there.
         already: what is quantised.
         left: why it is left.
     """
 
-    layers: dict[str, nn.Linear]
+    layers: dict[str, Any]
     stacks: dict[str, tuple[nn.Module, str]]
     already: dict[str, nn.Module]
     left: dict[str, str]
@@ -49,7 +49,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     skipped, heads = _skipped_names(model, skip), find_heads(model)
     shared = {**_kept_whole(model), **_shared_modules(model)}
     shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
-    layers: dict[str, nn.Linear] = {}
+    layers: dict[str, Any] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
     adapter = "\0"
@@ -58,7 +58,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
             adapter = f"{name}."
         if is_quantized(module):
             already[name] = module
-        elif isinstance(module, nn.Linear):
+        elif isinstance(module, nn.Linear) or is_transposed(module):
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
                 if name == f"{adapter}base_layer":
@@ -69,7 +69,8 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
                 layers[name] = module
     stacks = _stacks(model, skipped) if kind != "int8" else {}
     unreached = out_of_reach(model, skipped)
-    left.update({name: why for name, why in unreached.items() if not {name, f"{name}.weight"} & set(stacks)})
+    reached = {*layers, *already, *left, *stacks}
+    left.update({name: why for name, why in unreached.items() if not {name, f"{name}.weight"} & reached})
     if not layers and not already and not stacks:
         raise ValueError(_nothing_to_quantise(model, left))
     if _IN_ADAPTER in left.values():
@@ -92,7 +93,7 @@ def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, s
     return found
 
 
-def _why_left(name: str, layer: nn.Linear, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
+def _why_left(name: str, layer: nn.Module, skipped: set[str], heads: list[str], shared: dict[str, str]) -> str:
     """Empty where nothing speaks against quantising it."""
     if name in skipped:
         return "skip"
@@ -152,8 +153,8 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _unfit(layer: nn.Linear) -> str:
-    if type(layer) is not nn.Linear:
+def _unfit(layer: nn.Module) -> str:
+    if type(layer) is not nn.Linear and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, not a plain nn.Linear"
     weight = layer._parameters.get("weight")
     if weight is None or is_traceable_wrapper_subclass(weight):

@@ -68,11 +68,26 @@ def in_8_bits(module: nn.Module) -> bool:
     return isinstance(module, require_bitsandbytes().nn.Linear8bitLt) and not module.state.has_fp16_weights
 
 
-def quantize_layer_(layer: nn.Linear, weight: Tensor, kind: str, double_quant: bool, compute_dtype: Any) -> None:
+def is_transposed(module: nn.Module) -> bool:
+    """Whether ``module`` is a ``Conv1D`` of transformers', as GPT-2 has them: a linear layer of weight [in, out]."""
+    weight = module._parameters.get("weight")
+    outputs = getattr(module, "nf", None)
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape[1:] == (outputs,)
+
+
+def was_transposed(layer: nn.Module) -> bool:
+    """Whether a quantised layer stands for one of weight [in, out]; it holds it as [out, in], as Hugging Face does."""
+    return vars(layer).get("was_transposed", False)
+
+
+def quantize_layer_(layer: Any, weight: Tensor, kind: str, double_quant: bool, compute_dtype: Any) -> None:
     """Make ``layer`` a layer of bitsandbytes with ``weight`` quantised, where that lies; freeze it.
 
     It stays the same object: other places that hold it, its hooks and its wrappers do not notice.
     """
+    if is_transposed(layer):
+        layer.out_features, layer.in_features, layer.was_transposed = layer.nf, layer.nx, True
+        weight = weight.detach().T
     bnb, size = require_bitsandbytes(), (layer.in_features, layer.out_features)
     with unset_fake_temporarily():
         like: Any

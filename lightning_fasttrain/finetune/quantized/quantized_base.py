@@ -37,8 +37,8 @@ class QuantizedReport:
         quantized: qualified names of the layers that it has quantised.
         stacks: of the tensors of several matrices, such as a layer's experts, that it has quantised.
         already: of all those that were quantised before.
-        left: name of each other linear layer, and of all else that holds a matrix, such as GPT-2's ``Conv1D`` and
-            convolutions → why it was left. Embeddings are not listed.
+        left: name of each other linear layer, and of all else that holds a matrix, such as a convolution → why it was
+            left. Embeddings are not listed.
         bytes_before: what the quantised weights took.
         bytes_after: what they take, with all constants and tables.
         shares: name of what was left → its share of the bytes that all parameters take now.

@@ -17,6 +17,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     require_bitsandbytes,
     settle_4bit_,
     settle_8bit_,
+    was_transposed,
 )
 
 StateDict = MutableMapping[str, Any]
@@ -102,8 +103,7 @@ def load_4bit(
             return _refuse(state_dict, name, layer, wrong, errors)
         functional: Any = require_bitsandbytes().functional
         new = functional.QuantState.from_dict(found, layer.weight.device)
-    elif _is_plain(weight, layer):
-        plain = weight.detach().to(layer.weight.device)
+    elif (plain := _plain_weight(weight, layer)) is not None:
         state_dict[name], new = pack(plain, old.quant_type, old.nested)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
@@ -169,8 +169,8 @@ def load_8bit(
     if weight is None:
         return
     settle_8bit_(layer)
-    if _is_plain(weight, layer):
-        state_dict[name], constants = pack(weight.detach().to(layer.weight.device), "int8", False)
+    if (plain := _plain_weight(weight, layer)) is not None:
+        state_dict[name], constants = pack(plain, "int8", False)
     elif weight.dtype is not torch.int8 or constants is None or constants.shape != layer.state.SCB.shape:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to int8", errors)
     elif layout not in (0, "row"):
@@ -180,8 +180,13 @@ def load_8bit(
         layer.state.CB = state_dict[name]
 
 
-def _is_plain(weight: Tensor, layer: Any) -> bool:
-    return weight.dtype in FLOATS and weight.shape == (layer.out_features, layer.in_features)
+def _plain_weight(weight: Tensor, layer: Any) -> Tensor | None:
+    """What is to be quantised, [out, in], on the layer's device; None if it is no plain weight of this layer."""
+    if was_transposed(layer) and weight.ndim == 2:
+        weight = weight.T
+    if weight.dtype not in FLOATS or weight.shape != (layer.out_features, layer.in_features):
+        return None
+    return weight.detach().to(layer.weight.device)
 
 
 def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:
