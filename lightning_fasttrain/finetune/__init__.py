@@ -6,6 +6,7 @@ From the bottom up: ``parts``, ``quantized``, ``adapters``, ``prompts``, ``files
 """
 
 from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain.finetune.adapters.account_bytes import ByteAccount, account_bytes
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._blocks import Blocks, _candidates, _matches
 from lightning_fasttrain._heads import find_heads, is_a, is_inside
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
 
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
-_IN_ADAPTER = "an adapter is on it already"
+IN_ADAPTER = "an adapter is on it already"
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
                 if name == f"{adapter}base_layer":
-                    left[name] = reason or _IN_ADAPTER
+                    left[name] = reason or IN_ADAPTER
             elif reason:
                 left[name] = reason
             else:
@@ -73,8 +73,6 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     left.update({name: why for name, why in unreached.items() if not {name, f"{name}.weight"} & reached})
     if not layers and not already and not stacks:
         raise ValueError(_nothing_to_quantise(model, left))
-    if _IN_ADAPTER in left.values():
-        warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
     return Quantizable(layers, stacks, already, left)
 
 

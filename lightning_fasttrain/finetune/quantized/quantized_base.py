@@ -11,11 +11,11 @@ from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, list_some, note_once, say
+from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
-from lightning_fasttrain.finetune.quantized._quantizable import Quantizable, sort_out
+from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     KINDS,
@@ -128,6 +128,8 @@ def quantize_base_(
     check_settings(kind, compute_dtype)
     require_bitsandbytes()
     found = sort_out(model, kind, skip)
+    if IN_ADAPTER in found.left.values():
+        warn("quantize_base_: layers with adapters stay in full precision. Quantise first, then add adapters.")
     weights = found.weights()
     for name, weight in weights.items():
         if weight.is_meta:

@@ -1,0 +1,128 @@
+"""Where the bytes of a model are, to the last one: quantised, adapters, embeddings, heads and the rest."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._heads import base_of, find_heads
+from lightning_fasttrain._messages import list_some
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.quantized._quantizable import sort_out
+from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized, quantization_of
+
+_KINDS: tuple[str, ...] = ("4 bits", "8 bits", "matrices", "embeddings", "heads", "adapters", "vectors", "buffers")
+
+
+@dataclass(frozen=True)
+class ByteAccount:
+    """The bytes of a model's tensors, each counted once; print it for a table.
+
+    Args:
+        kinds: name of each parameter and buffer, and of each part of a quantised weight → its kind: ``"4 bits"``,
+            ``"8 bits"``, ``"matrices"`` in floats, ``"embeddings"``, ``"heads"``, ``"adapters"``, ``"vectors"`` (norms
+            and biases) or ``"buffers"``. What shares memory with another is not listed.
+        nbytes: the same names → bytes.
+        trained: bytes of what trains.
+        left: name of each matrix in floats → why it is not quantised; empty for a model without quantised layers.
+    """
+
+    kinds: dict[str, str]
+    nbytes: dict[str, int]
+    trained: int
+    left: dict[str, str]
+
+    @property
+    def total(self) -> int:
+        """All of them, which is what the model takes in memory."""
+        return sum(self.nbytes.values())
+
+    def by_kind(self) -> dict[str, int]:
+        """Kind → bytes, without kinds that there are none of."""
+        sums = dict.fromkeys(_KINDS, 0)
+        for name, kind in self.kinds.items():
+            sums[kind] += self.nbytes[name]
+        return {kind: nbytes for kind, nbytes in sums.items() if nbytes}
+
+    def __str__(self) -> str:
+        whole = max(self.total, 1)
+        rows = [("kind", "MiB", "share")]
+        rows += [(kind, f"{n / 2**20:,.2f}", f"{n / whole:.1%}") for kind, n in self.by_kind().items()]
+        rows += [("all", f"{self.total / 2**20:,.2f}", ""), ("trains", f"{self.trained / 2**20:,.2f}", "")]
+        lines = [f"{kind:<12}{mib:>12}{share:>8}".rstrip() for kind, mib, share in rows]
+        reasons: dict[str, list[str]] = {}
+        for name, reason in self.left.items():
+            reasons.setdefault(reason, []).append(name)
+        lines += [f"not quantised: {list_some(names)}: {reason}" for reason, names in reasons.items()]
+        return "\n".join(lines)
+
+
+def account_bytes(model: nn.Module) -> ByteAccount:
+    """Say of every byte of ``model`` what it is for, after adapters were added and weights quantised.
+
+    Args:
+        model: any module.
+
+    Returns:
+        The account. Gradients and optimizer state come on top, for what trains alone: see
+        :func:`~lightning_fasttrain.predict_memory`.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Embedding(64, 64), *[nn.Linear(64, 64) for _ in range(2)], nn.Linear(64, 9))
+        >>> undo = ft.apply(net, [ft.QLoRA(rank=2)])
+        >>> account = account_bytes(net)
+        >>> account.by_kind()["adapters"], account.trained
+        (2048, 2048)
+        >>> print(account)
+        kind                 MiB   share
+        4 bits              0.01   23.2%
+        embeddings          0.02   59.1%
+        ...
+
+    Source:
+        Ours.
+    """
+    brought, heads = adapter_parameters(model), {id(model.get_submodule(name)) for name in find_heads(model)}
+    kinds: dict[str, str] = {}
+    nbytes: dict[str, int] = {}
+    trained, seen = 0, set[int]()
+    for name, tensor, kind in _tensors(model, heads):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            kinds[name] = "adapters" if name in brought else kind
+            nbytes[name] = storage.nbytes()
+            trained += storage.nbytes() if tensor.requires_grad else 0
+    return ByteAccount(kinds, nbytes, trained, _left(model))
+
+
+def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, str]]:
+    for prefix, module in model.named_modules():
+        inside = f"{prefix}." if prefix else ""
+        parts: dict[str, Tensor] = {}
+        if is_quantized(module):
+            parts = quantization_of(module)
+            kind = "8 bits" if in_8_bits(module) else "4 bits"
+            yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
+        for key, parameter in module.named_parameters(recurse=False):
+            if key not in parts:
+                yield f"{inside}{key}", parameter, _kind_of(module, parameter, id(base_of(module)) in heads)
+        for key, buffer in module.named_buffers(recurse=False):
+            yield f"{inside}{key}", buffer, "buffers"
+
+
+def _kind_of(module: nn.Module, parameter: nn.Parameter, is_head: bool) -> str:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return "embeddings"
+    if is_head:
+        return "heads"
+    return "matrices" if parameter.ndim > 1 else "vectors"
+
+
+def _left(model: nn.Module) -> dict[str, str]:
+    if not any(is_quantized(module) for module in model.modules()):
+        return {}
+    found = sort_out(model, "nf4", ())
+    could = dict.fromkeys((*found.layers, *found.stacks), "it was skipped, or came later")
+    return {**could, **found.left}
