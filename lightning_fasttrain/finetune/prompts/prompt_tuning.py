@@ -10,10 +10,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.targets import require_peft
-from lightning_fasttrain.finetune.prompts._prompt_checks import hugging_face_model
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
+from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
 
 
 class PromptTuning(Adapter):
@@ -66,13 +65,12 @@ class PromptTuning(Adapter):
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
     def apply(self, model: nn.Module) -> None:
-        root = hugging_face_model(model)[1]
-        prompts = prompts_on(root)
-        known = {} if prompts is None else dict(prompts.named_children())
+        root = find_language_model(model)[1]
+        known = list(adapters_on(root))
         _refuse_unknown(self.start, root)
-        add_prompt_(model, self.config, train=self.train, name=self.name)
+        place = add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
-            _begin_with_(root, self.name, self.start)
+            _begin_with_(model.get_submodule(place), self.name, self.start)
 
 
 class PrefixTuning(Adapter):
