@@ -31,8 +31,8 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     A ``PeftModel`` takes the place of the Hugging Face model, which is inside as ``base_model``: keys of the
     ``state_dict`` have that word in them from then on. It is called and generates as ``peft.get_peft_model`` makes it,
     best with keywords, and has all attributes of the model inside. From logits and hidden states the positions of the
-    virtual tokens are cut, so that these are as long as the labels. A cache cannot be given to ``forward``, and
-    learned positions must be enough for both kinds of tokens.
+    virtual tokens are cut, so that these are as long as the labels. A cache cannot be given to ``forward``; behind a
+    prefix ``generate`` needs its own (``use_cache=True``); and learned positions must be enough for all tokens.
 
     A causal model that is given labels learns to predict the first token as well, from the virtual ones. The head of a
     sequence classifier trains too, as PEFT wants it. Prompt tuning a decoder for classification needs inputs that are

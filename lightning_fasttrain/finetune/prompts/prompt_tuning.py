@@ -18,6 +18,9 @@ from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_la
 class PromptTuning(Adapter):
     """Train a few virtual tokens before the input of a frozen Hugging Face model, and nothing else.
 
+    A ``PeftModel`` takes the model's place in the module that holds it, so keys of the ``state_dict`` change there; a
+    model that nothing holds needs ``peft.get_peft_model``. The head of a sequence classifier trains as well.
+
     Tens of thousands of parameters train, so gradients and optimizer states all but vanish; activations are kept as
     ever. It comes near to full fine-tuning in large models only, and wants high learning rates, such as 0.3.
 
@@ -76,8 +79,8 @@ class PromptTuning(Adapter):
 class PrefixTuning(Adapter):
     """Train a few virtual keys and values before those of every layer of a frozen Hugging Face model, nothing else.
 
-    More parameters than :class:`PromptTuning`, and nearer to full fine-tuning in small models. The model must have a
-    key-value cache, into which they are put; blocks can be recomputed all the same.
+    More parameters than :class:`PromptTuning`, which says what becomes of the model, and nearer to full fine-tuning in
+    small models. The model must have a key-value cache, into which they are put; blocks can be recomputed all the same.
 
     Args:
         tokens: how many, in each layer.
