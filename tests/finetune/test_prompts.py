@@ -511,6 +511,17 @@ def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
         assert parts(module) == before
 
 
+def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_path):
+    folder = save_adapter(add(seeded(llama)), tmp_path)
+    with pytest.raises(ValueError, match="its task is CAUSAL_LM, and here it is SEQ_CLS"):
+        load_adapter_(Module(llama_classifier), folder, check_base=False)
+    settings = folder / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"num_virtual_tokens": 3', '"num_virtual_tokens": null'))
+    safetensors.save_file({"prompt_embeddings": torch.zeros(3, 16)}, folder / "adapter_model.safetensors")
+    with pytest.raises((ValueError, TypeError), match="num_virtual_tokens=None"):
+        load_adapter_(Module(llama), folder)
+
+
 def test_a_file_for_what_comes_out_of_a_network_here_is_refused(tmp_path):
     projected = add(seeded(llama), "projected")
     with pytest.raises(ValueError, match="its virtual tokens came out of a network"):

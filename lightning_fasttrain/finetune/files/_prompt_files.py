@@ -16,7 +16,14 @@ from lightning_fasttrain.finetune.parts.base_fingerprint import (
     base_names,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, fill_, find_language_model, plain_model
+from lightning_fasttrain.finetune.prompts.add_prompt import (
+    add_prompt_,
+    check_prompt_config,
+    fill_,
+    find_language_model,
+    plain_model,
+    task_of,
+)
 
 # What is not taken from a file: it must not ask for a tokenizer, and the sizes follow from the model.
 _FROM_HERE: dict[str, Any] = {
@@ -41,8 +48,9 @@ def load_prompts_(
     """As :func:`~lightning_fasttrain.finetune.load_adapter_`, for files of virtual tokens; returns the model's name."""
     from peft.utils.save_and_load import set_peft_model_state_dict
 
+    check_prompt_config(config)
     what, place, root = f"the adapter in {source}", *find_language_model(model)
-    there = adapters_on(root).get(name)
+    there, task = adapters_on(root).get(name), task_of(plain_model(root))
     if fingerprint is not None:
         refuse_other_base(fingerprint, root, what, WRONG_BASE)
     network = config.peft_type.value == "P_TUNING" or getattr(config, "prefix_projection", False)
@@ -53,6 +61,9 @@ def load_prompts_(
     for key, value in _FROM_HERE.items():
         if hasattr(config, key):
             setattr(config, key, getattr(there, key, value))
+    if task != "unknown" and config.task_type not in (None, task):
+        why = f"its task is {config.task_type}, and here it is {task}"
+        raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
     shapes = {key: list(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 (it is no mapping)
     expected = _shapes_here(config, plain_model(root))
     wrong = [key for key in {**expected, **shapes} if expected.get(key) != shapes.get(key)]

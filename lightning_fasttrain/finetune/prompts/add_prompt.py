@@ -69,7 +69,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
     Source:
         ``peft.get_peft_model``. Checked against it, bit for bit, on four kinds of models.
     """
-    _check_config(config)
+    check_prompt_config(config)
     check_name(name)
     place, root = find_language_model(model)
     base, config = plain_model(root), copy.deepcopy(config)
@@ -145,7 +145,7 @@ def fill_(config: Any, base: Any) -> None:
     Raises:
         TypeError: PEFT has no virtual tokens for this task.
     """
-    config.task_type = config.task_type or _task_of(base)
+    config.task_type = config.task_type or task_of(base)
     known = config.task_type in ("CAUSAL_LM", "SEQ_2_SEQ_LM", "SEQ_CLS", "FEATURE_EXTRACTION")
     if not known or base.config.is_encoder_decoder != (config.task_type == "SEQ_2_SEQ_LM"):
         what = f"virtual tokens for {type(base).__name__}, of task {config.task_type}"
@@ -156,7 +156,7 @@ def fill_(config: Any, base: Any) -> None:
         config.num_attention_heads = config.num_attention_heads or base.config.num_attention_heads
 
 
-def _task_of(base: nn.Module) -> str:
+def task_of(base: nn.Module) -> str:
     """What a model is for, as PEFT calls it, by the list of classes that Hugging Face's Auto classes choose from."""
     from transformers.models.auto import modeling_auto
 
@@ -172,7 +172,7 @@ def _task_of(base: nn.Module) -> str:
     return "unknown"
 
 
-def _check_config(config: Any) -> None:
+def check_prompt_config(config: Any) -> None:
     peft = require_peft()
     if not isinstance(config, peft.PeftConfig) or config.peft_type.value not in _KINDS:
         why = f"virtual tokens are of the kinds {', '.join(_KINDS)}"
