@@ -30,7 +30,7 @@ from lightning_fasttrain.finetune.parts.freezing import freeze_, freeze_except_,
 from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from lightning_fasttrain.finetune.parts.swap_head import swap_head_
 from lightning_fasttrain.finetune.parts.targets import find_targets
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, prompt_state, set_prompt_state_
+from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
 from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
 from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized

@@ -102,8 +102,8 @@ def test_a_resumed_bf16_run_goes_on_with_the_same_float32_adapters(tmp_path):
 
 
 def test_virtual_tokens_stay_in_float32_too():
-    model = llama()
+    model = torch.nn.ModuleDict({"lm": llama()})
     ft.finetune.add_prompt_(model, peft.PromptTuningConfig(num_virtual_tokens=3))
     before = {name: p.detach().clone() for name, p in trained(model).items()}
-    assert model.bfloat16()(IDS).logits.dtype == torch.bfloat16
+    assert model.bfloat16()["lm"](IDS).logits.dtype == torch.bfloat16
     assert all(torch.equal(p, before[name]) for name, p in trained(model).items())

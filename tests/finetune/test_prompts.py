@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, prompt_state, set_prompt_state_
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune import PrefixTuning, PromptTuning, add_prompt_, load_adapter_, save_adapter
 from tests.nets import TinyLM, as_loader, gradients, largest_difference, trainer, weights
 
 peft = pytest.importorskip("peft")
@@ -98,21 +97,25 @@ both = pytest.mark.parametrize("technique", [PromptTuning, PrefixTuning])
 
 
 def add(model, kind="prompt", **kwargs):
+    """PEFT's model, which has taken the place of this one in a module."""
+    holder = nn.ModuleDict({"lm": model})
     torch.manual_seed(1)
-    return add_prompt_(model, KINDS[kind](), **kwargs)
+    assert add_prompt_(holder, KINDS[kind](), **kwargs) == "lm"
+    return holder["lm"]
 
 
 def like_real_tokens(model, kind):
     """Virtual tokens that are to the model what the real ones of ``PROMPT`` are."""
     tokens = torch.tensor([PROMPT])
     cache = None if kind == "prompt" else model(tokens, use_cache=True).past_key_values
-    add(model, kind)
-    weight = model.prompt_encoder["default"].embedding.weight.data
+    prompted = add(model, kind)
+    weight = prompted.prompt_encoder["default"].embedding.weight.data
     if kind == "prompt":
         weight.copy_(model.get_input_embeddings()(tokens)[0])
     else:  # [tokens, layers · (keys, values), heads, width]
         held = [part[0].transpose(0, 1) for layer in cache.layers for part in (layer.keys, layer.values)]
         weight.copy_(torch.stack(held, dim=1).flatten(1))
+    return prompted
 
 
 def behind_real_tokens(given):
@@ -128,8 +131,7 @@ def test_virtual_tokens_can_be_what_real_ones_are(make, kind):
     del given["labels"]
     expected = model(**behind_real_tokens(given)).logits[:, 3:]
     assert not torch.allclose(model(**given).logits, expected, atol=1e-2)
-    like_real_tokens(model, kind)
-    torch.testing.assert_close(model(**given).logits, expected)
+    torch.testing.assert_close(like_real_tokens(model, kind)(**given).logits, expected)
 
 
 @pytest.mark.parametrize("how", [{}, {"num_beams": 2}])
@@ -142,23 +144,21 @@ def test_generates_what_it_would_after_real_tokens(make, kind, how):
     given["attention_mask"][:] = 1  # what is padded has other positions in generation than in a forward
     without = model.generate(**given, **how)[:, 5:]
     expected = model.generate(**behind_real_tokens(given), **how)[:, 8:]
-    like_real_tokens(model, kind)
     ids = given.pop("input_ids")
-    assert torch.equal(model.generate(ids, **given, **how)[:, 5:], expected)
+    assert torch.equal(like_real_tokens(model, kind).generate(ids, **given, **how)[:, 5:], expected)
     assert not torch.equal(without, expected)
-    assert "prepare_inputs_for_generation" not in vars(model)
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
 def test_generation_behind_padding_goes_on_as_the_forward_does(kind):
     model, given = seeded(llama, 8), batch(llama)
     tokens, mask = given["input_ids"], given["attention_mask"]
-    add(model, kind)
+    model = add(model, kind)
     results = model.generate(tokens, attention_mask=mask, max_new_tokens=6, min_new_tokens=6, do_sample=False)
     for _ in range(6):
         # In generation padding takes up no positions before a prefix, and behind a prompt it does.
         positions = (mask.cumsum(1) - 1).clamp(min=0) if kind == "prefix" else None
-        logits = model(tokens, mask, positions).logits[:, -1]
+        logits = model(tokens, mask, position_ids=positions).logits[:, -1]
         logits[:, 2] = -torch.inf  # the end, which min_new_tokens forbids
         tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
@@ -170,7 +170,7 @@ def test_an_encoder_decoder_generates_what_its_forward_says(kind):
     model, given = seeded(t5, 6), batch(t5)
     del given["labels"]
     without = model.generate(**given, max_new_tokens=5, min_new_tokens=5)
-    add(model, kind)
+    model = add(model, kind)
     tokens = torch.zeros(4, 1, dtype=torch.long)
     for _ in range(5):
         logits = model(**given, decoder_input_ids=tokens).logits[:, -1]
@@ -186,16 +186,15 @@ def test_output_and_gradients_are_bitwise_those_of_pefts_model(make, kind):
     model, other, given = seeded(make), seeded(make), batch(make)
     torch.manual_seed(1)
     theirs = peft.get_peft_model(other, KINDS[kind](TASKS.get(make, "FEATURE_EXTRACTION"))).eval()
-    add(model, kind)
+    model = add(model, kind)
     key = "last_hidden_state" if make is bare_bert else "logits"
     a, b = theirs(**given), model.eval()(**given)
     assert torch.equal(a[key][:, -b[key].shape[1] :], b[key])
     for output in (a, b):
         (output[key][:, -5:].square().sum() if make is bare_bert else output.loss).backward()
-    got = {name.removeprefix("prompt_encoder.default."): g for name, g in gradients(model).items()}
-    wanted = gradients(theirs.prompt_encoder["default"])
+    wanted = gradients(theirs)
     assert all(float(g.abs().max()) > 0 for g in wanted.values())
-    assert largest_difference(wanted, got) == 0
+    assert largest_difference(wanted, gradients(model)) == 0
 
 
 @pytest.mark.parametrize("kind", ["prompt", "prefix"])
@@ -203,36 +202,39 @@ def test_output_and_gradients_are_bitwise_those_of_pefts_model(make, kind):
 def test_the_output_is_as_long_as_the_input(make, kind):
     model, given = seeded(make), batch(make)
     plain = model(**given, output_hidden_states=True)
-    as_tuple = [type(part) for part in model(**given, return_dict=False)]
-    add(model, kind)
-    output = model(**given, output_hidden_states=True)
+    output = add(model, kind)(**given, output_hidden_states=True)
     for name in set(plain) - {"past_key_values"}:
         parts = [one if isinstance(one, tuple) else (one,) for one in (plain[name], output[name])]
         assert [part.shape for part in parts[0]] == [part.shape for part in parts[1]]
-    assert [type(part) for part in model(**given, return_dict=False)] == as_tuple
 
 
 def test_arguments_by_position_and_embeddings_instead_of_tokens():
-    model, given = seeded(llama), batch(llama)
-    add(model)
+    model, given = add(seeded(llama)), batch(llama)
     expected = model(input_ids=given["input_ids"], attention_mask=given["attention_mask"]).logits
     assert torch.equal(model(given["input_ids"], given["attention_mask"]).logits, expected)
     embedded = model.get_input_embeddings()(given["input_ids"])
     assert torch.equal(model(inputs_embeds=embedded, attention_mask=given["attention_mask"]).logits, expected)
+    last = model(given["input_ids"], given["attention_mask"], logits_to_keep=1).logits
+    torch.testing.assert_close(last, expected[:, -1:])
 
 
 @both
-def test_only_virtual_tokens_train_and_the_model_is_otherwise_as_it_was(technique):
-    module = Module(llama)
-    kinds, keys, before = [type(m) for m in module.modules()], list(module.state_dict()), weights(module)
+def test_only_virtual_tokens_train_and_the_model_is_inside_as_it_was(technique):
+    module, plain = Module(llama), Module(llama)
     trainer([technique(3)]).fit(module, as_loader([batch(llama, seed) for seed in range(3)]))
     new = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
     assert new == ["net.prompt_encoder.default.embedding.weight"]
-    assert list(module.state_dict()) == keys + new
-    assert [type(m) for m in module.modules()][: len(kinds)] == kinds
-    assert all(torch.equal(value, module.state_dict()[name]) for name, value in before.items())
+    assert isinstance(module.net, peft.PeftModelForCausalLM)
+    assert largest_difference(weights(plain.net), weights(module.net.base_model)) == 0
     assert list(ft.finetune.trained_state(module)) == new
-    assert ft.finetune.base_fingerprint(module) == ft.finetune.base_fingerprint(Module(llama))
+    assert ft.finetune.base_fingerprint(module) == ft.finetune.base_fingerprint(plain)
+
+
+def test_a_model_under_two_names_is_under_both_afterwards():
+    module = Module(llama)
+    module.also = module.net
+    ft.apply(module, [PromptTuning(3)])
+    assert module.also is module.net
 
 
 @pytest.mark.parametrize("make", [llama, bert, t5])
@@ -250,38 +252,38 @@ def test_a_prefix_learns_even_in_a_model_that_has_learnt_nothing(make):
     assert float(losses[-1]) < 0.8 * float(losses[0])
 
 
-def test_a_named_head_trains_and_is_wrapped_as_by_pefts_other_adapters():
-    model = seeded(bert)
-    add(model, train=["classifier"])
+def test_a_classifiers_head_trains_as_pefts_does_and_so_does_a_named_module():
+    model = add(seeded(bert), train=["bert.pooler"])
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    stem = "classifier.modules_to_save.default"
-    assert trained == [f"{stem}.weight", f"{stem}.bias", "prompt_encoder.default.embedding.weight"]
+    stems = "base_model.bert.pooler.modules_to_save.default.dense", "base_model.classifier.modules_to_save.default"
+    whole = [f"{stem}.{kind}" for stem in stems for kind in ("weight", "bias")]
+    assert trained == [*whole, "prompt_encoder.default.embedding.weight"]
 
 
 def test_prompts_can_start_as_given_tokens():
-    model = seeded(llama)
-    ft.apply(model, [PromptTuning(5, start=PROMPT)])
-    expected = model.get_input_embeddings().weight[torch.tensor([7, 31, 12, 7, 31])]
-    assert torch.equal(model.prompt_encoder["default"].embedding.weight, expected)
-    model.prompt_encoder["default"].embedding.weight.data.zero_()  # as if trained
-    ft.apply(model, [PromptTuning(5, start=PROMPT)])
-    assert not model.prompt_encoder["default"].embedding.weight.any()
+    module = Module(llama)
+    ft.apply(module, [PromptTuning(5, start=PROMPT)])
+    weight = module.net.prompt_encoder["default"].embedding.weight
+    expected = module.net.get_input_embeddings().weight[torch.tensor([7, 31, 12, 7, 31])]
+    assert torch.equal(weight, expected)
+    weight.data.zero_()  # as if trained
+    ft.apply(module, [PromptTuning(5, start=PROMPT)])
+    assert not weight.any()
 
 
 def test_prompts_start_in_the_vocabulary_unless_told_otherwise():
-    rows = seeded(llama).get_input_embeddings().weight
     for start, inside in (("vocabulary", True), ("random", False)):
-        model = seeded(llama)
-        ft.apply(model, [PromptTuning(5, start=start)])
-        mine = model.prompt_encoder["default"].embedding.weight
+        module = Module(llama)
+        rows = module.net.get_input_embeddings().weight
+        ft.apply(module, [PromptTuning(5, start=start)])
+        mine = module.net.prompt_encoder["default"].embedding.weight
         assert all(bool((row == rows).all(1).any()) for row in mine) is inside
 
 
 @every_kind
 @pytest.mark.parametrize("make", [llama, bert, t5])
 def test_a_copy_is_independent_and_so_is_a_pickled_one(make, kind):
-    model, given = seeded(make), batch(make)
-    add(model, kind)
+    model, given = add(seeded(make), kind), batch(make)
     expected = model(**given).logits
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(**given).logits, expected)
@@ -291,8 +293,7 @@ def test_a_copy_is_independent_and_so_is_a_pickled_one(make, kind):
 
 
 def test_a_generating_copy_is_independent():
-    model, given = seeded(gpt2, 8), batch(gpt2)
-    add(model)
+    model, given = add(seeded(gpt2, 8)), batch(gpt2)
     other = copy.deepcopy(model)
     other.prompt_encoder["default"].embedding.weight.data.normal_(std=3)
     results = [m.generate(given["input_ids"], max_new_tokens=6, min_new_tokens=6) for m in (model, other)]
@@ -300,60 +301,78 @@ def test_a_generating_copy_is_independent():
 
 
 def test_several_by_name_and_the_base_model():
-    model, given = seeded(llama), batch(llama)
-    plain = model(**given).logits
+    holder, given = nn.ModuleDict({"lm": seeded(llama)}), batch(llama)
+    plain = holder["lm"](**given).logits
     outputs = {}
     for name in ("one", "two"):
-        add_prompt_(model, KINDS["prefix"](), name=name)
-        outputs[name] = model(**given).logits
-    assert ft.finetune.adapter_names(model) == ["one", "two"]
+        add_prompt_(holder, KINDS["prefix"](), name=name)
+        outputs[name] = holder["lm"](**given).logits
+    assert ft.finetune.adapter_names(holder) == ["one", "two"]
     assert not torch.equal(outputs["one"], outputs["two"])
-    ft.finetune.use_adapter_(model, "one")
-    assert torch.equal(model(**given).logits, outputs["one"])
-    assert [n for n, p in model.named_parameters() if p.requires_grad] == ["prompt_encoder.one.embedding.weight"]
-    with ft.finetune.base_model(model):
-        assert torch.equal(model(**given).logits, plain)
-    assert torch.equal(model(**given).logits, outputs["one"])
+    ft.finetune.use_adapter_(holder, "one")
+    assert torch.equal(holder["lm"](**given).logits, outputs["one"])
+    assert trains(holder) == ["lm.prompt_encoder.one.embedding.weight"]
+    with ft.finetune.base_model(holder):
+        assert torch.equal(holder["lm"](**given).logits, plain)
+    assert torch.equal(holder["lm"](**given).logits, outputs["one"])
     with pytest.raises(ValueError, match="one name at a time"):
-        ft.finetune.use_adapter_(model, ["one", "two"])
+        ft.finetune.use_adapter_(holder, ["one", "two"])
 
 
-def test_generation_without_adapters_is_the_base_models():
-    model, given = seeded(llama, 8), batch(llama)
-    expected = model.generate(given["input_ids"], max_new_tokens=4)
-    add(model)
-    ft.finetune.enable_adapters_(model, False)
-    assert torch.equal(model.generate(given["input_ids"], max_new_tokens=4), expected)
+@pytest.mark.parametrize("kind", ["prompt", "prefix"])
+@pytest.mark.parametrize("make", [llama, t5])
+def test_generation_without_adapters_is_the_base_models(make, kind):
+    model, given = seeded(make, 8), batch(make)
+    expected = model.generate(input_ids=given["input_ids"], max_new_tokens=4)
+    prompted = add(model, kind)
+    changed = prompted.generate(input_ids=given["input_ids"], max_new_tokens=4)
+    ft.finetune.enable_adapters_(prompted, False)
+    assert torch.equal(prompted.generate(input_ids=given["input_ids"], max_new_tokens=4), expected)
+    ft.finetune.enable_adapters_(prompted)
+    assert torch.equal(prompted.generate(input_ids=given["input_ids"], max_new_tokens=4), changed)
 
 
 def test_twice_is_once_and_another_of_that_name_or_kind_is_refused():
-    for kind in KINDS:
-        model = seeded(llama)
-        assert add(model, kind) == add(model, kind) == ""
-        assert sum(name.startswith("prompt_encoder.default.embedding") for name in model.state_dict()) == 1
+    for make in (llama, bert):
+        for kind in KINDS:
+            holder = nn.ModuleDict({"lm": seeded(make)})
+            assert add_prompt_(holder, KINDS[kind]()) == add_prompt_(holder, KINDS[kind]()) == "lm"
+            assert type(holder["lm"].base_model).__name__ == make().__class__.__name__
+    holder = nn.ModuleDict({"lm": add(seeded(llama), "projected")})
     with pytest.raises(ValueError, match="with another num_virtual_tokens"):
-        ft.apply(model, [PrefixTuning(4, projection=8)])
+        ft.apply(holder, [PrefixTuning(4, projection=8)])
     with pytest.raises(ValueError, match="PROMPT_TUNING beside PREFIX_TUNING"):
-        ft.apply(model, [PromptTuning(3, name="other")])
+        ft.apply(holder, [PromptTuning(3, name="other")])
     with pytest.raises(ValueError, match="LORA beside PREFIX_TUNING"):
-        ft.apply(model, [ft.LoRA(2)])
-    lora = seeded(llama)
+        ft.apply(holder, [ft.LoRA(2)])
+    lora = nn.ModuleDict({"lm": seeded(llama)})
     ft.apply(lora, [ft.LoRA(2)])
     with pytest.raises(ValueError, match="PROMPT_TUNING beside LORA"):
         ft.apply(lora, [PromptTuning(3)])
 
 
-def test_taken_out_again():
-    model, given = seeded(llama), batch(llama)
-    before, output = list(vars(model)), model(**given).logits
-    keys = list(model.state_dict())
-    add(model)
+@pytest.mark.parametrize("make", [llama, bert])
+def test_taken_out_again(make):
+    model, given = seeded(make), batch(make)
+    before, output = parts(model), model(**given).logits
+    holder = nn.ModuleDict({"lm": add(model)})
     with pytest.raises(ValueError, match="they go before the input and are in no weight"):
-        ft.finetune.unload_adapters_(model)
-    ft.finetune.unload_adapters_(model, merge=False)
-    assert (list(vars(model)), list(model.state_dict())) == (before, keys)
+        ft.finetune.unload_adapters_(holder)
+    assert ft.finetune.unload_adapters_(holder, merge=False) is holder
+    assert holder["lm"] is model
+    assert parts(model) == before
     assert torch.equal(model(**given).logits, output)
-    assert prompts_on(model) is None
+
+
+def test_a_peft_model_of_ones_own_is_taken_as_it_is():
+    module, given = Module(llama), batch(llama)
+    module.net = peft.get_peft_model(module.net, KINDS["prompt"]("CAUSAL_LM"))
+    net, keys = module.net, list(module.state_dict())
+    ft.apply(module, [PromptTuning(3, start="random")])
+    assert module.net is net
+    assert list(module.state_dict()) == keys
+    assert ft.finetune.trained_names(module) == ["net.prompt_encoder.default.embedding.weight"]
+    assert ft.finetune.unload_adapters_(net, merge=False)(**given).logits.shape[1] == 5
 
 
 BATCHES = [batch(llama, seed) for seed in range(4)]
@@ -446,71 +465,67 @@ def test_the_base_may_be_in_half_precision_or_the_run_mixed(technique):
 
 @every_kind
 @pytest.mark.parametrize("make", [llama, bert])
-def test_the_tensors_of_a_file_are_pefts(make, kind):
-    model, other = seeded(make), seeded(make)
-    train = ["classifier"] if make is bert else []
-    config = KINDS[kind](TASKS[make])
-    config.modules_to_save = list(train) or None
+def test_the_tensors_of_a_file_are_pefts(make, kind, tmp_path):
     torch.manual_seed(1)
-    theirs = peft.get_peft_model(other, config)
-    add(model, kind, train=train)
+    theirs = peft.get_peft_model(seeded(make), KINDS[kind](TASKS[make]))
+    model = add(seeded(make), kind)
+    model.prompt_encoder.load_state_dict(theirs.prompt_encoder.state_dict())
     expected = peft.get_peft_model_state_dict(theirs, save_embedding_layers=False)
-    assert largest_difference(expected, prompt_state(model)) == 0
+    written = safetensors.load_file(save_adapter(model, tmp_path) / "adapter_model.safetensors")
+    assert largest_difference(expected, written) == 0
 
 
-@pytest.mark.parametrize("train", [[], ["classifier"]])
+@pytest.mark.parametrize("train", [[], ["bert.pooler"]])
 @every_kind
-def test_peft_loads_the_tensors_of_a_file(kind, train, tmp_path):
-    model, base, given = seeded(bert), seeded(bert), batch(bert)
-    add(model, kind, train=train)
-    for parameter in model.classifier.parameters():
-        parameter.data.add_(1 if parameter.requires_grad else 0)
-    model.peft_config["default"].save_pretrained(tmp_path)
-    safetensors.save_file(prompt_state(model), tmp_path / "adapter_model.safetensors")
-    theirs = peft.PeftModel.from_pretrained(base, tmp_path).eval()
+def test_peft_loads_a_file_of_ours_and_we_one_of_pefts(kind, train, tmp_path):
+    model, given = add(seeded(bert), kind, train=train), batch(bert)
+    for parameter in model.parameters():
+        parameter.data.add_(0.1 if parameter.requires_grad else 0)
+    theirs = peft.PeftModel.from_pretrained(seeded(bert), save_adapter(model, tmp_path / "ours")).eval()
     torch.testing.assert_close(theirs(**given).logits, model(**given).logits)
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = Module(bert)
+    assert load_adapter_(again, tmp_path / "theirs") == ["net"]
+    torch.testing.assert_close(again.net(**given).logits, model(**given).logits)
+    assert trains(again) == []
 
 
-def test_a_head_that_was_trained_is_not_left_out():
-    model, other = seeded(bert), seeded(bert)
-    add(model, train=["classifier"])
-    add(other)
-    set_prompt_state_(other, "default", prompt_state(model))  # it has not been trained yet
-    model.classifier.modules_to_save["default"].bias.data.add_(1)
-    with pytest.raises(ValueError, match=r"its head was trained, and this one is not. Add train=\['classifier'\]"):
-        set_prompt_state_(other, "default", prompt_state(model))
-
-
-@every_kind
-def test_the_tensors_of_a_file_can_be_given_to_a_model(kind):
-    model, other, given = seeded(bert), seeded(bert), batch(bert)
-    add(model, kind, train=["classifier"])
-    model.classifier.modules_to_save["default"].weight.data.add_(1)
-    config = KINDS[kind]()
-    config.inference_mode = True  # networks that virtual tokens came out of are not in files
-    add_prompt_(other, config, train=["classifier"])
-    set_prompt_state_(other, "default", prompt_state(model))
-    torch.testing.assert_close(other(**given).logits, model(**given).logits)  # one network is fed once for the batch
-
-
-def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed():
-    model = seeded(llama)
-    add(model)
-    before = weights(model)
-    for tensors, message in [
-        ({}, "'missing'"),
-        ({"prompt_embeddings": torch.zeros(4, 16)}, r"\(4, 16\)"),
-        ({"prompt_embeddings": torch.zeros(3, 16), "more": torch.zeros(1)}, "'more'"),
+def test_tensors_that_do_not_fit_are_refused_and_nothing_is_changed(tmp_path):
+    folder = save_adapter(add(seeded(bert)), tmp_path)
+    file = folder / "adapter_model.safetensors"
+    whole = safetensors.load_file(file)
+    for changed, message in [
+        ({"prompt_embeddings": None}, "'prompt_embeddings' is not there"),
+        ({"prompt_embeddings": torch.zeros(4, 16)}, r"'prompt_embeddings' is \[4, 16\], and here \[3, 16\]"),
+        ({"base_model.classifier.weight": None}, "'base_model.classifier.weight' is not there"),
+        ({"base_model.classifier.weight": torch.zeros(9, 16)}, r"is \[9, 16\], and here \[2, 16\]"),
+        ({"more": torch.zeros(1)}, "'more' is .*and here nothing"),
+        ({"prompt_embeddings": torch.full((3, 16), torch.nan)}, "holds NaN or infinity"),
     ]:
+        tensors = {key: tensor for key, tensor in (whole | changed).items() if tensor is not None}
+        safetensors.save_file(tensors, file)
+        module = Module(bert)
+        before = parts(module)
         with pytest.raises(ValueError, match=message):
-            set_prompt_state_(model, "default", tensors)
-    assert largest_difference(before, weights(model)) == 0
-    projected = seeded(llama)
-    add(projected, "projected")
-    with pytest.raises(ValueError, match="they come out of a network here"):
-        set_prompt_state_(projected, "default", prompt_state(projected))
-    with pytest.raises(ValueError, match="has no virtual tokens"):
-        prompt_state(seeded(llama))
+            load_adapter_(module, folder)
+        assert parts(module) == before
+
+
+def test_a_file_for_another_task_or_without_a_number_of_tokens_is_refused(tmp_path):
+    folder = save_adapter(add(seeded(llama)), tmp_path)
+    with pytest.raises(ValueError, match="its task is CAUSAL_LM, and here it is SEQ_CLS"):
+        load_adapter_(Module(llama_classifier), folder, check_base=False)
+    settings = folder / "adapter_config.json"
+    settings.write_text(settings.read_text().replace('"num_virtual_tokens": 3', '"num_virtual_tokens": null'))
+    safetensors.save_file({"prompt_embeddings": torch.zeros(3, 16)}, folder / "adapter_model.safetensors")
+    with pytest.raises((ValueError, TypeError), match="num_virtual_tokens=None"):
+        load_adapter_(Module(llama), folder)
+
+
+def test_a_file_for_what_comes_out_of_a_network_here_is_refused(tmp_path):
+    projected = add(seeded(llama), "projected")
+    with pytest.raises(ValueError, match="its virtual tokens came out of a network"):
+        load_adapter_(projected, save_adapter(projected, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -546,8 +561,7 @@ def narrow_electra():
 def test_models_whose_settings_have_other_names_or_whose_embeddings_are_narrower(make, kind):
     model = seeded(make)
     before = model(**batch(bert)).logits
-    add(model, kind)
-    assert not torch.equal(model(**batch(bert)).logits, before)
+    assert not torch.equal(add(model, kind)(**batch(bert)).logits, before)
 
 
 def test_recomputed_layers_that_look_back_a_few_tokens_only():
@@ -564,36 +578,47 @@ def recomputing():
     return model
 
 
+def token_classifier():
+    return transformers.BertForTokenClassification(transformers.BertConfig(**SIZE))
+
+
 @pytest.mark.parametrize(
-    ("model", "technique", "error", "message"),
+    ("make", "technique", "error", "message"),
     [
         (TinyLM, PromptTuning(3), TypeError, "no Hugging Face model in it.*Use LoRA"),
-        (lambda: nn.ModuleList([llama(), llama()]), PromptTuning(3), ValueError, r"'0', '1'.*add_prompt_\(module.0"),
-        (lambda: transformers.BertForTokenClassification(transformers.BertConfig(**SIZE)), PromptTuning(3), TypeError,
-         "BertForTokenClassification, of task unknown"),
-        (distilbert, PrefixTuning(3), ValueError, "this model has none. Use PromptTuning"),
-        (recomputing, PrefixTuning(3), ValueError, r"Use ActivationCheckpointing\(\)"),
+        (lambda: nn.ModuleList([llama(), llama()]), PromptTuning(3), ValueError, r"'net.0', 'net.1'"),
+        (token_classifier, PromptTuning(3), TypeError, "BertForTokenClassification, of task unknown"),
+        (recomputing, PrefixTuning(3), ValueError, "does not work with gradient checkpointing"),  # PEFT says
         (llama, PromptTuning(3, start=[99]), ValueError, "start holds 99: the vocabulary has 50"),
         (llama, PromptTuning(3, train=["embed"]), ValueError, "targets='embed'"),
         (llama, PromptTuning(3, name="a.b"), ValueError, "name='a.b'"),
         (lambda: nn.ModuleDict({"lm": llama(), "head": nn.Linear(4, 4)}), PromptTuning(3, train=["head"]), ValueError,
-         "outside of LlamaForCausalLM"),
+         "targets='head': no layer of LlamaForCausalLM"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_and_nothing_is_changed(model, technique, error, message):
-    model = model()
-    before = trains(model), [type(m) for m in model.modules()], list(vars(model))
+def test_what_cannot_be_is_refused_and_nothing_is_changed(make, technique, error, message):
+    module = Module(make)
+    before = trains(module), parts(module), list(vars(module.net))
     with pytest.raises(error, match=message):
-        ft.apply(model, [technique])
-    assert before == (trains(model), [type(m) for m in model.modules()], list(vars(model)))
+        ft.apply(module, [technique])
+    assert before == (trains(module), parts(module), list(vars(module.net)))
+
+
+def test_a_model_that_nothing_holds_is_refused():
+    with pytest.raises(ValueError, match=r"Hold it in a module, or use peft.get_peft_model\(model, config\)"):
+        add_prompt_(llama(), KINDS["prompt"]())
 
 
 def trains(model):
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad]
 
 
+def parts(model):
+    return list(model.state_dict()), [type(part) for part in model.modules()]
+
+
 def test_what_is_no_configuration_of_virtual_tokens_is_refused():
-    with pytest.raises(TypeError, match="config is a LORA"):
+    with pytest.raises(TypeError, match="config is a LoraConfig"):
         add_prompt_(llama(), peft.LoraConfig(r=2))
     with pytest.raises(TypeError, match="config is a dict"):
         add_prompt_(llama(), {"num_virtual_tokens": 2})
@@ -601,28 +626,12 @@ def test_what_is_no_configuration_of_virtual_tokens_is_refused():
         ft.finetune.add_adapter_(llama(), KINDS["prompt"]())
 
 
-def test_a_cache_given_to_the_forward_is_refused():
-    model, given = seeded(llama), batch(llama)
-    add(model)
-    with pytest.raises(ValueError, match="past_key_values given to LlamaForCausalLM"):
+def test_what_has_the_virtual_tokens_in_it_already_and_tuples_are_refused():
+    model, given = add(seeded(llama)), batch(llama)
+    with pytest.raises(ValueError, match="a cache given to a PeftModelForCausalLM"):
         model(**given, past_key_values=transformers.DynamicCache())
-
-
-def test_generating_without_the_cache_that_holds_the_prefix_is_refused():
-    model, given = seeded(llama), batch(llama)
-    add(model, "prefix")
-    with pytest.raises(ValueError, match="the prefix is in the cache"):
-        model.generate(given["input_ids"], use_cache=False)
-    model.generate(given["input_ids"], max_new_tokens=2)
-
-
-@pytest.mark.parametrize("make", [bert, gpt2])
-def test_a_batch_that_is_too_long_for_learned_positions_is_told(make):
-    model, given = seeded(make), batch(make, length=30)
-    add(model)
-    with pytest.raises(ValueError, match="has 32 positions. Cut what is longer than 29 tokens"):
-        model(**given)
-    model(**batch(make, length=29))
+    with pytest.raises(ValueError, match="in a tuple it cannot be told"):
+        model(**given, return_dict=False)
 
 
 def test_the_peak_with_virtual_tokens_is_predicted_within_five_per_cent():

@@ -25,8 +25,8 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
 from lightning_fasttrain.finetune.adapters._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.freezing import freeze_
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
 from lightning_fasttrain.finetune.parts.targets import (
     Targets,
     _kinds,
@@ -103,9 +103,10 @@ def add_adapter_(
         config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
     if whole:
         config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
-    there: dict[str, Any] = vars(root).get("peft_config", {})
-    if there:
-        refuse_merged(root, f"adding adapter '{name}'")
+    there = adapters_on(root)
+    for prompted in filter(has_prompt, model.modules()):
+        is_there(adapters_on(prompted), name, config)  # which refuses two kinds
+    refuse_merged(root, f"adding adapter '{name}'")
     if is_there(there, name, config):
         train_mode(root)
         return list(found)
@@ -138,15 +139,13 @@ def add_adapter_(
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Qualified name → module, for the modules in ``model`` that PEFT's adapters were put into.
 
-    In a ``PeftModel`` that is the model inside; what PEFT has around it holds the same configuration.
+    In a ``PeftModel`` that is the model inside; what PEFT has around it holds the same configuration. With virtual
+    tokens it is the ``PeftModel`` itself.
 
     Raises:
         ValueError: there is none.
     """
-    found: dict[str, nn.Module] = {}
-    for name, module in model.named_modules():
-        if vars(module).get("peft_config") and not is_a(module, "BaseTuner"):
-            found[name] = module
+    found = {name: module for name, module in model.named_modules() if adapters_on(module)}
     if not found:
         way_out = "Add one: apply(model, [LoRA(rank=16)])"
         raise ValueError(explain(f"{type(model).__name__} has no adapter", "none was added", way_out))
@@ -155,7 +154,7 @@ def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of all adapters in ``model``, in the order in which they were added."""
-    return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in vars(root)["peft_config"]))
+    return list(dict.fromkeys(name for root in adapted_modules(model).values() for name in adapters_on(root)))
 
 
 def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
@@ -181,13 +180,26 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
     there = adapter_names(model)
     refuse_merged(model, f"using {', '.join(names)}")
     refuse_unknown(names, there)
-    roots = {root: prompts_on(root) for root in adapted_modules(model).values()}
-    if len(names) > 1 and any(roots.values()):
+    roots = adapted_modules(model).values()
+    if len(names) > 1 and any(has_prompt(root) for root in roots):
         raise ValueError(explain(f"adapters {names}", "virtual tokens of one name at a time are put in", "Name one"))
-    for root, prompts in roots.items():
-        set_adapter(root, names)
-        if prompts is not None:
-            prompts.use(names[0])
+    for root in roots:
+        if has_prompt(root):
+            use_prompt_(root, names[0])
+        else:
+            set_adapter(root, names)
+
+
+def has_prompt(module: nn.Module) -> bool:
+    """Whether this is a ``PeftModel`` that puts virtual tokens before the input of the model inside."""
+    return is_a(module, "PeftModel") and bool(adapters_on(module))
+
+
+def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
+    """Let the forward put in the virtual tokens of this name, and only them train, or none."""
+    root.set_adapter(name, inference_mode=not trainable)
+    for other, encoder in root.prompt_encoder.items():
+        encoder.requires_grad_(trainable and other == name)
 
 
 def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
@@ -215,10 +227,9 @@ def adapter_parameters(model: nn.Module) -> set[str]:
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
             base = "base_layer." if is_a(module, "BaseTunerLayer") else "original_module."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
-        if prompts_on(module) is not None:
-            prefix = f"{name}." if name else ""
-            encoders: Any = module.get_submodule("prompt_encoder")
-            brought |= {f"{prefix}prompt_encoder.{key}" for key in encoders.state_dict()}
+        if has_prompt(module):
+            start = f"{name}.prompt_encoder.".removeprefix(".")
+            brought |= {f"{start}{key}" for key in module.get_submodule("prompt_encoder").state_dict()}
     return brought
 
 
@@ -240,8 +251,31 @@ def switches(model: nn.Module) -> Iterator[Any]:
     for module in model.modules():
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
             yield module
-        if (prompts := prompts_on(module)) is not None:
-            yield prompts
+        if has_prompt(module):
+            yield _PromptSwitch(module)
+
+
+class _PromptSwitch:
+    """Switches virtual tokens on and off, with the methods of PEFT's layers."""
+
+    def __init__(self, prompted: Any) -> None:
+        self.prompted = prompted
+
+    @property
+    def disable_adapters(self) -> bool:
+        return self.prompted._adapters_disabled
+
+    def enable_adapters(self, on: bool) -> None:
+        """As PEFT's ``disable_adapter`` does for a ``with``, and for generation of encoder-decoders as well."""
+        for name in ("forward", "generate", "prepare_inputs_for_generation"):
+            vars(self.prompted).pop(name, None)
+            if not on and hasattr(self.prompted.base_model, name):
+                setattr(self.prompted, name, getattr(self.prompted.base_model, name))
+        self.prompted._adapters_disabled = not on
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """Name of an adapter → the encoder of its virtual tokens."""
+        return self.prompted.prompt_encoder.named_children()
 
 
 def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:

@@ -13,7 +13,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     refuse_merged,
     switches,
 )
-from lightning_fasttrain.finetune.parts.base_fingerprint import changes_base, first_few
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, changes_base, first_few
 
 
 @contextmanager
@@ -81,7 +81,7 @@ def refuse_changed_base(model: nn.Module, what: str) -> None:
         ValueError: an adapter took its start out of the weights, or trains biases in place.
     """
     for root in adapted_modules(model).values():
-        for name, config in vars(root)["peft_config"].items():
+        for name, config in adapters_on(root).items():
             if changes_base(config):
                 why = f"it began as '{config.init_lora_weights}', which takes its start out of the weights"
                 way_out = "Use LoRA(variant='lora'), or a copy.deepcopy(model) from before the adapter"

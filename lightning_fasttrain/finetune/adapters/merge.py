@@ -21,6 +21,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_names,
     adapter_parameters,
+    has_prompt,
     refuse_merged,
     refuse_unknown,
     use_adapter_,
@@ -34,7 +35,6 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
     held_by,
 )
 from lightning_fasttrain.finetune.parts.freezing import thaw_
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on, take_out_prompts_
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 
 
@@ -207,12 +207,12 @@ def unload_adapters_(
     Source:
         PEFT's ``merge_and_unload``, for any module.
     """
-    prompted = [root for root in adapted_modules(model).values() if prompts_on(root)]
+    prompted = [root for root in adapted_modules(model).values() if has_prompt(root)]
     if prompted and not merge:
         for root in prompted:
-            take_out_prompts_(root)
+            take_out_adapters_(root, merge)
         thaw_(model)
-        return model
+        return _take_out_of_wrappers_(model)
     layers = tuner_layers(model)
     done = any(layer.merged for layer in layers.values())
     asked = [what for what in (names, into, original) if what is not None]
@@ -244,7 +244,8 @@ def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
     """PEFT's own wrappers cannot run without an adapter."""
     for name, module in list(model.named_modules(remove_duplicate=False)):
         if is_a(module, "PeftModel"):
-            plain, (parent, _, last) = module.get_submodule("base_model.model"), name.rpartition(".")
+            plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
+            parent, _, last = name.rpartition(".")
             if not name:
                 return plain
             setattr(model.get_submodule(parent), last, plain)

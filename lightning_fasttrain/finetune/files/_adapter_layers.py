@@ -13,7 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapter_holders, base_names, first_few, plain_name
+from lightning_fasttrain.finetune.parts.base_fingerprint import (
+    adapter_holders,
+    adapters_on,
+    base_names,
+    first_few,
+    plain_name,
+)
 from lightning_fasttrain.finetune.parts.targets import require_peft
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
@@ -83,7 +89,7 @@ def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
     from transformers import PreTrainedModel
 
     named = {f"{prefix}.".removeprefix("."): module for prefix, module in model.named_modules()}
-    there = {prefix: module for prefix, module in named.items() if name in (vars(module).get("peft_config") or {})}
+    there = {prefix: module for prefix, module in named.items() if name in adapters_on(module)}
     if there:
         return there
     found = {prefix: module for prefix, module in named.items() if isinstance(module, PreTrainedModel)}

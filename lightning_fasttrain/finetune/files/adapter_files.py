@@ -42,12 +42,12 @@ from lightning_fasttrain.finetune.files._adapter_layers import (
 from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
     Fingerprint,
+    adapters_on,
     base_names,
     first_few,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
-from lightning_fasttrain.finetune.prompts.add_prompt import prompt_state
+from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:
@@ -85,20 +85,18 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     prefix, root, name = _find_adapter(model, name)
     from peft.utils.save_and_load import get_peft_model_state_dict
 
-    config = vars(root)["peft_config"][name]
+    config = adapters_on(root)[name]
     refuse_unrepeatable(config, f"adapter '{name}'")
-    for one in vars(root)["peft_config"]:
+    for one in adapters_on(root):
         refuse_namesake(one, base_names(root).values())
     target = Path(folder)
     refuse_other_things(target)
-    if prompts_on(root) is not None:
-        tensors = prompt_state(root, name)
-    else:
-        state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
-        _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
-        _refuse_shards(state)
-        tensors = {f"{PREFIX}{key}": tensor.detach() for key, tensor in state.items()}
-    write_adapter(target, tensors, written_config(config, root), root)
+    state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
+    _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
+    _refuse_shards(state)
+    before = "" if config.is_prompt_learning else PREFIX
+    tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
+    write_adapter(target, tensors, written_config(config, plain_model(root)), root)
     return target
 
 
@@ -174,7 +172,7 @@ def load_adapter_(
 def _find_adapter(model: nn.Module, name: str | None) -> tuple[str, nn.Module, str]:
     """Prefix, module and name of the one adapter that is meant."""
     roots = adapted_modules(model)
-    there = [(prefix, one) for prefix, root in roots.items() for one in vars(root)["peft_config"]]
+    there = [(prefix, one) for prefix, root in roots.items() for one in adapters_on(root)]
     meant = [(prefix, one) for prefix, one in there if name in (None, one)]
     if len(meant) == 1:
         prefix, one = meant[0]
@@ -249,7 +247,7 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
-        if name in vars(root)["peft_config"] and names[0].startswith(before):
+        if name in adapters_on(root) and names[0].startswith(before):
             return names, before, root
     raise AssertionError("what was added is not there")
 

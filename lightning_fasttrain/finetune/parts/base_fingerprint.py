@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain._heads import stands_for
+from lightning_fasttrain._heads import is_a, stands_for
 from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64
-_HOLDERS = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module"}  # PEFT's, and what they hold
+# PEFT's, and what they hold
+_HOLDERS = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module", "PeftModel": "base_model"}
 
 
 def base_fingerprint(model: nn.Module) -> Fingerprint:
@@ -66,14 +66,18 @@ def is_fingerprint(value: Any) -> bool:
 def base_names(model: nn.Module) -> dict[str, str]:
     """Name of each parameter of the base → what it would be called without adapters; theirs are left out."""
     holders = adapter_holders(model)
-    prompted = [name for name, module in model.named_modules() if prompts_on(module) is not None]
-    prompts = tuple(f"{name}.prompt_encoder.".removeprefix(".") for name in prompted)
     found = {}
     for name, _ in model.named_parameters(remove_duplicate=False):
         plain = plain_name(name, holders)
-        if plain is not None and not name.startswith(prompts):
+        if plain is not None:
             found[name] = plain
     return found
+
+
+def adapters_on(module: nn.Module) -> dict[str, Any]:
+    """Name → configuration of the adapters that PEFT has put into this module, or before its input."""
+    own = vars(module)
+    return {} if is_a(module, "BaseTuner") else own.get("peft_config") or own.get("_peft_config") or {}
 
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
@@ -125,7 +129,7 @@ def first_few(names: list[str]) -> str:
 def _changed_names(model: nn.Module) -> set[str]:
     """Names of parameters of the base that are not what they were before there were adapters."""
     layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _holds(module) == "base_layer"}
-    configs = [config for module in model.modules() for config in (vars(module).get("peft_config") or {}).values()]
+    configs = [config for module in model.modules() for config in adapters_on(module).values()]
     if not configs:
         return set()
     changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}

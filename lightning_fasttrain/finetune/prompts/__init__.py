@@ -1,6 +1,6 @@
 """Trains virtual tokens before the input of a Hugging Face model.
 
-They are PEFT's, put into the model itself.
+They are PEFT's, whose model is put in the place of the model.
 
-From the bottom up: ``_prompt_checks``, ``add_prompt``, ``prompt_tuning``.
+From the bottom up: ``_prompt_hooks``, ``add_prompt``, ``prompt_tuning``.
 """

@@ -10,14 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
-from lightning_fasttrain.finetune.parts.prompt_forward import prompts_on
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.targets import require_peft
-from lightning_fasttrain.finetune.prompts._prompt_checks import hugging_face_model
-from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
+from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
 
 
 class PromptTuning(Adapter):
     """Train a few virtual tokens before the input of a frozen Hugging Face model, and nothing else.
+
+    A ``PeftModel`` takes the model's place in the module that holds it, so keys of the ``state_dict`` change there; a
+    model that nothing holds needs ``peft.get_peft_model``. The head of a sequence classifier trains as well.
 
     Tens of thousands of parameters train, so gradients and optimizer states all but vanish; activations are kept as
     ever. It comes near to full fine-tuning in large models only, and wants high learning rates, such as 0.3.
@@ -66,20 +68,19 @@ class PromptTuning(Adapter):
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
     def apply(self, model: nn.Module) -> None:
-        root = hugging_face_model(model)[1]
-        prompts = prompts_on(root)
-        known = {} if prompts is None else dict(prompts.named_children())
+        root = find_language_model(model)[1]
+        known = list(adapters_on(root))
         _refuse_unknown(self.start, root)
-        add_prompt_(model, self.config, train=self.train, name=self.name)
+        place = add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
-            _begin_with_(root, self.name, self.start)
+            _begin_with_(model.get_submodule(place), self.name, self.start)
 
 
 class PrefixTuning(Adapter):
     """Train a few virtual keys and values before those of every layer of a frozen Hugging Face model, nothing else.
 
-    More parameters than :class:`PromptTuning`, and nearer to full fine-tuning in small models. The model must have a
-    key-value cache, into which they are put; blocks can be recomputed all the same.
+    More parameters than :class:`PromptTuning`, which says what becomes of the model, and nearer to full fine-tuning in
+    small models. The model must have a key-value cache, into which they are put; blocks can be recomputed all the same.
 
     Args:
         tokens: how many, in each layer.
