@@ -4,6 +4,7 @@ Importing takes longer than most of what they do. What a launcher itself must do
 ``guard_scenarios.py`` and ``test_examples.py``.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -83,6 +84,7 @@ def _be_a_script(argv: list[str], environment: dict[str, str], files: tuple[Path
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(ROOT)
+    gc.freeze()  # what was imported before stays: nobody need look through it
     warnings.simplefilter("ignore")
     sys.argv = argv
     if argv[0].endswith(".py"):
