@@ -78,6 +78,13 @@ def run_ranks(module: str, *arguments: object, log: Path, count: int | None = 2,
     return Ranks(module, *arguments, log=log, count=count).wait(timeout_s)
 
 
+def run_code(code: str, *arguments: object, folder: Path, timeout_s: float = 240) -> str:
+    """What a program prints that stands in a test, run as a process of its own; ``folder`` gets its script."""
+    script = folder / "program.py"
+    script.write_text(code)
+    return run_ranks(str(script), *arguments, log=folder / "program.log", count=None, timeout_s=timeout_s)
+
+
 def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
