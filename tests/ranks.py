@@ -4,6 +4,7 @@ Importing takes longer than most of what they do. What a launcher itself must do
 ``guard_scenarios.py`` and ``test_examples.py``.
 """
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -24,11 +25,15 @@ class Ranks:
         arguments: of its command line.
         log: a file for what they print; what goes to stderr is in ``log.err``.
         count: how many; None for one process that is no rank.
+        of_this_process: they are forks of this process itself, and stay in its folder.
     """
 
-    def __init__(self, module: str, *arguments: object, log: Path, count: int | None = 2) -> None:
-        context = multiprocessing.get_context("forkserver")
+    def __init__(
+        self, module: str, *arguments: object, log: Path, count: int | None = 2, of_this_process: bool = False
+    ) -> None:
+        context = multiprocessing.get_context("fork" if of_this_process else "forkserver")
         context.set_forkserver_preload(["tests.cases"])
+        folder = Path.cwd() if of_this_process else ROOT
         self.files = log, log.with_name(f"{log.name}.err")
         for file in self.files:
             file.touch()
@@ -37,21 +42,26 @@ class Ranks:
         self.processes = []
         for own in environments:
             environment = {**os.environ, "OMP_NUM_THREADS": "1", **own}
-            process = context.Process(target=_be_a_script, args=(argv, environment, self.files))
+            process = context.Process(target=_be_a_script, args=(argv, environment, folder, self.files))
             process.start()
             self.processes.append(process)
 
     def wait(self, timeout_s: float = 240) -> str:
         """What they printed, once all have ended well; one that failed, or is too slow, ends them all."""
+        codes, said, errors = self.end(timeout_s)
+        why = f"exit codes {codes} (None: after {timeout_s} s)\n{said[-3000:]}{errors[-3000:]}"
+        assert codes == [0] * len(codes), why
+        return said
+
+    def end(self, timeout_s: float = 240) -> tuple[list[int | None], str, str]:
+        """The exit codes, once all have ended or one has failed, which ends the others; what went to stdout, stderr."""
         end = time.monotonic() + timeout_s
         while time.monotonic() < end and not self._over():
             time.sleep(0.05)
         codes = [process.exitcode for process in self.processes]
         self.stop()
         said, errors = (file.read_text() for file in self.files)
-        why = f"exit codes {codes} (None: after {timeout_s} s)\n{said[-3000:]}{errors[-3000:]}"
-        assert codes == [0] * len(codes), why
-        return said
+        return codes, said, errors
 
     def _over(self) -> bool:
         codes = [process.exitcode for process in self.processes]
@@ -68,6 +78,13 @@ def run_ranks(module: str, *arguments: object, log: Path, count: int | None = 2,
     return Ranks(module, *arguments, log=log, count=count).wait(timeout_s)
 
 
+def run_code(code: str, *arguments: object, folder: Path, timeout_s: float = 240) -> str:
+    """What a program prints that stands in a test, run as a process of its own; ``folder`` gets its script."""
+    script = folder / "program.py"
+    script.write_text(code)
+    return run_ranks(str(script), *arguments, log=folder / "program.log", count=None, timeout_s=timeout_s)
+
+
 def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -77,12 +94,14 @@ def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:
     return [{**launch, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
 
 
-def _be_a_script(argv: list[str], environment: dict[str, str], files: tuple[Path, Path]) -> None:
+def _be_a_script(argv: list[str], environment: dict[str, str], folder: Path, files: tuple[Path, Path]) -> None:
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # a notebook's cell has its own
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     os.environ.clear()
     os.environ.update(environment)
-    os.chdir(ROOT)
+    os.chdir(folder)
+    gc.freeze()  # what was imported before stays: nobody need look through it
     warnings.simplefilter("ignore")
     sys.argv = argv
     if argv[0].endswith(".py"):

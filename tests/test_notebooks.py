@@ -1,28 +1,45 @@
 """The notebooks run from top to bottom, and draw."""
 
+import json
 from pathlib import Path
 
 import pytest
 
+from tests.ranks import run_ranks
+
 ROOT = Path(__file__).parent.parent
-
-
 NOTEBOOKS = {path.stem: path for path in sorted((ROOT / "notebooks").glob("*.ipynb"))}
 FOR_MINUTES = {"02_qlora": pytest.mark.benchmark}
+IN_A_KERNEL = NOTEBOOKS.pop("06_your_own_technique")  # one is enough: what takes long is to import everything again
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "notebook", [pytest.param(p, id=name, marks=FOR_MINUTES.get(name, ())) for name, p in NOTEBOOKS.items()]
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
 def test_notebooks_run_from_top_to_bottom(notebook, tmp_path):
+    said = run_ranks("tests.run_notebook", notebook, tmp_path, log=tmp_path / "log", count=None, timeout_s=300)
+    assert json.loads(said.splitlines()[-1])["image/png"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning", "ignore::RuntimeWarning")
+def test_a_notebook_runs_in_a_fresh_kernel(tmp_path):
     import nbformat
     from nbclient import NotebookClient
 
-    content = nbformat.read(notebook, as_version=4)
+    content = nbformat.read(IN_A_KERNEL, as_version=4)
     client = NotebookClient(content, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
     client.execute()
     outputs = [output for cell in content.cells if cell.cell_type == "code" for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"]
     assert any("image/png" in output.get("data", {}) for output in outputs)
+
+
+def test_a_cell_that_fails_is_shown_with_its_error(tmp_path):
+    import nbformat
+
+    cells = [nbformat.v4.new_code_cell("x = 1"), nbformat.v4.new_code_cell("x / 0")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "a.ipynb")
+    with pytest.raises(AssertionError, match=r"This cell failed:\nx / 0\n[^$]*ZeroDivisionError"):
+        run_ranks("tests.run_notebook", tmp_path / "a.ipynb", tmp_path, log=tmp_path / "log", count=None)

@@ -1,9 +1,6 @@
 """QLoRA is quantising and LoRA, bit for bit, and gets along with what saves memory elsewhere."""
 
 import copy
-import subprocess
-import sys
-from pathlib import Path
 
 import peft
 import pytest
@@ -18,6 +15,7 @@ from tests.finetune.test_merge import awake
 from tests.finetune.test_merge_quantized import WideLM
 from tests.finetune.test_targets import llama
 from tests.nets import Gradients, TinyLM, as_loader, fit, gradients, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_code
 
 BATCHES = lm_batches(4)
 KINDS = ("nf4", "fp4", "int8")
@@ -128,7 +126,7 @@ torch.save(module.state_dict(), sys.argv[3])
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_checkpoint_resumes_in_a_fresh_process_bit_for_bit(kind, tmp_path):
+def test_a_checkpoint_resumes_in_another_process_bit_for_bit(kind, tmp_path):
     class Save(ft.Technique):
         def on_train_epoch_end(self, trainer, pl_module):
             if trainer.current_epoch == 0:
@@ -137,8 +135,7 @@ def test_a_checkpoint_resumes_in_a_fresh_process_bit_for_bit(kind, tmp_path):
     whole = fit(TinyLM(), BATCHES, [QLoRA(rank=2, kind=kind, dropout=0.1), Save()], max_epochs=2)
     held = torch.load(tmp_path / "half.ckpt", weights_only=True)["state_dict"]
     assert all("lora_" in name for name in held)
-    command = [sys.executable, "-c", PROGRAM, kind, str(tmp_path / "half.ckpt"), str(tmp_path / "end.pt")]
-    subprocess.run(command, check=True, cwd=Path(__file__).parents[2], capture_output=True, timeout=120)
+    run_code(PROGRAM, kind, tmp_path / "half.ckpt", tmp_path / "end.pt", folder=tmp_path)
     same(weights(whole), torch.load(tmp_path / "end.pt", weights_only=False))
 
 

@@ -14,6 +14,7 @@ from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM
 from lightning_fasttrain.finetune import QuantizedBase, dequantized_weight, keep_quantized_, quantize_base_
 from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS, quantization_of
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_code
 
 HOW = [("nf4", True), ("nf4", False), ("fp4", True), ("int8", True)]
 each_way = pytest.mark.parametrize(("kind", "double_quant"), HOW, ids=lambda value: str(value))
@@ -54,7 +55,7 @@ def test_loaded_into_another_it_is_the_same_bit_for_bit(kind, double_quant, used
     assert torch.equal(one.train()(X), two.train()(X))
 
 
-def test_in_a_fresh_process(tmp_path):
+def test_in_another_process(tmp_path):
     saved = [net(kind=kind, double_quant=double_quant) for kind, double_quant in HOW]
     torch.save({"x": X, "each": [(one.state_dict(), one(X).detach()) for one in saved]}, tmp_path / "file.ckpt")
     code = f"""
@@ -68,7 +69,7 @@ for (kind, double_quant), (state, y) in zip({HOW}, file["each"], strict=True):
     net.load_state_dict(state)
     assert torch.equal(net(file["x"]), y)
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "file.ckpt")], check=True, timeout=120)
+    run_code(code, tmp_path / "file.ckpt", folder=tmp_path)
 
 
 @each_way

@@ -6,8 +6,7 @@ import os
 import pickle
 import resource
 import signal
-import subprocess
-import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain.run import AtomicCheckpointIO
 from lightning_fasttrain.run.guard._checkpoint_room import checkpoint_bytes
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.ranks import Ranks
 
 
 def test_a_run_saves_and_resumes_through_it(tmp_path):
@@ -92,11 +92,15 @@ while True:
 @pytest.mark.slow
 def test_killed_while_saving_the_checkpoint_loads(tmp_path):
     path = tmp_path / "last.ckpt"
+    script = tmp_path / "saving.py"
+    script.write_text(SAVING)
     for at in (2, 5):
-        with subprocess.Popen([sys.executable, "-c", SAVING, str(path)], stdout=subprocess.PIPE, text=True) as child:
-            while int(child.stdout.readline()) < at:
-                pass
-            child.kill()
+        log = tmp_path / f"log{at}"
+        saving = Ranks(str(script), path, log=log, count=None)
+        while saving.processes[0].is_alive() and log.read_text().count("\n") < at:
+            time.sleep(0.001)
+        assert saving.processes[0].is_alive()
+        saving.stop()
         saved = ft.run.AtomicCheckpointIO().load_checkpoint(path)["n"]
         assert saved.shape == (500_000,)
         assert len(saved.unique()) == 1

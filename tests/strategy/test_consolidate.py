@@ -2,8 +2,6 @@
 
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 
 import pytest
@@ -15,7 +13,7 @@ from lightning_fasttrain._reading import CorruptCheckpoint
 from lightning_fasttrain.strategy.consolidate import consolidate
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
 from tests.nets import TinyLM, weights
-from tests.ranks import ROOT
+from tests.ranks import run_code
 from tests.strategy.zero_launches import launched
 
 STAGES = ("0", "1", "2", "3", "3+offload")
@@ -79,13 +77,12 @@ def test_frozen_and_quantised_parts_are_in_it(folder, out, kind, stage):
         assert torch.equal(state[name], value) or torch.allclose(state[name].float(), value.float(), atol=1e-6), name
 
 
-def test_it_needs_no_deepspeed(folder, out):
+def test_it_needs_no_deepspeed(folder, out, tmp_path):
     code = (
         "import sys; sys.modules['deepspeed'] = None; from lightning_fasttrain.strategy.consolidate import consolidate;"
         "consolidate(*sys.argv[1:])"
     )
-    command = [sys.executable, "-W", "ignore", "-c", code, str(folder / "by-2-stage-3"), str(out)]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=120)
+    run_code(code, folder / "by-2-stage-3", out, folder=tmp_path)
     assert out.exists()
 
 

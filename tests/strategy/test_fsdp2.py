@@ -19,7 +19,7 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
-from tests.ranks import run_ranks
+from tests.ranks import run_code, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -306,17 +306,9 @@ assert largest_difference(weights(plain), full(sharded)) < 1e-6
 """
 
 
-def test_one_sharded_process_trains_as_a_plain_one_and_takes_over_from_two(found, single):
+def test_one_sharded_process_trains_as_a_plain_one_and_takes_over_from_two(found, single, tmp_path):
     folder, _ = single
-    run = subprocess.run(
-        [sys.executable, "-c", ONE_PROCESS, str(folder / "sync" / "epoch=1.ckpt")],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
+    run_code(ONE_PROCESS, folder / "sync" / "epoch=1.ckpt", folder=tmp_path)
 
 
 def test_validation_leaves_shards_and_a_second_fit_goes_on(found):

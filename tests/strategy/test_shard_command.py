@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +10,7 @@ from lightning_fasttrain.bench.zoo import gpt
 from lightning_fasttrain.cli import main
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
+from tests.ranks import run_code
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,16 +102,14 @@ def test_it_prints_a_table(capsys, monkeypatch):
     assert all(name in printed for name in CANDIDATES)
 
 
-def test_any_number_of_devices_without_the_memory():
+def test_any_number_of_devices_without_the_memory(tmp_path):
     """A thousand GPUs and 1.5 billion parameters, in a process that may not have 4 GiB."""
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))\n"
         "from lightning_fasttrain.cli import main\n"
         "raise SystemExit(main(['shard', '--size', 'gpt2-xl', '--devices', '1024', '--memory', '8', '--json']))"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout)
+    found = json.loads(run_code(code, folder=tmp_path))
     assert found["devices"] == 1024
     numbers = states(found, "ddp")["parameters"] // 4
     assert numbers > 1_500_000_000

@@ -116,11 +116,11 @@ def equals_one_process(found, folder):
 def weighs_tokens(found, folder):
     """Windows of unequal numbers of targets, on unequal ranks, in micro-batches."""
     for kind in OPTIMIZERS:
-        expected, _ = steps_by_hand(kind, 4, 0.3, weighed=True)
+        expected, _ = steps_by_hand(kind, 2, 0.3, weighed=True)
         for stage in STAGES[:5] if kind == "sgd" else (2, 3):
             module = net(kind)
             techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
-            fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=4, gradient_clip_val=0.3)
+            fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=2, gradient_clip_val=0.3)
             found[f"tokens {kind} {stage}"] = whole_difference(expected, module)
 
 
@@ -141,8 +141,8 @@ def resumes(found, folder):
         t = fit(first, ZeROStrategy(stage=stage), max_epochs=1, **settings)
         t.save_checkpoint(path)
         resumed, through = net("adamw", Scheduled), net("adamw", Scheduled)
-        t = fit(resumed, ZeROStrategy(stage=stage), path=path, max_epochs=3, **settings)
-        fit(through, ZeROStrategy(stage=stage), max_epochs=3, **settings)
+        t = fit(resumed, ZeROStrategy(stage=stage), path=path, max_epochs=2, **settings)
+        fit(through, ZeROStrategy(stage=stage), max_epochs=2, **settings)
         found[f"resumed {stage}"] = whole_difference_of(through, resumed)
         found[f"rate {stage}"] = [t.global_step, t.optimizers[0].param_groups[0]["lr"] / 0.01]
         weights = whole(first)
@@ -290,10 +290,10 @@ def adapts(found, folder):
     for name, make in makers.items():
         cls = LazyLM if name == "LoRA" else TinyLM
         expected = net("adamw", cls)
-        fit(expected, DDPStrategy(process_group_backend="gloo"), make(), max_epochs=2)
+        fit(expected, DDPStrategy(process_group_backend="gloo"), make(), max_epochs=1)
         for stage in (2, 3):
             module = net("adamw", cls)
-            t = fit(module, ZeROStrategy(stage=stage), make(), max_epochs=2)
+            t = fit(module, ZeROStrategy(stage=stage), make(), max_epochs=1)
             found[f"{name} {stage}"] = whole_difference_of(expected, module)
             if name.startswith("QLoRA"):
                 path = folder / f"{name}-{stage}.ckpt"
@@ -326,11 +326,11 @@ def keeps_adapters(found, folder):
 def twin(found, folder):
     """A Fabric loop: accumulation, clipping, resuming."""
     for kind in OPTIMIZERS:
-        expected, losses = fabric_by_hand(kind, 3, 0.3)
+        expected, losses = fabric_by_hand(kind, 2, 0.3)
         for stage in STAGES if kind == "sgd" else (1, 3):
             path = folder / f"fabric-{RANKS}-{kind}-{stage}"
-            module, seen, norms, _ = fabric_loop(kind, stage, 3, 0.3, save=path)
-            other, again, _, step = fabric_loop(kind, stage, 2, 0.3, load=path)
+            module, seen, norms, _ = fabric_loop(kind, stage, 2, 0.3, save=path)
+            other, again, _, step = fabric_loop(kind, stage, 1, 0.3, load=path)
             seen = [loss.clone() for loss in seen]
             mean = torch.stack(seen)
             dist.all_reduce(mean)
