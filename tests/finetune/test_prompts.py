@@ -180,6 +180,18 @@ def test_an_encoder_decoder_generates_what_its_forward_says(kind):
     assert not torch.equal(without, tokens)
 
 
+@pytest.mark.parametrize("make", [llama, t5])
+def test_a_prefix_is_never_left_out_of_what_is_generated(make):
+    model, given = seeded(make), batch(make)
+    del given["labels"]
+    prompted = add(model, "prefix")
+    with pytest.raises(ValueError, match="the prefix is in the cache"):
+        prompted.generate(**given, max_new_tokens=2, use_cache=False)
+    with ft.finetune.base_model(prompted):
+        prompted.generate(**given, max_new_tokens=2, use_cache=False)
+    assert len(add(seeded(make), "prompt").generate(**given, max_new_tokens=2, use_cache=False)) == 4
+
+
 @every_kind
 @every_model
 def test_output_and_gradients_are_bitwise_those_of_pefts_model(make, kind):

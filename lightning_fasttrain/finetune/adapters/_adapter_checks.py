@@ -7,6 +7,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
+from lightning_fasttrain._heads import stands_for
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 
@@ -50,6 +51,16 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             why = f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most"
             way_out = f"Use rank={smallest} or less, or leave '{name}' out"
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
+
+
+def check_parameters(model: nn.Module, config: Any) -> None:
+    """Refuse adapters on tensors that are held in 4 bits, which PEFT would pass by without a word."""
+    wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
+    for name, module in model.named_modules():
+        if stands_for(module) and f".{name}".endswith(wanted):
+            why = "it is held in 4 bits, which PEFT's adapters on parameters do not know"
+            way_out = f"Quantise with skip='**.{name.split('.')[-2]}', or leave it out of target_parameters"
+            raise TypeError(explain(f"target parameter '{name}'", why, way_out))
 
 
 def _check_quantized(name: str, layer: Any, config: Any) -> None:

@@ -18,6 +18,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,
     check_layers,
     check_name,
+    check_parameters,
     is_there,
     refuse_namesake,
     without_namesakes,
@@ -95,6 +96,7 @@ def add_adapter_(
     refuse_tied(model, found)
     refuse_tied(model, whole)
     check_layers(found, config)
+    check_parameters(model, config)
     prefix, root = _root(model, [*found, *whole])
     inside = [target.removeprefix(prefix) for target in found]
     config.target_modules = _as_peft_keeps(shortest_names(inside, root))

@@ -71,6 +71,21 @@ class StillPrompt:
         return cache
 
 
+class GenerateWithCache:
+    """Replaces ``generate`` of PEFT's model, which without a cache leaves a prefix out and says nothing."""
+
+    def __init__(self, prompted: Any) -> None:
+        self.prompted = prompted
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        prefixed = self.prompted.active_peft_config.peft_type.value == "PREFIX_TUNING"
+        if prefixed and kwargs.get("use_cache") is False and not self.prompted._adapters_disabled:
+            raise ValueError(
+                explain("use_cache=False", "the prefix is in the cache", "Leave it out, or use PromptTuning")
+            )
+        return type(self.prompted).generate(self.prompted, *args, **kwargs)
+
+
 def _put_behind_prefix(layer: Any, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
     return torch.cat([layer.keys, keys], dim=-2), torch.cat([layer.values, values], dim=-2)
 

@@ -19,7 +19,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import count_parameters, 
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.targets import find_targets, refuse_tied, require_peft
-from lightning_fasttrain.finetune.prompts._prompt_hooks import StillPrompt, cut_virtual_tokens
+from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
 
 _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 
@@ -196,5 +196,7 @@ def _put_before(base: Any, root: Any, config: Any, name: str) -> Any:
             return root
         prompted = peft.MODEL_TYPE_TO_PEFT_MODEL_MAPPING[config.task_type](base, config, adapter_name=name)
     prompted.get_prompt = StillPrompt(prompted)
+    if hasattr(prompted, "generate"):
+        prompted.generate = GenerateWithCache(prompted)
     prompted.register_forward_hook(cut_virtual_tokens, with_kwargs=True)
     return prompted
