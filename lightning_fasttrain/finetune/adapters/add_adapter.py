@@ -26,7 +26,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
 from lightning_fasttrain.finetune.adapters._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, held_child
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.targets import (
     Targets,
@@ -227,7 +227,7 @@ def adapter_parameters(model: nn.Module) -> set[str]:
     brought: set[str] = set()
     for name, module in model.named_modules():
         if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
-            base = "base_layer." if is_a(module, "BaseTunerLayer") else "original_module."
+            base = f"{held_child(module)}."
             brought |= {f"{name}.{key}" for key in module.state_dict() if not key.startswith(base)}
         if has_prompt(module):
             start = f"{name}.prompt_encoder.".removeprefix(".")

@@ -159,7 +159,7 @@ def unmerge_adapters_(model: nn.Module) -> None:
         if not isinstance(vars(layer).get("unmerge"), Originals):
             why = "PEFT has merged it, and keeps no originals"
             raise ValueError(explain(f"'{name}'", why, "Call unmerge_adapter() of PEFT"))
-    for layer in layers.values():
+    for layer in reversed(layers.values()):  # of tied layers the second was merged into what the first had become
         layer.unmerge()
 
 

@@ -36,7 +36,6 @@ _NEEDS_PEFT = {
     "megatron_config": "it imports a module that the file names",
     "layer_replication": "it changes the model's layers",
     "target_parameters": "it targets parameters rather than layers",
-    "trainable_token_indices": "it trains rows of an embedding",
     "alora_invocation_tokens": "it needs PEFT's own model around yours",
     "arrow_config": "it needs PEFT's own model around yours",
     "corda_config": "its start came out of data",

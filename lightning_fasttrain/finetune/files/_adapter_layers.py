@@ -25,6 +25,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
 
 PREFIX = "base_model.model."
+TOKENS = ".token_adapter.trainable_tokens_delta"  # what PEFT calls single rows of an embedding
 _NO_SIZE = re.compile("seed|key|alpha|step|init|final|warmup|interval|delta|transform|lambda")  # whole numbers as well
 
 
@@ -38,6 +39,7 @@ class Place:
         targets: names of the layers with an adapter, as seen from ``root``.
         whole: names of the modules that were trained whole.
         scaled: names of the targets that (IA)³ scales at their input.
+        tokens: name of each embedding of which rows train → the numbers of the rows.
     """
 
     prefix: str
@@ -45,6 +47,7 @@ class Place:
     targets: list[str]
     whole: list[str]
     scaled: list[str] = field(default_factory=list)
+    tokens: dict[str, list[int]] = field(default_factory=dict)
 
 
 def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
@@ -66,22 +69,53 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
     Raises:
         ValueError: several have.
     """
-    targets = layers_in_file(keys, config)
-    inside = set(targets)
+    targets, tokens = layers_in_file(keys, config), tokens_in_file(keys, config)
+    inside = {*targets, *tokens}
     rest = [key for key in keys if not is_inside(key, inside)]
     found = []
     for prefix, root in candidates(model, name).items():
         layers, owned = plain_modules(root), set(base_names(root).values())
         whole = _whole(layers, config, rest)
         ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
-        if all(target in layers for target in targets) and len(ours) == len(rest):
-            found.append(Place(prefix, root, targets, whole))
+        if all(name in layers for name in inside) and len(ours) == len(rest):
+            found.append(Place(prefix, root, targets, whole, tokens=tokens))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
         why = f"its layers are in {first_few(names)}"
         way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
         raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
     return found[0] if found else None
+
+
+def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
+    """Name of each embedding of which the file holds single rows → which, as the settings say."""
+    rows = getattr(config, "trainable_token_indices", None) or {}
+    found: dict[str, list[int]] = {}
+    for key in keys:
+        name = key.removesuffix(TOKENS)
+        if name != key:
+            named = rows if isinstance(rows, dict) else {name: rows}
+            found[name] = next((rows for end, rows in named.items() if _ends(name, [end])), [])
+    return found
+
+
+def refuse_other_tokens(place: Place, file: Any, what: str) -> None:
+    """Refuse rows that the embedding here does not have, or of which the file holds more or fewer than it says.
+
+    Raises:
+        ValueError: says which.
+    """
+    layers = plain_modules(place.root)
+    for name, rows in place.tokens.items():
+        table = layers[name]
+        stored = file.get_slice(f"{PREFIX}{name}{TOKENS}").get_shape()[0]
+        known = table.num_embeddings if isinstance(table, nn.Embedding) else 0
+        wrong = [row for row in rows if not 0 <= row < known]
+        if wrong or len(set(rows)) != stored:
+            why = f"it trained rows {first_few([str(row) for row in wrong or rows])} of '{name}', which has {known}"
+            why += f", and holds {stored}"
+            way_out = "Give the base its tokens with resize_token_embeddings first, as it had them"
+            raise ValueError(explain(f"the adapter in {what} is for another vocabulary", why, way_out))
 
 
 def candidates(model: nn.Module, name: str) -> dict[str, nn.Module]:
@@ -157,7 +191,9 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
     config.modules_to_save = place.whole or None
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _exactly(place.scaled)
-    names = [*place.targets, *place.whole]
+    if place.tokens:
+        config.trainable_token_indices = place.tokens
+    names = [*place.targets, *place.whole, *place.tokens]
     if getattr(config, "bias", "none") == "all":
         names += [name for name, module in layers.items() if "bias" in module._parameters and name not in names]
     for device in ("meta", "cpu"):
@@ -280,7 +316,7 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
     most_rank = max((max(features), *(max(shape) for shape in shapes if shape)), default=1)
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
-        if _NO_SIZE.search(setting.name) or value == setting.default:
+        if _NO_SIZE.search(setting.name) or value == setting.default or setting.name == "trainable_token_indices":
             continue
         limit = most_rank if setting.name == "r" or "rank" in setting.name else most
         beyond = [number for number in _whole_numbers(value) if number > limit]

@@ -37,6 +37,7 @@ from lightning_fasttrain.finetune.files._adapter_layers import (
     plain_modules,
     refuse_not_finite,
     refuse_other_tensors,
+    refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
 )
 from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
@@ -159,6 +160,7 @@ def load_adapter_(
         refuse_namesake(name, base_names(place.root).values())
         if hasattr(config, "feedforward_modules"):
             place.scaled = _scaled_at_input(place, config, keys, file)
+        refuse_other_tokens(place, file, str(source))
         refuse_sizes_beyond_the_layers(place, config, file, str(source))
         expected = expected_tensors(place, config)
         refuse_other_tensors(place.root, file, keys, expected, str(source))
@@ -244,6 +246,8 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
         config.feedforward_modules = _exactly(place, place.scaled)
     targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
     config.modules_to_save = None
+    if place.tokens:
+        config.trainable_token_indices = place.tokens
     names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""

@@ -13,8 +13,13 @@ from lightning_fasttrain._messages import explain, list_some
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64
-# PEFT's, and what they hold
-_HOLDERS = {"BaseTunerLayer": "base_layer", "AuxiliaryTrainingWrapper": "original_module", "PeftModel": "base_model"}
+# PEFT's, and the child in which they hold what is the base's.
+_HOLDERS = {
+    "BaseTunerLayer": "base_layer",
+    "TrainableTokensWrapper": "token_adapter",  # which is such a layer itself
+    "AuxiliaryTrainingWrapper": "original_module",
+    "PeftModel": "base_model",
+}
 
 
 def base_fingerprint(model: nn.Module) -> Fingerprint:
@@ -40,11 +45,15 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     names, kinds, samples = [], [], []
     found: Fingerprint = {}
     plain_names, changed = base_names(model), _changed_names(model)
-    for name, parameter in model.named_parameters():
+    seen: set[int] = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         plain = plain_names.get(name)
-        if plain is not None and name in changed:
+        if plain is None or id(parameter) in seen:  # tied, or known to an adapter by another name
+            continue
+        seen.add(id(parameter))
+        if name in changed:
             found[plain] = "?"
-        elif plain is not None:
+        else:
             names.append(plain)
             quantized = not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
             whole = _whole(parameter)
@@ -82,7 +91,7 @@ def adapters_on(module: nn.Module) -> dict[str, Any]:
 
 def adapter_holders(model: nn.Module) -> dict[str, str]:
     """Name of each of PEFT's modules in ``model`` that hold one of the base's → what that child is called."""
-    return {name: part for name, module in model.named_modules() if (part := _holds(module))}
+    return {name: part for name, module in model.named_modules() if (part := held_child(module))}
 
 
 def plain_name(name: str, holders: Mapping[str, str]) -> str | None:
@@ -128,7 +137,9 @@ def first_few(names: list[str]) -> str:
 
 def _changed_names(model: nn.Module) -> set[str]:
     """Names of parameters of the base that are not what they were before there were adapters."""
-    layers: dict[str, Any] = {name: module for name, module in model.named_modules() if _holds(module) == "base_layer"}
+    layers: dict[str, Any] = {
+        name: module for name, module in model.named_modules() if held_child(module) == "base_layer"
+    }
     configs = [config for module in model.modules() for config in adapters_on(module).values()]
     if not configs:
         return set()
@@ -148,7 +159,7 @@ def changes_base(config: Any) -> bool:
     return decomposed or getattr(config, "kasa_config", None) is not None
 
 
-def _holds(module: nn.Module) -> str | None:
+def held_child(module: nn.Module) -> str | None:
     """The child of one of PEFT's modules that is the base's; asked by name, as PEFT need not be installed.
 
     A layer that holds a tensor for another module is called as that tensor is.
