@@ -8,14 +8,14 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._blocks import Blocks, _candidates, _matches
+from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads, is_inside
+from lightning_fasttrain._heads import find_heads, find_skipped
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.parts._unreached_weights import (
     out_of_reach,
     read_past,
@@ -32,8 +32,11 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     round_bias_,
 )
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.model import LowPrecisionProducts
 
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
+NONE_LEFT = "bitsandbytes multiplies with what is quantised, so no layer but the head would be left"
+ALL_OR_SKIP = "Leave LowPrecisionProducts out, or name with skip= what is to stay whole and multiply in 8 bits"
 _IN_ADAPTER = "an adapter is on it already"
 
 
@@ -172,7 +175,7 @@ def report(
 
 def sort_out(model: nn.Module, skip: Blocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module], dict[str, str]]:
     """The linear layers of ``model``: to be quantised, quantised already, and left, with the reason."""
-    skipped, heads = _skipped_names(model, skip), find_heads(model)
+    skipped, heads = find_skipped(model, skip), find_heads(model)
     shared = {**_kept_whole(model), **_shared_modules(model)}
     shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
     layers: dict[str, nn.Linear] = {}
@@ -217,22 +220,6 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
     reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
     way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
     return explain(what, f"all its matrices are left: {reasons}", way_out)
-
-
-def _skipped_names(model: nn.Module, skip: Blocks) -> set[str]:
-    modules = dict(model.named_modules())
-    outer: list[str] = []
-    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
-        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            why = "it is no pattern and no class of modules"
-            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
-        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
-        if not found:
-            why = f"candidates are {_candidates(model)}"
-            way_out = "Give a class, a class name or a pattern such as '**.router'"
-            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
-        outer += found
-    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:
@@ -332,6 +319,10 @@ class QuantizedBase(Technique):
         check_settings(kind, compute_dtype)
         self.kind, self.double_quant, self.compute_dtype, self.skip = kind, double_quant, compute_dtype, skip
         self.report: QuantizedReport | None = None
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        return (Conflict(LowPrecisionProducts, NONE_LEFT, ALL_OR_SKIP, lambda base, _: not base.skip),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
