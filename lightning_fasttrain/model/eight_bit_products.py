@@ -87,7 +87,8 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
         # With one scale for all, the sums are exact to float32 and kept in it, on every device that has the units;
         # torch's product with a scale for each row is slow with exact sums, and gives bfloat16 on some of them.
         one = torch.ones((), device=first.device)
-        product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
+        with torch.autocast(first.device.type, enabled=False):  # which would reach into what a CPU does instead
+            product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
     return product * left_scale * right_scale.t()
 
 

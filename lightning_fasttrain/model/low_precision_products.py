@@ -12,6 +12,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import find_heads, find_skipped, is_linear, layers_of
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
@@ -34,7 +35,6 @@ class EightBitForward(WrappedForward):
         evaluates = not self.module.training and not torch.is_grad_enabled()
         if self.paused or evaluates or input.numel() == 0:  # experts without tokens get none, which have no largest
             return self.inner(input)
-        self.ran = True
         layer: Any = self.module
         return linear_in_8_bits(input, layer.weight, layer.bias, self.kind)
 
@@ -250,16 +250,13 @@ class LowPrecisionProducts(Technique):
             return "this GPU has no units for products in 8 bits"
         return None
 
+    def predict(self, step: PredictedStep) -> "LowPrecisionProducts":
+        if self.kind == "float8" and not step.on_cuda:
+            step.notes.append("The copies in which a CPU multiplies float8 numbers are not counted.")
+        return self
+
     def apply(self, model: nn.Module) -> Undo:
         self.report = multiply_in_low_precision_(model, self.kind, skip=self.skip, min_features=self.min_features)
         if self.report.layers:
             say("LowPrecisionProducts: %s", self.report)
         return self.report.undo
-
-    def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        wrappers = [vars(layer).get("forward") for layer in model.modules()]
-        products = [wrapper for wrapper in wrappers if isinstance(wrapper, EightBitForward)]
-        if not products or any(wrapper.ran for wrapper in products):
-            return None
-        why = f"none of the {len(products)} layers was called: something reads their weights instead"
-        return why, "Leave LowPrecisionProducts out"
