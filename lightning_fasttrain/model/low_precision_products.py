@@ -238,7 +238,7 @@ class LowPrecisionProducts(Technique):
 
     def __init__(self, kind: str, *, skip: Blocks = (), min_features: int = MIN_FEATURES) -> None:
         self.kind = one_of("kind", kind, KINDS)
-        self.skip = skip
+        self.skip: Blocks = skip if isinstance(skip, str | type) else tuple(skip)  # YAML gives a list
         self.min_features = positive_int("min_features", min_features)
         self.report: LowPrecisionReport | None = None
 
