@@ -206,6 +206,10 @@ class LowPrecisionProducts(Technique):
     must see it; undone at teardown, so that what was trained is evaluated and saved as any other model. The rounding
     of each factor is a few passes over memory of its own unless :class:`~lightning_fasttrain.CompileBlocks` fuses it.
 
+    The tolerance is that of each product; what training makes of it has no bound. Over 100 steps of a small GPT on text
+    the loss stays within 1% of that in full precision (means of the last ten steps). In int8 weights drift from it
+    about as far as in bf16-mixed, in float8 several times as far.
+
     Args:
         kind: ``"float8"`` or ``"int8"``.
         skip: layers to leave, as for the function.
