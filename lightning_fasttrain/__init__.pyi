@@ -40,9 +40,11 @@ from lightning_fasttrain.model import ActivationCheckpointing as ActivationCheck
 from lightning_fasttrain.model import ActivationOffload as ActivationOffload
 from lightning_fasttrain.model import CompileBlocks as CompileBlocks
 from lightning_fasttrain.model import EveryBlock as EveryBlock
+from lightning_fasttrain.model import LowPrecisionProducts as LowPrecisionProducts
 from lightning_fasttrain.model import SelectiveOps as SelectiveOps
 from lightning_fasttrain.model import checkpoint_activations_ as checkpoint_activations_
 from lightning_fasttrain.model import compile_blocks_ as compile_blocks_
+from lightning_fasttrain.model import multiply_in_low_precision_ as multiply_in_low_precision_
 from lightning_fasttrain.model import offload_activations as offload_activations
 from lightning_fasttrain.optim import EagerGradientRelease as EagerGradientRelease
 from lightning_fasttrain.optim import FusedClipping as FusedClipping

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_fasttrain._blocks import find_blocks
+from lightning_fasttrain._blocks import Blocks, _candidates, _matches, find_blocks
 from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain._surgery import told_heads
 
@@ -63,6 +63,23 @@ def warn_of_blocks_beyond(model: nn.Module, blocks: Collection[str], named: Coll
 def is_inside(name: str, blocks: Collection[str]) -> bool:
     """Whether ``name`` is that of a part of one of ``blocks``."""
     return any(name.startswith(f"{block}.") for block in blocks)
+
+
+def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
+    """Names of the modules that a user wants left as they are, and of all that lies inside of them."""
+    modules = dict(model.named_modules())
+    outer: list[str] = []
+    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
+        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
+            why = "it is no pattern and no class of modules"
+            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
+        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
+        if not found:
+            why = f"candidates are {_candidates(model)}"
+            way_out = "Give a class, a class name or a pattern such as '**.router'"
+            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
+        outer += found
+    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
 def _blocks_of(model: nn.Module) -> list[str]:

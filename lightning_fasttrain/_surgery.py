@@ -1,6 +1,7 @@
 """Floor: replace a module's ``forward``, and ask models for their heads."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
@@ -28,9 +29,12 @@ class WrappedForward:
         ran: whether it ever did what it is for; subclasses that somebody asks set it.
         compiled: asks it to compile what it computes itself, if it can; see ``CompileBlocks(head=True)``.
         failure: why it could not.
+        rounds: whether its numbers are those of the plain forward only within a bound.
+        paused: asks one that rounds not to; see :func:`without_rounding`.
     """
 
     can_compile: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -38,6 +42,7 @@ class WrappedForward:
         self.ran = False
         self.compiled = False
         self.failure: str | None = None
+        self.paused = False
 
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
@@ -93,6 +98,20 @@ def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
         if isinstance(holder, kind):
             yield holder
         holder = holder.previous
+
+
+@contextmanager
+def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Have wrappers that round give the plain forward's numbers, for a comparison that rounding would hide."""
+    modules = {module for model in models for module in model.modules()}
+    paused = [wrapper for module in modules for wrapper in wrappers_on(module, WrappedForward) if wrapper.rounds]
+    for wrapper in paused:
+        wrapper.paused = True
+    try:
+        yield
+    finally:
+        for wrapper in paused:
+            wrapper.paused = False
 
 
 def first_line(error: BaseException) -> str:

@@ -276,6 +276,10 @@ CASES = [
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
     Case(lambda: ft.HangWatch(), is_watched, effects.a_thread_watches),
+    # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
+    Case(
+        lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2
+    ),
     # a stranger's
     Case(lambda: WeightAverage(0.5), averages, effects.the_average_is_another),
 ]

@@ -109,6 +109,9 @@ def main(path):
     ours, seen, *_ = seeded([ft.CompileBlocks(backend="aot_eager"), ft.ActivationCheckpointing()], mine)
     plain, expected, *_ = seeded([], mine)
     found["compile+checkpointing"] = worst(expected, seen)
+    ours, seen, *_ = seeded([ft.LowPrecisionProducts("int8", min_features=8)], mine)
+    found["low precision"] = worst(expected, seen)
+    found["low precision agree"] = agree(ours)
 
     plain, expected, *_ = seeded([], mine, **dropout)
     budget = ft.MemoryBudget(1.0)

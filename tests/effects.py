@@ -99,6 +99,19 @@ def graphs_are_made(kind: Kind) -> None:
     assert counted["stats"]["unique_graphs"] > 0
 
 
+def products_are_rounded(kind: Kind) -> None:
+    errors, net = [], TinyLM()
+
+    def compare(layer: Any, inputs: Any, output: torch.Tensor) -> None:
+        whole = torch.nn.functional.linear(inputs[0], layer.weight, layer.bias)
+        errors.append(float(((output - whole).norm() / whole.norm()).detach()))
+
+    net.blocks[0].up.register_forward_hook(compare)
+    fit(net, BATCHES, [kind("int8", min_features=8)])
+    assert len(errors) == len(BATCHES)
+    assert all(0 < error < 0.02 for error in errors)
+
+
 # finetune
 
 

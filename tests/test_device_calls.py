@@ -93,6 +93,7 @@ TABLE = {
     "ExactResume": (lambda: [ft.ExactResume()], {}, 0),
     "HangWatch": (lambda: [ft.HangWatch(timeout_s=600)], {}, 0),
     "MatmulPrecision": (lambda: [ft.MatmulPrecision("tf32")], {}, 0),
+    "LowPrecisionProducts": (lambda: [ft.LowPrecisionProducts("int8", min_features=32)], {}, None),
     "StepMeter": (lambda: [ft.StepMeter()], {}, 0),
     "MemoryMeter": (lambda: [ft.MemoryMeter()], {}, 0),
     "all together": (all_together, CLIPPED, 614),

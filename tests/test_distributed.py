@@ -57,6 +57,11 @@ def test_checkpointing_is_bitwise_and_compiling_close(found):
     assert largest(found, "compile+checkpointing") < 1e-5
 
 
+def test_products_in_8_bits_are_synchronised_and_close(found):
+    assert 0 < largest(found, "low precision") < 2e-2
+    assert largest(found, "low precision agree") == 0
+
+
 def test_processes_with_unequal_batches_make_one_plan_for_a_memory_budget(found):
     assert largest(found, "budget") == 0
     assert found[0]["plan"] == found[1]["plan"]

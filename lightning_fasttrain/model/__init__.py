@@ -1,9 +1,11 @@
 """Changes the nn.Module before the optimizer exists.
 
-What blocks save for the backward is recomputed, moved away, or never made.
+What blocks save for the backward is recomputed, moved away, or never made; what they compute is compiled, or
+multiplied in 8 bits.
 
 From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``, ``compile_report``,
-``activation_offload``, ``checkpointed_forward``, ``activation_checkpointing``, ``compile_blocks``.
+``activation_offload``, ``checkpointed_forward``, ``activation_checkpointing``, ``compile_blocks``,
+``eight_bit_products``, ``low_precision_products``.
 """
 
 from lightning_fasttrain.model.activation_checkpointing import (
@@ -17,3 +19,8 @@ from lightning_fasttrain.model.activation_offload import ActivationOffload, offl
 from lightning_fasttrain.model.compile_blocks import CompileBlocks, compile_blocks_
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.model.low_precision_products import (
+    LowPrecisionProducts,
+    LowPrecisionReport,
+    multiply_in_low_precision_,
+)

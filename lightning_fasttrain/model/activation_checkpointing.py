@@ -124,6 +124,7 @@ class SelectiveOps(CheckpointPolicy):
 
 _DEAR = (
     *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    "_int_mm",
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",

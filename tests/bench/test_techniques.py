@@ -49,7 +49,7 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
     idle = {kind.__name__ for kind in techniques() if kind.why_not(Facts(**NOTHING))}
     assert idle == {
         *("DevicePrefetch", "ActivationCheckpointing", "ActivationOffload", "CompileBlocks", "GradualUnfreezing"),
-        *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision"),
+        *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision", "LowPrecisionProducts"),
     }
     assert not [kind for kind in techniques() if kind.why_not(Facts("cuda", 1, True, blocks=4, heads=1, trains=0.5))]
     assert not [kind for kind in techniques() if kind.why_not(Facts("cuda"))]  # what is not known rules nothing out

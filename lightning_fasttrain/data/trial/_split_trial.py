@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain._surgery import patch, without_rounding
 from lightning_fasttrain.data.split_batch import batch_size, take_rows
 from lightning_fasttrain.data.trial._put_back import remember
 from lightning_fasttrain.data.trial._step_parts import loss_of
@@ -239,7 +239,7 @@ def _run_once(
     """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
     mode.begin(where, samples)
     with _without_compiling(), _without_logging(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
-        with _without_autocast() if mode.in_float32 else nullcontext(), mode:
+        with _without_autocast() if mode.in_float32 else nullcontext(), without_rounding(stage.models), mode:
             loss = _loss(stage.step(rows))
             if parameters is None:
                 parameters = _leaves_of(loss)

@@ -13,7 +13,8 @@ from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Conflict, Surgery
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, find_targets
-from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase
+from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
+from lightning_fasttrain.model import LowPrecisionProducts
 
 
 class QLoRA(LoRA):
@@ -51,7 +52,11 @@ class QLoRA(LoRA):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         way_out = "Use QLoRA alone, or QuantizedBase and the adapter of your choice"
-        return (Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out), *super().conflicts())
+        return (
+            Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out),
+            Conflict(LowPrecisionProducts, NONE_LEFT, ALL_OR_SKIP, lambda qlora, _: not qlora.base.skip),
+            *super().conflicts(),
+        )
 
     def __init__(
         self,

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._blocks import Blocks, _candidates, _matches
-from lightning_fasttrain._heads import find_heads, is_a, is_inside
+from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._heads import find_heads, find_skipped, is_a
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
@@ -46,7 +46,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
         ValueError: there is nothing to quantise; ``skip`` matches nothing.
         TypeError: ``skip`` holds something else than patterns and classes.
     """
-    skipped, heads = _skipped_names(model, skip), find_heads(model)
+    skipped, heads = find_skipped(model, skip), find_heads(model)
     shared = {**_kept_whole(model), **_shared_modules(model)}
     shared.update(dict.fromkeys(read_past(model), "a kernel reads its weight without calling it"))
     layers: dict[str, Any] = {}
@@ -107,22 +107,6 @@ def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
     reasons = ", ".join(f"{name} ({reason})" for name, reason in list(left.items())[:6])
     way_out = "Quantise before adapters are added, and skip less; what is in no nn.Linear cannot be quantised"
     return explain(what, f"all its matrices are left: {reasons}", way_out)
-
-
-def _skipped_names(model: nn.Module, skip: Blocks) -> set[str]:
-    modules = dict(model.named_modules())
-    outer: list[str] = []
-    for wanted in [skip] if isinstance(skip, str | type) else list(skip):
-        if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            why = "it is no pattern and no class of modules"
-            raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
-        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
-        if not found:
-            why = f"candidates are {_candidates(model)}"
-            way_out = "Give a class, a class name or a pattern such as '**.router'"
-            raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
-        outer += found
-    return {name for name in modules if name in outer or is_inside(name, outer) or "" in outer}
 
 
 def _shared_modules(model: nn.Module) -> dict[str, str]:

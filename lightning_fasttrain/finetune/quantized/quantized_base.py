@@ -13,7 +13,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -26,6 +26,10 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.model import LowPrecisionProducts
+
+NONE_LEFT = "bitsandbytes multiplies with what is quantised, so no layer but the head would be left"
+ALL_OR_SKIP = "Leave LowPrecisionProducts out, or name with skip= what is to stay whole and multiply in 8 bits"
 
 
 @dataclass(frozen=True)
@@ -232,6 +236,10 @@ class QuantizedBase(Technique):
         check_settings(kind, compute_dtype)
         self.kind, self.double_quant, self.compute_dtype, self.skip = kind, double_quant, compute_dtype, skip
         self.report: QuantizedReport | None = None
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        return (Conflict(LowPrecisionProducts, NONE_LEFT, ALL_OR_SKIP, lambda base, _: not base.skip),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:

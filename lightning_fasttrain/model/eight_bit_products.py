@@ -1,0 +1,145 @@
+"""A linear layer whose three matrix products, of the forward and the backward, are of numbers in 8 bits."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """Numbers in 8 bits, and what the units that multiply them ask for.
+
+    Args:
+        dtype: of the rounded numbers.
+        top: the largest that a row is scaled to.
+        multiple: both sizes of a layer must be multiples of it.
+        capability: CUDA's compute capability from which on there are such units.
+    """
+
+    dtype: torch.dtype
+    top: float
+    multiple: int
+    capability: tuple[int, int]
+
+
+FORMATS = {
+    "float8": Format(torch.float8_e4m3fn, 448.0, 16, (8, 9)),
+    "int8": Format(torch.int8, 127.0, 8, (7, 5)),
+}
+_FEWEST_ROWS = 17  # of the first factor that CUDA's int8 product takes
+_LONGEST = 2**17  # numbers in a row: 127² times as many are below 2³¹, which a sum of int32 must be
+
+
+def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """Scale each row so that its largest number is the format's largest, and round: ``matrix ≈ rounded · scale``.
+
+    What is not finite makes its row's scale so, and with it the products: nothing is hidden from a loss scaler.
+
+    Args:
+        matrix: [m, n], in any floating-point type.
+        kind: ``"float8"`` or ``"int8"``.
+
+    Returns:
+        The rounded numbers [m, n], row after row in memory, and scales [m, 1] in float32.
+
+    Example:
+        >>> rounded, scale = round_rows(torch.tensor([[1.27, -0.5], [0.0, 0.0]]), "int8")
+        >>> rounded.tolist(), round(scale[0].item(), 4)
+        ([[127, -50], [0, 0]], 0.01)
+    """
+    form = FORMATS[kind]
+    largest = matrix.abs().amax(1, keepdim=True).float()
+    scale = (largest / form.top).clamp(min=torch.finfo(torch.float32).tiny)
+    scaled = matrix / scale
+    if not form.dtype.is_floating_point:
+        scaled = scaled.round()
+    return scaled.to(form.dtype).contiguous(), scale
+
+
+def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
+    """first · secondᵀ, of both factors rounded row by row to 8 bits; sums are in int32 or float32.
+
+    Args:
+        first: [m, n].
+        second: [k, n]; k a multiple of the format's ``multiple``.
+        kind: ``"float8"`` or ``"int8"``.
+
+    Returns:
+        [m, k] in float32.
+    """
+    length = first.shape[1]
+    if length > _LONGEST:
+        start = multiply_rows(first[:, :_LONGEST], second[:, :_LONGEST], kind)
+        return start + multiply_rows(first[:, _LONGEST:], second[:, _LONGEST:], kind)
+    if length % 16:  # tokens, in the product that is the weight's gradient; zeros add nothing
+        first, second = F.pad(first, (0, -length % 16)), F.pad(second, (0, -length % 16))
+    left, left_scale = round_rows(first, kind)
+    right, right_scale = round_rows(second, kind)
+    if kind == "int8":
+        missing = max(0, _FEWEST_ROWS - len(left))
+        if missing:
+            left = F.pad(left, (0, 0, 0, missing))
+        product = torch._int_mm(left, right.t())[: len(first)]
+    else:
+        # With one scale for all, the sums are exact to float32 and kept in it, on every device that has the units;
+        # torch's product with a scale for each row is slow with exact sums, and gives bfloat16 on some of them.
+        one = torch.ones((), device=first.device)
+        with torch.autocast(first.device.type, enabled=False):  # which would reach into what a CPU does instead
+            product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
+    return product * left_scale * right_scale.t()
+
+
+class _Products(torch.autograd.Function):
+    """input · weightᵀ and both gradients of it, each product of rows that are rounded along what is summed."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, kind: str) -> Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.kind = kind
+        return multiply_rows(input, weight, kind).to(input.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        input, weight = ctx.saved_tensors
+        of_input = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_input = multiply_rows(gradient, weight.t(), ctx.kind).to(input.dtype)
+        if ctx.needs_input_grad[1]:
+            of_weight = multiply_rows(gradient.t(), input.t(), ctx.kind).to(weight.dtype)
+        return of_input, of_weight, None
+
+
+def linear_in_8_bits(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    """``F.linear``, its products and those of its backward in 8 bits.
+
+    Under autocast the input is cast as for ``F.linear``, so that no more is kept for the backward; the weight is
+    rounded as it is, and its gradient comes in its own type.
+
+    Args:
+        input: [..., n].
+        weight: [k, n]; both sizes multiples of the format's ``multiple``.
+        bias: [k] or None.
+        kind: ``"float8"`` or ``"int8"``.
+
+    Returns:
+        [..., k] in the type that ``F.linear`` would give.
+
+    Example:
+        >>> input, weight = torch.randn(3, 32), torch.randn(16, 32)
+        >>> difference = linear_in_8_bits(input, weight, None, "int8") - F.linear(input, weight)
+        >>> bool(difference.norm() < 0.02 * F.linear(input, weight).norm())
+        True
+
+    Source:
+        Rows scaled for each product as in torchao's float8 recipe "rowwise" and its int8 mixed-precision training,
+        https://github.com/pytorch/ao; gradients too are e4m3, with 3 bits of mantissa, since rows have scales.
+    """
+    device = input.device.type
+    if torch.is_autocast_enabled(device):
+        input = input.to(torch.get_autocast_dtype(device))
+    rows = input.reshape(-1, input.shape[-1])
+    product = _Products.apply(rows, weight, kind).view(*input.shape[:-1], len(weight))
+    return product if bias is None else product + bias.to(product.dtype)
