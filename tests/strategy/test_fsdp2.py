@@ -208,7 +208,7 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
     assert len(held) == 4 * 12
     assert all("lora_" in name for name in held)
     for rank in found:
-        assert "the checkpoint was trained beside another base than OtherBase" in rank[f"{kind} other base"]
+        assert "the checkpoint was trained beside another base than FSDPOtherBase" in rank[f"{kind} other base"]
         assert "lora_A.default.weight is [2, " in rank[f"{kind} other rank"]
 
 
