@@ -103,7 +103,7 @@ class FileCopy:
                 file.write(source.cpu().numpy().data)
         except OSError as error:
             self.path.unlink(missing_ok=True)
-            raise self._write_error(
+            raise self._disk_error(
                 error, f"{self.nbytes / 2**20:.1f} MiB of activations could not be written"
             ) from error
 
@@ -121,12 +121,12 @@ class FileCopy:
                 if found != self.nbytes:
                     raise OSError(f"{found} bytes instead of {self.nbytes}")
             except OSError as error:
-                raise self._write_error(error, "activations could not be read back") from error
+                raise self._disk_error(error, "activations could not be read back") from error
             self.path.unlink()
             self.here = here.to(self.device)
         return self.here
 
-    def _write_error(self, error: OSError, what: str) -> OSError:
+    def _disk_error(self, error: OSError, what: str) -> OSError:
         way_out = "Give a folder with more room, that nothing else cleans, or leave folder= out"
         message = explain(f"{what} ({self.path})", error.strerror or str(error), way_out)
         return OSError(error.errno, message) if error.errno else OSError(message)

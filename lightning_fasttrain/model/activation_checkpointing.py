@@ -122,7 +122,7 @@ class SelectiveOps(CheckpointPolicy):
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
 
 
-_DEAR = (
+_EXPENSIVE = (
     *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
     "_int_mm",
     "_scaled_dot_product_flash_attention",
@@ -137,7 +137,7 @@ _DEAR = (
 
 @cache
 def _dear_ops() -> frozenset[Any]:
-    return frozenset(getattr(torch.ops.aten, name).default for name in _DEAR if hasattr(torch.ops.aten, name))
+    return frozenset(getattr(torch.ops.aten, name).default for name in _EXPENSIVE if hasattr(torch.ops.aten, name))
 
 
 def _drops_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -83,7 +83,7 @@ class CheckpointedForward(WrappedForward):
             with again:
                 yield
 
-        return counted_forward(), Anew(recompute)
+        return counted_forward(), Again(recompute)
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -142,10 +142,10 @@ class CheckpointedForward(WrappedForward):
                 random.setstate(now[0])
                 np.random.set_state(now[1])
 
-        return forward(), Anew(recompute)
+        return forward(), Again(recompute)
 
 
-class Anew(AbstractContextManager[None]):
+class Again(AbstractContextManager[None]):
     """A context that can be entered again, as by a second backward through the same graph: ``make`` makes a new one."""
 
     def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:

@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_iter
 from lightning_fasttrain._messages import explain, note_once, say
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
-from lightning_fasttrain.model.checkpointed_forward import Anew, CheckpointedForward
+from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
 from lightning_fasttrain.plan.budget.agreement import for_all, highest_of_all, world_size
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, Stopwatch, measure_block
 from lightning_fasttrain.plan.budget.checkpoint_plan import GIB, KEPT, RECOMPUTED, SELECTIVE, CheckpointPlan, make_plan
 from lightning_fasttrain.run import PeakMemory
 
-DEAR = SelectiveOps()
+EXPENSIVE = SelectiveOps()
 _FIT = 0.92  # of what is free: the rest is for fragmentation, and for libraries that allocate by themselves
 
 
@@ -38,7 +38,7 @@ class PlannedForward(CheckpointedForward):
 
     def follow(self, action: str) -> None:
         self.kept = action == KEPT
-        self.keeps = DEAR.keeps if action == SELECTIVE else None
+        self.keeps = EXPENSIVE.keeps if action == SELECTIVE else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -58,7 +58,7 @@ class PlannedForward(CheckpointedForward):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = super()._contexts()
-        return forward, Anew(lambda: self.watch.recomputing(self.name, again))
+        return forward, Again(lambda: self.watch.recomputing(self.name, again))
 
 
 class _Stage(Enum):
@@ -127,7 +127,7 @@ class StepWatch:
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
         if self._measure_costs or forward.name not in self._costs:
-            cost = measure_block(forward, DEAR.keeps, _addresses_of(self.model), args, kwargs)
+            cost = measure_block(forward, EXPENSIVE.keeps, _addresses_of(self.model), args, kwargs)
             self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
         self._mark()
 
