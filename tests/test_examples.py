@@ -59,6 +59,18 @@ def test_minilm_learns_and_peft_reads_its_adapters_back(tmp_path):
 
 
 @pytest.mark.slow
+def test_large_models_are_accounted_for_and_predicted(tmp_path):
+    last_line(
+        "finetune_memory.py", "--models", "tiny,tiny mixture", "--length", "64", "--out", str(tmp_path / "found.json")
+    )
+    for row in json.loads((tmp_path / "found.json").read_text())["rows"]:
+        weights, step = row["weights"], row["step"]
+        assert weights["4 bits"] > weights["adapters"] > 0
+        assert step["parameters"] == pytest.approx(sum(weights.values()), rel=0.02)
+        assert step["peak"] > step["parameters"]
+
+
+@pytest.mark.slow
 def test_an_8b_model_is_predicted_to_fit(tmp_path):
     small = ["--layers", "2", "--width", "256", "--vocabulary", "4096", "--length", "256"]
     last_line("gpu/qlora_8b.py", "--predict", *small, "--out", str(tmp_path / "results.json"))

@@ -57,6 +57,17 @@ def test_the_table_of_fine_tuning_is_what_was_measured():
         )
 
 
+def test_the_table_of_large_models_is_what_was_predicted():
+    written = RESULTS.split("<!-- finetune memory -->\n")[1].split("\n<!-- /finetune memory -->")[0].splitlines()[2:]
+    rows = json.loads((ROOT / "examples" / "results" / "finetune_memory_predicted.json").read_text())["rows"]
+    for line, row in zip(written, rows, strict=True):
+        name, *cells = (cell.strip() for cell in line.split("|")[1:-1])
+        kinds, step = row["weights"], row["step"]
+        found = [sum(kinds.values()), *(kinds[kind] for kind in ("4 bits", "embeddings", "heads", "adapters"))]
+        assert name == row["model"]
+        assert cells == [f"{cell:.2f}" for cell in (*found, step["optimizer state"], step["peak"])]
+
+
 def test_the_table_of_predictions_is_what_was_measured():
     written = RESULTS.split("<!-- predictions -->\n")[1].split("\n<!-- /predictions -->")[0].splitlines()
     ways = [cell.strip() for cell in written[0].split("|")[2:-1]]
