@@ -1,8 +1,12 @@
 """What an adapter saves is what was predicted."""
 
+import lightning as L
 import pytest
+import torch
+import transformers
 
 import lightning_fasttrain as ft
+from tests.nets import as_loader, trainer
 from tests.plan.test_predict_memory import SMALL, measured
 
 
@@ -13,6 +17,29 @@ def test_the_peak_with_an_adapter_is_predicted_within_five_per_cent(name, checkp
     techniques = [ft.LoRA(rank=8), *([ft.ActivationCheckpointing()] if checkpointing else [])]
     report = ft.predict_memory(specimen.module, specimen.batch(), techniques=techniques, device="cpu")
     assert measured(specimen, techniques) == pytest.approx(report.peak_bytes, rel=0.05)
+
+
+class Half(L.LightningModule):
+    """Wide enough for an adapter whose weights, gradients and states are most of a step."""
+
+    def __init__(self):
+        super().__init__()
+        size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+        self.lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, vocab_size=200))
+
+    def training_step(self, batch, _):
+        return self.lm(**batch).loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW([parameter for parameter in self.parameters() if parameter.requires_grad])
+
+
+def test_the_float32_of_adapters_beside_half_precision_is_predicted():
+    ids = torch.arange(32).view(2, 16)
+    batch, meter = {"input_ids": ids, "labels": ids}, ft.MemoryMeter()
+    report = ft.predict_memory(Half, batch, techniques=[ft.LoRA(rank=64)], precision="bf16-true", device="cpu")
+    trainer([ft.LoRA(rank=64), meter], precision="bf16-true").fit(Half(), as_loader([batch] * 3))
+    assert report.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
 def test_gradients_and_optimizer_states_shrink_to_the_adapters():

@@ -51,11 +51,15 @@ def keep_in_float32_(module: nn.Module) -> None:
     module._apply = StaysInFloat32(module)
 
 
+def stays_in_float32(module: nn.Module) -> bool:
+    """Whether ``module`` is not rounded."""
+    return isinstance(vars(module).get("_apply"), StaysInFloat32)
+
+
 def let_round_(model: nn.Module) -> None:
     """Let all of ``model`` be rounded again, for DeepSpeed, which updates copies in float32 of its own."""
-    for module in model.modules():
-        if isinstance(vars(module).get("_apply"), StaysInFloat32):
-            del module._apply
+    for module in filter(stays_in_float32, model.modules()):
+        del module._apply
 
 
 def _containers(layer: Any) -> list[Any]:

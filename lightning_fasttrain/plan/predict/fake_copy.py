@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.adapters._float32_adapters import stays_in_float32
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
 
@@ -74,15 +75,20 @@ def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
 
 
 def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Put what is elsewhere, or real, on the CPU without memory, and in ``dtype``; tied parameters stay tied."""
+    """Put what is elsewhere, or real, on the CPU without memory, and in ``dtype``; tied parameters stay tied.
+
+    Adapters stay in float32, as in the run.
+    """
     settled: dict[Tensor, Tensor] = {}  # tensors hash by identity
+    unrounded = {inner for outer in module.modules() if stays_in_float32(outer) for inner in outer.modules()}
     for owner in module.modules():
         tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
         for table in tables:
             for name, tensor in table.items():
                 if tensor is None:
                     continue
-                wanted = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                rounded = tensor.is_floating_point() and owner not in unrounded
+                wanted = dtype if dtype is not None and rounded else tensor.dtype
                 if tensor not in settled:
                     settled[tensor] = tensor
                     if tensor.device.type != "cpu" or tensor.dtype != wanted or not _belongs(tensor, mode):
