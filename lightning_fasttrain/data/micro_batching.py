@@ -51,6 +51,7 @@ class MicroBatching(Technique):
         See :func:`~lightning_fasttrain.accumulate_gradients`.
     """
 
+    keeps_draws: ClassVar[bool] = False
     effect: ClassVar[str] = "activations of one n-th of the batch at a time"
     when: ClassVar[str] = "a batch does not fit; not with parts so small that the GPU waits for work"
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
@@ -90,8 +91,10 @@ class MicroBatching(Technique):
         return BatchClosures.join(trainer, pl_module, micro=self)
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        if self.parts != 1 or self.n == 1:
+        if self.parts > 1 or self.n == 1:
             return None
+        if self.parts == 0:
+            return "no batch was split", "Do not replace the closure of automatic optimisation"
         return f"the loader's batches are one sample each, which {self.n} parts cannot share", "Use larger batches"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
