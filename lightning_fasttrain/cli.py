@@ -238,7 +238,8 @@ def _verify(options: argparse.Namespace) -> int:
             else:
                 subject = load_subject(options.target, options.arg, fake=False)
             verified = verify(
-                *subject,
+                subject[0],
+                subject[1],
                 techniques_named(options.techniques) or None,
                 precision=options.precision,
                 steps=options.steps,
