@@ -115,10 +115,24 @@ def record_steps(
         Exception: whatever the module, or a technique, raises.
     """
     recorder = _Recorder(len(of.batches), window, change)
+    recorder.record.warnings = run_steps(of, techniques, recorder)
+    return recorder.record
+
+
+def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:
+    """Run the batches on a copy, with copies of ``techniques`` and with ``watcher``, which is called last.
+
+    Returns:
+        What the suite warned about.
+
+    Raises:
+        TypeError: the module cannot be copied.
+        Exception: whatever the module, or a technique, raises.
+    """
     module = copy_module(of.module)
     if not of.dropout:
         without_dropout(module)
-    with isolate_rng(), quietly() as recorder.record.warnings, _only_these_techniques(module):
+    with isolate_rng(), quietly() as warned, _only_these_techniques(module):
         _seed(0)
         trainer = L.Trainer(
             **{
@@ -133,12 +147,12 @@ def record_steps(
                 "max_epochs": 1000,
                 **of.settings,
             },
-            callbacks=[*copy.deepcopy(list(techniques)), recorder],
+            callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
         loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=_as_it_is)
         with suppress(_EnoughError):
             trainer.fit(module, loader)
-    return recorder.record
+    return warned
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
@@ -169,6 +183,19 @@ class _EnoughError(Exception):
     """Ends a fit before anything that belongs to the end of an epoch."""
 
 
+class _StopAfter(L.Callback):
+    """Ends a fit after so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 == self.batches:
+            raise _EnoughError
+
+
 class _Repeated(Dataset[Any]):
     """The batches and as many again, so that none of the steps is the last of an epoch; each time a new copy."""
 
@@ -191,7 +218,7 @@ def _copy_batch(batch: Any) -> Any:
 
 
 class _Recorder(L.Callback):
-    """Fills a record, and ends the fit after the last batch. The last in the list, so that all others have acted."""
+    """Fills a record. It comes after the techniques, so that they have acted."""
 
     def __init__(self, batches: int, window: int, change: Callable[[nn.Module], Any] | None) -> None:
         self.record = StepRecord()
@@ -267,7 +294,6 @@ class _Recorder(L.Callback):
         record.evaluation.append(self._evaluate(trainer, pl_module))
         record.training = self._evaluate(trainer, pl_module, training=True)
         record.base = self._evaluate_base(trainer, pl_module)
-        raise _EnoughError
 
     def _evaluate_base(self, trainer: L.Trainer, module: L.LightningModule) -> float | None:
         if not adapter_parameters(module) or any(is_quantized(each) for each in module.modules()):
