@@ -1,12 +1,13 @@
 """Real processes that are told to go, hang, stop, fail or are killed; see the tests of Preemption and HangWatch.
 
 One process imports everything once and forks for each scenario a conductor, which starts the ranks, sends the signals
-and writes what it saw. All scenarios run at the same time: most of the time they wait. Lightning's launcher and torchrun
-are real, and what they start is a fork of them; ``test_examples.py`` has torchrun start fresh interpreters.
+and writes what it saw. All scenarios run at the same time: most of the time they wait. Lightning's launcher and
+torchrun are real, and what they start is a fork of them; in ``test_examples.py`` it is a fresh interpreter.
 """
 
 import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
@@ -422,6 +423,7 @@ def conduct(name, folder):
 
 
 def serve(folder, names):
+    gc.freeze()  # or the end of each interpreter would look through all that was imported
     conductors = []
     for i, name in enumerate(names):
         pid = os.fork()

@@ -4,6 +4,7 @@ One process imports everything once and forks the pairs, all at the same time: m
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -259,6 +260,7 @@ def import_everything():
 
 def serve(folder, names):
     import_everything()
+    gc.freeze()  # or the end of each interpreter would look through all of it
     pairs = {}
     for name in names:
         (folder / name).mkdir()
