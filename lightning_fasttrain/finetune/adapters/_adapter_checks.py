@@ -7,7 +7,6 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain._heads import stands_for
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 
@@ -53,14 +52,13 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
-def check_parameters(model: nn.Module, config: Any) -> None:
-    """Refuse adapters on tensors that are held in 4 bits, which PEFT would pass by without a word."""
-    wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
-    for name, module in model.named_modules():
-        if stands_for(module) and f".{name}".endswith(wanted):
-            why = "it is held in 4 bits, which PEFT's adapters on parameters do not know"
-            way_out = f"Quantise with skip='**.{name.split('.')[-2]}', or leave it out of target_parameters"
-            raise TypeError(explain(f"target parameter '{name}'", why, way_out))
+def check_parameters(found: Iterable[str], config: Any) -> None:
+    """Refuse adapters on tensors that begin with a decomposition of a layer's weight, where there is no layer."""
+    start = getattr(config, "init_lora_weights", True)
+    for name in found:
+        if isinstance(start, str) and start not in ("gaussian", "eva"):
+            why = "it begins with a decomposition of a layer's weight, and this is a stack of them"
+            raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
 def _check_quantized(name: str, layer: Any, config: Any) -> None:

@@ -16,6 +16,7 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     outermost,
     take_out_adapters_,
     tuner_layers,
+    wrappers_in,
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
@@ -36,6 +37,7 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
 )
 from lightning_fasttrain.finetune.parts.freezing import thaw_
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
 
 
 @dataclass(frozen=True)
@@ -253,7 +255,12 @@ def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
 
 
 def _quantized_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    return {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
+    found = {}
+    for name, layer in layers.items():
+        held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
+        if held or is_quantized(layer.get_base_layer()):
+            found[name] = layer
+    return found
 
 
 def _merge(
@@ -283,11 +290,7 @@ def _merge(
             originals = Originals(layer)
             on_error.callback(originals)
             try:
-                if way is not None and name in quantized:
-                    layer.base_layer = way.merge_layer(name, layer, names)
-                    layer.merged_adapters[:] = [one for one in names if one in held_by(layer)]
-                else:
-                    layer.merge(safe_merge=True, adapter_names=names)
+                _merge_one(name, layer, names, way)
             except ValueError as error:
                 if "NaNs" not in str(error):
                     raise
@@ -310,6 +313,20 @@ def _merge(
     report = MergeReport(tuple(names), tuple(merged), into, *errors)
     say("merge_adapters_: %s", report)
     return report
+
+
+def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
+    here = [one for one in names if one in held_by(layer)]
+    if way is not None and is_quantized(layer.get_base_layer()):
+        layer.base_layer = way.merge_layer(name, layer, names)
+        layer.merged_adapters[:] = here
+        return
+    for wrapper in wrappers_in(layer):
+        if way is not None and holder_under(wrapper) is not None:
+            way.merge_tensor(name, wrapper, here)
+            wrapper.merged_adapters[:] = here
+        else:
+            wrapper.merge(safe_merge=True, adapter_names=names)
 
 
 def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:

@@ -39,6 +39,7 @@ from lightning_fasttrain.finetune.files._adapter_layers import (
     refuse_other_tensors,
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
+    tensors_meant,
 )
 from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
@@ -233,7 +234,8 @@ def _find_place(
         absent = absent or [key for key in keys if not is_inside(key, set(targets))]
         why = f"{type(model).__name__} has no {first_few(absent)}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
-    more = sorted(layers_meant(layers, config) - {*targets, *place.whole})
+    meant = {*layers_meant(layers, config), *tensors_meant(place.root, config).values()}
+    more = sorted(meant - {*targets, *place.whole})
     if more:
         why = f"it has nothing for {first_few(more)}, which its settings mean as well"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
@@ -245,6 +247,8 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _exactly(place, place.scaled)
     targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
+    if place.tensors:
+        config.target_parameters = [f"{place.prefix}{tensor}" for tensor in place.tensors]
     config.modules_to_save = None
     if place.tokens:
         config.trainable_token_indices = place.tokens
