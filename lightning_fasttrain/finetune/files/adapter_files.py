@@ -95,7 +95,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     refuse_other_things(target)
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
-    _refuse_shards(state)
+    refuse_shards(state)
     before = "" if config.is_prompt_learning else PREFIX
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
@@ -201,7 +201,7 @@ def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
         warn(f"save_adapter: {first_few(lost)} train too, but belong to no adapter. Name their modules in train=.")
 
 
-def _refuse_shards(state: Mapping[str, Tensor]) -> None:
+def refuse_shards(state: Mapping[str, Tensor]) -> None:
     shards = [key for key, tensor in state.items() if isinstance(tensor, DTensor) or not tensor.numel()]
     if shards:
         why = "the model is sharded, and this process has but a part of it"
