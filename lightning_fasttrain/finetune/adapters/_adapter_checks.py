@@ -10,6 +10,8 @@ from torch import nn
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 
+_DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")  # begin with numbers or dtype of the weight
+
 
 def check_config(peft: Any, config: Any) -> None:
     if isinstance(config, peft.PeftConfig) and not config.is_prompt_learning:
@@ -64,8 +66,8 @@ def check_parameters(found: Iterable[str], config: Any) -> None:
 def _check_quantized(name: str, layer: Any, config: Any) -> None:
     """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
     start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
-    if isinstance(start, str) and start.startswith(("pissa", "corda")):
-        why = "it begins with a decomposition of the weight, and this one is packed"
+    if isinstance(start, str) and start.startswith(_DECOMPOSED):
+        why = "it begins with the weight itself, and this one is packed"
         way_out = "Use variant='lora', or add the adapter to the model in full precision"
         raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
     if (
@@ -114,6 +116,8 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
 def _meaning_of(config: Any) -> dict[str, Any]:
     """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
+    if getattr(config, "init_lora_weights", True) == "eva":
+        ignored |= {"rank_pattern", "alpha_pattern", "target_modules"}  # which it fills in
     meaning: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         if key not in ignored and value not in (None, {}):

@@ -24,7 +24,8 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     without_namesakes,
 )
 from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
-from lightning_fasttrain.finetune.adapters._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.adapters._starts import Batches, check_start, finish_start_, prepare_start
+from lightning_fasttrain.finetune.parts._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, base_names, held_child
 from lightning_fasttrain.finetune.parts.freezing import freeze_
@@ -44,7 +45,13 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_pa
 
 @notices_late_parameters
 def add_adapter_(
-    model: nn.Module, config: Any, targets: Targets | None = None, *, train: Iterable[str] = (), name: str = "default"
+    model: nn.Module,
+    config: Any,
+    targets: Targets | None = None,
+    *,
+    train: Iterable[str] = (),
+    name: str = "default",
+    batches: Batches | None = None,
 ) -> list[str]:
     """Put an adapter into ``model``, in place, and freeze everything else.
 
@@ -63,6 +70,8 @@ def add_adapter_(
             adapters only if they are named.
         train: names of further modules that train whole, such as a new head; they are saved with the adapter.
         name: of this adapter, among several.
+        batches: for ``init_lora_weights="eva"`` and ``"corda"``, which begin with what data does in the layers: some to
+            call ``model`` with; a dict is passed by keywords, a tuple by position.
 
     Returns:
         Qualified names of the adapted layers and tensors. If an adapter of this name and kind is there, its own, and
@@ -70,7 +79,8 @@ def add_adapter_(
 
     Raises:
         ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; a rank above a
-            layer's size; another adapter of this name, or of another kind, is there.
+            layer's size; a start that needs data is given none; another adapter of this name, or of another kind, is
+            there.
         TypeError: ``config`` is none of PEFT's, or PEFT has no such adapter for a target's class.
         ModuleNotFoundError: PEFT is not installed.
 
@@ -105,25 +115,15 @@ def add_adapter_(
     refuse_tied(model, whole)
     check_layers(found, config)
     check_parameters(tensors, config)
-    prefix, root = _root(model, [*found, *tensors, *whole])
-    inside = [target.removeprefix(prefix) for target in found]
-    config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
-    if tensors:
-        within = [tensor.removeprefix(prefix) for tensor in tensors]
-        config.target_parameters = shortest_ends(within, list(base_names(root).values()))
-    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
-        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
-        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
-    if whole:
-        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
-    there = adapters_on(root)
+    root = _fill_in_(config, model, found, tensors, whole)
     for prompted in filter(has_prompt, model.modules()):
         is_there(adapters_on(prompted), name, config)  # which refuses two kinds
     refuse_merged(root, f"adding adapter '{name}'")
-    if is_there(there, name, config):
+    if is_there(adapters_on(root), name, config):
         train_mode(root)
         return [*found, *tensors]
     refuse_namesake(name, (one for one, _ in root.named_modules()))
+    check_start(config, found, batches)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
@@ -131,7 +131,9 @@ def add_adapter_(
             parent, _, last = one.rpartition(".")
             holder = model.get_submodule(parent)
             on_error.callback(setattr, holder, last, getattr(holder, last))
+        prepare_start(model, root, config, batches)
         _inject(peft, config, root, name)
+        finish_start_(model, root, config, name, batches)
         keep_adapter_in_float32_(switches(root), name)
         see_adapters_(model, on_error)
         on_error.pop_all()
@@ -148,6 +150,24 @@ def add_adapter_(
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return [*found, *tensors]
+
+
+def _fill_in_(
+    config: Any, model: nn.Module, found: Collection[str], tensors: Collection[str], whole: Collection[str]
+) -> nn.Module:
+    """Name in ``config`` what is adapted, as seen from the module that the adapter is put into; return that."""
+    prefix, root = _root(model, [*found, *tensors, *whole])
+    inside = [target.removeprefix(prefix) for target in found]
+    config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
+    if tensors:
+        within = [tensor.removeprefix(prefix) for tensor in tensors]
+        config.target_parameters = shortest_ends(within, list(base_names(root).values()))
+    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
+        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
+        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
+    if whole:
+        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
+    return root
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -252,7 +252,7 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     config.modules_to_save = None
     if place.tokens:
         config.trainable_token_indices = place.tokens
-    names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
+    names = add_adapter_(model, config, targets, train=train, name=name, batches=())  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
         if name in adapters_on(root) and names[0].startswith(before):
