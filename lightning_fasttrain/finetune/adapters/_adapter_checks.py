@@ -8,6 +8,7 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 
 _DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")  # begin with numbers or dtype of the weight
@@ -45,6 +46,9 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
             why = "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing"
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
+        weight = layer._parameters.get("weight")
+        if is_quantized(layer) or (weight is not None and is_torchaos(weight)):
+            _check_quantized_start(name, config)
         if is_quantized(layer):
             _check_quantized(name, layer, config)
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
@@ -63,13 +67,17 @@ def check_parameters(found: Iterable[str], config: Any) -> None:
             raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
 
 
-def _check_quantized(name: str, layer: Any, config: Any) -> None:
-    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
-    start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
+def _check_quantized_start(name: str, config: Any) -> None:
+    start = getattr(config, "init_lora_weights", True)
     if isinstance(start, str) and start.startswith(_DECOMPOSED):
         why = "it begins with the weight itself, and this one is packed"
         way_out = "Use variant='lora', or add the adapter to the model in full precision"
         raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
+
+
+def _check_quantized(name: str, layer: Any, config: Any) -> None:
+    """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
+    kind = config.peft_type.value
     if (
         getattr(config, "use_dora", False)
         and not in_8_bits(layer)

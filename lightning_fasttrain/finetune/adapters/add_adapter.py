@@ -316,6 +316,7 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # and put right, for GPT-2's layers
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # said when merging
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))

@@ -35,6 +35,7 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
     forget_quantization_,
     held_by,
 )
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.parts.freezing import thaw_
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
@@ -130,6 +131,7 @@ def merge_adapters_(
     refuse_merged(model, "merging")
     check_way(model, quantized, into, original)
     _refuse_unmergeable(quantized)
+    _refuse_torchaos(layers)
     return _merge(model, layers, chosen, quantized, into, original, batch)
 
 
@@ -231,6 +233,7 @@ def unload_adapters_(
         chosen = _choose_names(model, layers, names)
         quantized = _quantized_layers(layers)
         check_way(model, quantized, way, original)
+        _refuse_torchaos(layers)
         _merge(model, layers, chosen, quantized, way, original, batch)
     roots = adapted_modules(model).values()
     for root in roots:
@@ -355,6 +358,15 @@ def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
             what = f"'{name}', a quantised {type(layer).__module__.split('.')[-2]} layer"
             why = "PEFT's goes on applying the adapter to what it is merged into"
             raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
+
+
+def _refuse_torchaos(layers: dict[str, Any]) -> None:
+    for name, layer in layers.items():
+        weight = layer.get_base_layer()._parameters.get("weight")
+        if weight is not None and is_torchaos(weight):
+            why = "torchao has quantised its weight, and there is no telling how, so it cannot be done again"
+            way_out = "Save the adapter, load it beside the plain weights with load_adapter_, and merge it there"
+            raise TypeError(explain(f"merging into '{name}'", why, way_out))
 
 
 def _active(layers: dict[str, Any]) -> list[str]:

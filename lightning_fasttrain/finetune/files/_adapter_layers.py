@@ -262,7 +262,8 @@ def _without_numbers(layer: Any) -> nn.Module:
         return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for buffer in layer.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(layer, memo)

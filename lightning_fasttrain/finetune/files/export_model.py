@@ -26,6 +26,7 @@ from lightning_fasttrain.finetune.parts.base_fingerprint import (
     adapter_holders,
     adapters_on,
     first_few,
+    is_torchaos,
     plain_name,
 )
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -78,7 +79,8 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         raise ValueError(explain(f"{target}", why, "Name a new folder, or move that one away"))
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(explain(f"dtype={dtype}", "weights are saved in floats", f"Use one of {FLOATS}"))
-    if dtype is None and any(is_quantized(module) for module in root.modules()):
+    packed = [is_torchaos(parameter) for parameter in root.parameters()]
+    if dtype is None and (any(packed) or any(is_quantized(module) for module in root.modules())):
         why = "its quantised weights are saved in floats, and which is a matter of size"
         raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use dtype=torch.bfloat16, say"))
     refuse_shards(dict(root.named_parameters()))
@@ -129,7 +131,7 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
         owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
         plain = plain_name(key, holders)
         if plain is not None and (owner is None or key == f"{owner}.bias"):
-            state[plain] = tensor
+            state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
     for name, layer in quantized.items():
         weight = dequantized_weight(layer)
         shape = vars(layer).get("stands_for", weight.shape)

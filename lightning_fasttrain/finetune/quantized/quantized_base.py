@@ -93,6 +93,10 @@ def quantize_base_(
     too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of a layer
     are floats meanwhile.
 
+    Weights that ``torchao.quantization.quantize_`` has put into int8 or float8 are left as they are: adapters beside
+    them, their files and ``export_model`` work. They are no ``kind`` here, since they load no plain checkpoint, cannot
+    be pickled, and in float8 do not follow the model into another precision; for int4 torchao has no kernel on CPUs.
+
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
     weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
     as ``nn.MultiheadAttention`` uses, layers with adapters, and all other matrices that are in no ``nn.Linear``: if
