@@ -262,7 +262,7 @@ class QuantizedBase(Technique):
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}
         self.report = quantize_base_(model, self.kind, **settings)
-        if self.report.quantized:
+        if self.report.quantized or self.report.stacks:
             say("QuantizedBase: %s", self.report)
         else:
             note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is done")
