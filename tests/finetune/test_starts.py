@@ -117,6 +117,18 @@ def test_lora_ga_begins_with_the_gradients_that_peft_has_taken():
     assert all(torch.equal(value, theirs[name]) for name, value in factors(model).items())
 
 
+@pytest.mark.parametrize("start", ["eva", "corda"])
+def test_a_prediction_leaves_the_data_alone(start):
+    config = peft.LoraConfig(r=4)
+    config.init_lora_weights, config.eva_config = start, peft.EvaConfig()
+    techniques = [ft.Adapter(config, TARGETS, batches=batches()), ft.Adapter(peft.LoraConfig(r=4), TARGETS)]
+    found = []
+    for technique in techniques:
+        how = {"loss": lambda model, batch: model(**batch).loss, "optimizer": torch.optim.AdamW, "device": "cpu"}
+        found.append(ft.predict_memory(build("Llama"), TEXT, techniques=[technique], **how))
+    assert found[0].peak_bytes == found[1].peak_bytes
+
+
 def test_batches_for_a_start_without_data_are_refused():
     with pytest.raises(ValueError, match="it begins without data"):
         add_adapter_(build("Llama"), peft.LoraConfig(), "q_proj", batches=[TEXT])

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from lightning_fasttrain._heads import is_a
@@ -43,6 +44,8 @@ def check_start(config: Any, layers: Mapping[str, nn.Module], batches: Batches |
 
 def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batches | None) -> None:
     """CorDA looks at the data before there is an adapter."""
+    if batches and any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
+        config.init_lora_weights = True  # a prediction wants the sizes alone
     if not batches or config.init_lora_weights != "corda":
         return
     from peft.tuners.lora.config import CordaConfig
