@@ -25,6 +25,7 @@ from lightning_fasttrain.finetune.adapters.merge import (
 )
 from lightning_fasttrain.finetune.adapters.qlora import QLoRA
 from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
+from lightning_fasttrain.finetune.files.export_model import export_model
 from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint
 from lightning_fasttrain.finetune.parts.freezing import freeze_, freeze_except_, thaw_
 from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing

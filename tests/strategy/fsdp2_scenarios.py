@@ -22,6 +22,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
+from tests.finetune.test_expert_adapters import CONFIG
+from tests.finetune.test_quantized_stacks import Net as Experts
 from tests.nets import (
     LazyLM,
     TinyLM,
@@ -275,6 +277,9 @@ def techniques(found):
         gaps = found.setdefault("techniques", {}).setdefault(name, [0.0, 0.0])
         gaps[:] = [max(gaps[0], gap(ddp(callbacks=[technique()])[0], module)), max(gaps[1], agree(module))]
         found.setdefault("left behind", []).extend(k for k in ("training_step", "validation_step") if k in vars(module))
+    experts = [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
+    module, _ = fit(experts, net=Experts)
+    found["techniques"]["experts in 4 bits"] = [gap(ddp(callbacks=experts, net=Experts)[0], module), agree(module)]
     found["refused"] = {
         name: refusal(lambda callback=callback: fit([callback]))
         for name, callback in {

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.parts.freezing import can_train
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
@@ -23,6 +24,12 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     quantized_bytes,
     round_bias_,
     was_transposed,
+)
+from lightning_fasttrain.finetune.quantized._quantized_tensor import (
+    dequantize_tensor,
+    holder_under,
+    let_go_,
+    quantize_tensor_,
 )
 from lightning_fasttrain.finetune.quantized._tensor_files import Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
@@ -80,9 +87,10 @@ class QuantizedMerge:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
         self.originals = _Originals(original, layers) if into == "original" and original is not None else None
-        for layer in layers.values():
+        linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
+        for layer in linear.values():
             keep_quantized_(layer.get_base_layer())
-        self.inputs = _inputs(model, layers, batch) if batch is not None else {}
+        self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
 
@@ -113,6 +121,34 @@ class QuantizedMerge:
             self.against_original[name] = _relative(result, beside)
         return merged
 
+    @torch.no_grad()
+    def merge_tensor(self, name: str, wrapper: Any, names: list[str]) -> None:
+        """Merge into a tensor that is held in 4 bits, such as a layer's experts, where it is.
+
+        Its error is that of the matrices, which is what outputs of normal inputs differ by in the mean.
+        """
+        owner, key, holder = wrapper.get_base_layer(), wrapper.parameter_name, holder_under(wrapper)
+        whole, state = f"{name}.{key}", holder.quant_state
+        weight = dequantize_flat(holder.weight.data, state, torch.float32).view(holder.stands_for)
+        changes = [wrapper.get_delta_weight(one) for one in names]
+        trained = sum(changes, weight)
+        if self.originals is not None:
+            weight, _ = self.originals.of(name, holder, weight, whole)
+        merged = weight.clone()
+        for change in changes:
+            merged += change.to(merged.dtype)
+        if not merged.isfinite().all():
+            raise ValueError(f"NaNs in '{whole}'")  # as PEFT says it
+        if self.originals is not None:
+            self.against_original[whole] = _relative(merged.float(), sum(changes, weight.float()))
+        if self.into == "requantized":
+            again = quantize_tensor_(owner, key, merged.to(state.dtype), state.quant_type, state.nested)
+            merged = dequantize_tensor(again)
+        else:
+            merged = merged.to(self.dtype)
+            let_go_(owner, key, merged)
+        self.against_trained[whole] = _relative(merged.float(), trained)
+
 
 class _Originals:
     """The full-precision weights of layers, wherever they are, read one by one."""
@@ -126,30 +162,31 @@ class _Originals:
             self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
             keys = {_plain(name): name for name in self.tensors}
         self.keys = keys
-        self.plain_names = {name: _plain(name) for name in layers}
-        self.renamed = _find_prefix(list(self.plain_names.values()), keys)
+        names = [_plain(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
+        self.renamed = _find_prefix(names, keys)
 
-    def of(self, name: str, base: Any, dequantized: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a layer, on its device.
+    def of(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a layer, on its device; or the tensor of the name ``whole`` that it stands for.
 
         Raises:
             ValueError: of another shape, or another model's.
         """
         cut, added = self.renamed
-        key = added + self.plain_names[name][cut:]
-        weight = self._read(f"{key}.weight")
+        key = added + _plain(name)[cut:]
+        called = added + _plain(whole or f"{name}.weight")[cut:]
+        weight = self._read(called)
         bias = base.bias
         if bias is not None and f"{key}.bias" in self.keys:
             bias = self._read(f"{key}.bias").to(base.weight.device)
         found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.T):  # Hugging Face turns GPT-2's transposed layers when it quantises them
+        for one in (weight, weight.mT):  # Hugging Face turns GPT-2's transposed layers when it quantises them
             if one.is_floating_point() and one.shape == dequantized.shape:
                 one = one.to(base.weight.device)
                 if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
                     return one.contiguous(), bias
                 found = "further from the quantised one than quantising explains"
         way_out = f"Give the weights that were quantised, {list(dequantized.shape)}"
-        raise ValueError(explain(f"original= for '{name}'", f"its '{key}.weight' is {found}", way_out))
+        raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
 
     def _read(self, key: str) -> Tensor:
         if self.stored is None:
@@ -162,21 +199,29 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
+def _tensor_names(name: str, layer: Any) -> list[str]:
+    """Of the quantised tensors with adapters in one of PEFT's outermost layers."""
+    if is_quantized(layer.get_base_layer()):
+        return [f"{name}.weight"]
+    held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
+    return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
+
+
 def _find_prefix(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
-    """How many characters to cut from the front of names of layers, and what to put there, to find all among ``keys``.
+    """How many characters to cut from the front of names of tensors, and what to put there, to find all among ``keys``.
 
     The original may have been saved from further outside or inside than what is merged.
     """
     first = names[0]
     cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
     for cut in cuts:
-        tail = f"{first[cut:]}.weight"
+        tail = first[cut:]
         for key in keys:
             if key == tail or key.endswith(f".{tail}"):
                 added = key[: -len(tail)]
-                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}.weight" in keys for name in names):
+                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
                     return cut, added
-    missing = [name for name in names if f"{name}.weight" not in keys]
+    missing = [name for name in names if name not in keys]
     why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
     way_out = "Give the full-precision weights of this model"
     raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
@@ -325,8 +370,9 @@ def _relative(result: Tensor, expected: Tensor) -> float:
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    for layer in quantized.values():
-        base = layer.get_base_layer()
+    bases = [layer.get_base_layer() for layer in quantized.values() if is_quantized(layer.get_base_layer())]
+    bases += [holder_under(one) for layer in quantized.values() for one in wrappers_in(layer)]
+    for base in filter(None, bases):
         kind = "int8" if in_8_bits(base) else "nf4"
         packed += quantized_bytes(base.out_features, base.in_features, kind)
         plain += base.out_features * base.in_features * dtype.itemsize

@@ -93,6 +93,10 @@ def quantize_base_(
     too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of a layer
     are floats meanwhile.
 
+    Weights that ``torchao.quantization.quantize_`` has put into int8 or float8 are left as they are: adapters beside
+    them, their files and ``export_model`` work. They are no ``kind`` here, since they load no plain checkpoint, cannot
+    be pickled, and in float8 do not follow the model into another precision; for int4 torchao has no kernel on CPUs.
+
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
     weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
     as ``nn.MultiheadAttention`` uses, layers with adapters, and all other matrices that are in no ``nn.Linear``: if
@@ -258,7 +262,7 @@ class QuantizedBase(Technique):
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}
         self.report = quantize_base_(model, self.kind, **settings)
-        if self.report.quantized:
+        if self.report.quantized or self.report.stacks:
             say("QuantizedBase: %s", self.report)
         else:
             note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is done")
