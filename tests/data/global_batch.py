@@ -1,4 +1,4 @@
-"""Run by one, two and four processes (see test_global_batch.py): the same global batches, split ever finer over them."""
+"""Run by one, two and four processes (see test_global_batch.py): the same global batches, spread over ever more."""
 
 import os
 import sys
