@@ -30,7 +30,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("how", ["parts", "window", "equal"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_the_same_samples_are_the_same_steps_on_any_number_of_processes(found, world, how):
-    """``parts``: of a batch; ``window``: of several; ``equal``: as many targets in each, so that plain means are right."""
+    """``parts``: of a batch; ``window``: of several; ``equal``: plain means, right where each has as many targets."""
     expected, *schedule = found[1][how]
     seen, *same_schedule = found[world][how]
     assert largest_difference(expected, seen) < 2e-6
