@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+import warnings
 
 import numpy as np
 import torch
@@ -145,6 +146,20 @@ def further_savings(found):
     found["recomputed"] = [largest_difference(expected, seen), auto.n, auto.savings.taken]
 
 
+def broken_backend(graph, inputs):
+    raise RuntimeError("no such instruction")
+
+
+def compiler_fails_on_one_rank(found):
+    plain = run(TinyLM(), [])
+    compiled = ft.CompileBlocks(backend=broken_backend if RANK == 1 else "eager")
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        seen = run(TinyLM(), [compiled])
+    said = [f"{w.message}"[:60] for w in heard if issubclass(w.category, ft.FastTrainWarning)]
+    found["compiler"] = [largest_difference(plain, seen), said, sorted(compiled.report.fallbacks)]
+
+
 class Gathers(TinyLM):
     def training_step(self, batch, batch_idx):
         return super().training_step(batch, batch_idx) + 0 * self.all_gather(torch.ones(1)).sum()
@@ -194,7 +209,7 @@ class Leaves(TinyLM):
 def main(path):
     faulthandler.dump_traceback_later(100, exit=True)  # a rank that waits for ever says where
     found = {}
-    for scenario in (everywhere, settings_of_ddp, further_savings, refused):
+    for scenario in (everywhere, settings_of_ddp, further_savings, compiler_fails_on_one_rank, refused):
         began = time.time()
         scenario(found)
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began

@@ -178,3 +178,10 @@ def test_a_rank_that_is_gone_is_an_error_at_once(found):
 def test_what_would_leave_ranks_waiting_is_refused_on_all(found, net, match):
     for rank in found:
         assert match in rank[net]
+
+
+def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_it_says(found):
+    assert found[0]["compiler"] == [0.0, [], []]
+    blocks = [f"blocks.{i}" for i in range(3)]
+    said = [f"rank 1: block '{block}' (Block) could not be compiled and runs as it is"[:60] for block in blocks]
+    assert found[1]["compiler"] == [0.0, said, blocks]
