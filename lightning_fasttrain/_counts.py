@@ -61,3 +61,13 @@ def format_bytes(nbytes: float) -> str:
         if nbytes >= size:
             return f"{nbytes / size:.2f} {unit}"
     return f"{nbytes:.0f} B"
+
+
+def number_of(count: int, thing: str, things: str = "") -> str:
+    """A number and what is counted.
+
+    Example:
+        >>> number_of(1, "rank"), number_of(1200, "rank"), number_of(2, "batch", "batches")
+        ('1 rank', '1,200 ranks', '2 batches')
+    """
+    return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"

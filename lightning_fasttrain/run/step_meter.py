@@ -191,6 +191,10 @@ class StepMeter(Technique):
         """The medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
         return self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
 
+    def measured(self) -> dict[str, float]:
+        found = self.summary()
+        return {name: found[name] for name in ("step_ms", "tokens_per_s") if name in found}
+
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
