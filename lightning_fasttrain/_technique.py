@@ -24,11 +24,21 @@ from lightning_fasttrain._surgery import Undo, patch
 
 
 class Exactness(Enum):
-    """How near a technique keeps to the plain training run; a test holds each technique to its class."""
+    """How near a technique keeps to the plain training run, most exact first; tests hold each one to its class."""
 
     EXACT = "exact"
     TOLERANCE = "tolerance"
     CHANGES_TRAINING = "changes_training"
+
+
+def least_exact(*classes: Exactness) -> Exactness:
+    """The class of several techniques together: that of the least exact one; of none, exact.
+
+    Example:
+        >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
+        'tolerance'
+    """
+    return max(classes, key=list(Exactness).index, default=Exactness.EXACT)
 
 
 class Surgery(IntEnum):
@@ -70,6 +80,8 @@ class Technique(L.Callback):
 
     Attributes:
         exactness: how near the technique keeps to the plain run.
+        bound: of the class tolerance: how far loss and gradients of a float32 step may be off, relative.
+        keeps_draws: whether random layers, such as dropout, draw what they draw in the plain step.
         surgery: its place in the order of surgery; None if it does not operate on the model.
         effect: one line for the table of techniques.
         when: when it pays, and when not, in half a sentence.
@@ -80,6 +92,8 @@ class Technique(L.Callback):
     """
 
     exactness: ClassVar[Exactness] = Exactness.EXACT
+    bound: ClassVar[float] = 0.0
+    keeps_draws: ClassVar[bool] = True
     surgery: ClassVar[Surgery | None] = None
     effect: ClassVar[str] = ""
     when: ClassVar[str] = ""

@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
     _add_memory(commands)
+    _add_verify(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
@@ -195,6 +196,62 @@ def _memory(options: argparse.Namespace) -> int:
     else:
         console.print(predicted.as_table())
     return 0
+
+
+def _add_verify(commands: Any) -> None:
+    parser = commands.add_parser(
+        "verify",
+        help="run a step without and with techniques: is it the same training, on this model?",
+        description="Run the same steps without and with techniques on copies of a model, and compare loss, gradients, "
+        "updates and evaluation with what rounding alone does. The exit code is 0 if every technique keeps what it "
+        "promises, 1 if not. TARGET is imported and called, which runs its code.",
+    )
+    _add_target(parser)
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
+    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument")
+    parser.add_argument("--precision", default="32-true", help="as for the Trainer; default: 32-true")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps; default: 1")
+    parser.add_argument("--accelerator", default="auto", help="as for the Trainer: auto (default), cpu or gpu")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_verify)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain._messages import wide_enough
+    from lightning_fasttrain.bench import zoo
+    from lightning_fasttrain.plan import verify
+    from lightning_fasttrain.plan.subject import load_subject, techniques_named
+
+    if (options.target is None) == (options.size is None):
+        return _refuse("verify", "give either TARGET or --size. See fasttrain verify --help.")
+    console = wide_enough(Console())
+    try:
+        with Console(stderr=True).status("Running the same steps without and with techniques…"):
+            if options.size is not None:
+                specimen = zoo.gpt(options.size, positive_int("batch", 4 if options.batch is None else options.batch))
+                subject: Any = (specimen.module(), specimen.batch())
+            else:
+                subject = load_subject(options.target, options.arg, fake=False)
+            verified = verify(
+                subject[0],
+                subject[1],
+                techniques_named(options.techniques) or None,
+                precision=options.precision,
+                steps=options.steps,
+                accelerator=options.accelerator,
+            )
+    except (ValueError, TypeError) as error:
+        return _refuse("verify", error)
+    if options.json:
+        print(json.dumps(verified.as_dict(), indent=2))
+    else:
+        console.print(verified.as_table())
+    return 0 if verified.ok else 1
 
 
 def _add_shard(commands: Any) -> None:

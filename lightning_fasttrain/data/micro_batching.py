@@ -52,6 +52,7 @@ class MicroBatching(Technique):
         See :func:`~lightning_fasttrain.accumulate_gradients`.
     """
 
+    keeps_draws: ClassVar[bool] = False
     effect: ClassVar[str] = "activations of one n-th of the batch at a time"
     when: ClassVar[str] = "a batch does not fit; not with parts so small that the GPU waits for work"
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
@@ -98,8 +99,10 @@ class MicroBatching(Technique):
         return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        if self.parts != 1 or self.n == 1:
+        if self.parts > 1 or self.n == 1:
             return None
+        if self.parts == 0:
+            return "no batch was split", "Do not replace the closure of automatic optimisation"
         return f"the loader's batches are one sample each, which {self.n} parts cannot share", "Use larger batches"
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

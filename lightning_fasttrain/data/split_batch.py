@@ -56,6 +56,28 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
     return _rows(batch, start, stop, batch_size(batch))
 
 
+def reverse_rows(batch: Any) -> Any:
+    """The samples of ``batch`` in reverse order, by the rule of :func:`split_batch`.
+
+    Example:
+        >>> import torch
+        >>> reverse_rows((torch.arange(3), ["a", "b", "c"]))
+        (tensor([2, 1, 0]), ['c', 'b', 'a'])
+    """
+    size = batch_size(batch)
+
+    def turn(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0:
+            return leaf.flip(0)
+        if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
+            return leaf[::-1].copy()
+        if isinstance(leaf, list | tuple) and len(leaf) == size:
+            return leaf[::-1]
+        return leaf
+
+    return _walk(batch, turn, "batch")
+
+
 def batch_size(batch: Any) -> int:
     """Number of samples in ``batch``, by the rule of :func:`split_batch`.
 

@@ -57,6 +57,7 @@ class TokenWeightedAccumulation(Technique):
         window's batches ahead of time.
     """
 
+    keeps_draws: ClassVar[bool] = False
     effect: ClassVar[str] = "several batches a step, every target weighed the same"
     when: ClassVar[str] = "batches that are summed hold different numbers of targets; not for a batch that fits"
     in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"

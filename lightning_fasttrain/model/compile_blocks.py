@@ -223,6 +223,8 @@ class CompileBlocks(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
+    bound: ClassVar[float] = 1e-4
+    keeps_draws: ClassVar[bool] = False
     surgery: ClassVar[Surgery | None] = Surgery.COMPILE
     effect: ClassVar[str] = "blocks run as fused, compiled code"
     when: ClassVar[str] = (

@@ -231,6 +231,7 @@ class LowPrecisionProducts(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
+    bound: ClassVar[float] = 0.1
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
     effect: ClassVar[str] = "linear layers multiply in float8 or int8; weights and gradients keep their precision"
     when: ClassVar[str] = (

@@ -1,11 +1,14 @@
 """Predicts and chooses before anything is allocated, or from the first steps.
 
-``predict`` looks ahead, ``budget`` keeps a limit.
+``predict`` looks ahead, ``budget`` keeps a limit, ``proof`` shows that training is the same.
 
-From the bottom up: ``budget``, ``predict``, ``subject``.
+From the bottom up: ``budget``, ``predict``, ``proof``, ``subject``.
 """
 
 from lightning_fasttrain.plan.budget.checkpoint_plan import BlockPlan, CheckpointPlan
 from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
+from lightning_fasttrain.plan.proof.comparison import Distance
+from lightning_fasttrain.plan.proof.verification import Verification, Verified
+from lightning_fasttrain.plan.proof.verify import verify

@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import lightning as L
@@ -19,16 +20,17 @@ from lightning_fasttrain._technique import Technique
 ROOMS = (data, finetune, loss, model, optim, run)
 
 
-def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, Any]:
-    """Import what ``path`` names, call it, and take a batch. This runs its code; the model gets no memory.
+def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True) -> tuple[nn.Module, Any]:
+    """Import what ``path`` names, call it, and take a batch. This runs its code.
 
     Args:
         path: ``"package.module:name"``, looked for in the current folder too. A LightningModule's class, whose
             batch is the first of its own ``train_dataloader``; or a function that returns (module, batch).
         arguments: ``"key=value"`` each, for the call. Values are Python literals, or else strings.
+        fake: whether the model is made of tensors without memory.
 
     Returns:
-        The module, of fake tensors, and the batch.
+        The module and the batch.
 
     Raises:
         ValueError: a path or an argument that cannot be read, or a module without a loader.
@@ -41,7 +43,7 @@ def load_subject(path: str, arguments: Sequence[str] = ()) -> tuple[nn.Module, A
     """
     make = _import_target(path)
     keywords = dict(_key_and_value(argument) for argument in arguments)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext():
         try:
             made = make(**keywords)
         except TypeError as error:

@@ -118,6 +118,7 @@ class MatmulPrecision(Technique):
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
+    bound: ClassVar[float] = 1e-2
     effect: ClassVar[str] = "float32 matrix products on tensor cores"
     when: ClassVar[str] = "you train in float32 on a GPU with tensor cores; not in bf16, and not on a CPU"
     predicted: ClassVar[bool] = True

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fasttrain._technique import Exactness
+from lightning_fasttrain._technique import Exactness, least_exact
 from lightning_fasttrain.bench.ladder.hosts import callbacks_of
 from lightning_fasttrain.bench.ladder.judge import (
     fastest_with_half_the_memory,
@@ -18,7 +18,7 @@ from lightning_fasttrain.bench.ladder.judge import (
 from lightning_fasttrain.bench.ladder.paste import as_code
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.ladder.rows import Measured, Row
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, least_exact, on_top_of, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, rungs, strong_baseline
 
 
 def row(step_ms, peak_mib):

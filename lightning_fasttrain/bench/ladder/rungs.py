@@ -19,8 +19,6 @@ NAIVE: State = {
     "loop": {"print_loss": True, "pin_memory": False},
 }
 
-_RANK = {Exactness.EXACT: 0, Exactness.TOLERANCE: 1, Exactness.CHANGES_TRAINING: 2}
-
 
 @dataclass(frozen=True)
 class Rung:
@@ -160,16 +158,6 @@ def on_top_of(state: State, change: State) -> State:
         merged = {**result.get(section, {}), **entries}
         result[section] = {name: entry for name, entry in merged.items() if section != "callbacks" or entry is not None}
     return result
-
-
-def least_exact(*classes: Exactness) -> Exactness:
-    """The class of several techniques together: that of the least exact one.
-
-    Example:
-        >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
-        'tolerance'
-    """
-    return max(classes, key=_RANK.__getitem__)
 
 
 def strong_baseline(fast_bf16: bool) -> Rung:

@@ -1,0 +1,7 @@
+"""Runs a step of a user's model plainly and with techniques, and says whether it is the same training.
+
+The yardstick is the rounding of the plain step itself, measured on that model.
+
+From the bottom up: ``without_dropout``, ``step_record``, ``yardstick``, ``comparison``, ``verification``, ``guards``,
+``verify``.
+"""

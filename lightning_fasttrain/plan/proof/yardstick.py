@@ -1,0 +1,122 @@
+"""How far two records of the same steps are apart, and how far rounding alone takes them."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain.plan.proof.step_record import StepRecord
+
+_ABOVE_NOISE = 8.0  # times the typical rounding error: from here on an entry of a gradient means something
+
+
+@dataclass
+class Distances:
+    """Absolute distances of one record from another, each a Euclidean norm.
+
+    Attributes:
+        losses: of each batch.
+        gradients, updates, buffers: by name.
+        evaluation: at the start and at the end.
+    """
+
+    losses: list[float] = field(default_factory=list)
+    gradients: dict[str, float] = field(default_factory=dict)
+    updates: dict[str, float] = field(default_factory=dict)
+    buffers: dict[str, float] = field(default_factory=dict)
+    evaluation: list[float] = field(default_factory=list)
+
+
+Meaning = dict[str, Tensor]
+
+
+def measure_distances(one: StepRecord, other: StepRecord, meaning: Meaning) -> Distances:
+    """How far ``other`` is from ``one``.
+
+    Args:
+        one: what is compared with.
+        other: of the same steps.
+        meaning: name of a weight → which of its entries are compared, see :func:`find_meaning`; all of one that is not
+            named.
+    """
+    return Distances(
+        _differences(one.losses, other.losses),
+        _norms_of_differences(one.gradients, other.gradients, {}),
+        _norms_of_differences(one.updates, other.updates, meaning),
+        _norms_of_differences(one.buffers, other.buffers, {}),
+        _differences(one.evaluation, other.evaluation),
+    )
+
+
+def take_largest(distances: Iterable[Distances]) -> Distances:
+    """Of each distance the largest."""
+    largest = Distances()
+    for each in distances:
+        largest.losses = _larger_of_lists(largest.losses, each.losses)
+        largest.evaluation = _larger_of_lists(largest.evaluation, each.evaluation)
+        for kept, more in (
+            (largest.gradients, each.gradients),
+            (largest.updates, each.updates),
+            (largest.buffers, each.buffers),
+        ):
+            for name, norm in more.items():
+                kept[name] = max(norm, kept.get(name, 0.0))
+    return largest
+
+
+def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
+    """Which entries of the first step's gradients are more than rounding.
+
+    Adam divides each entry by its own size. What is zero but for rounding, such as the gradient of a key's bias,
+    becomes a step of full length in a random direction, on which no two runs agree.
+
+    Args:
+        plain: whose gradients.
+        noise: of them.
+    """
+    meaning: Meaning = {}
+    for name, gradient in plain.gradients.items():
+        typical = noise.gradients.get(name, 0.0) / max(gradient.numel(), 1) ** 0.5
+        meaning[name] = gradient.abs().double() > _ABOVE_NOISE * typical
+    return meaning
+
+
+def nudge(seed: int) -> Callable[[nn.Module], None]:
+    """Make a function that moves every weight to the next number above or below, as rounding might have."""
+
+    def change(model: nn.Module) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
+                    step = torch.finfo(parameter.dtype).eps
+                    parameter.mul_(torch.where(up, 1 + step, 1 - step / 2).to(parameter.dtype))
+
+    return change
+
+
+def _differences(one: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
+    return [abs(a - b) for a, b in zip(one, other, strict=False) if a is not None and b is not None]
+
+
+def _norms_of_differences(one: dict[str, Tensor], other: dict[str, Tensor], where: Meaning) -> dict[str, float]:
+    norms: dict[str, float] = {}
+    for name, tensor in one.items():
+        if name in other and other[name].shape == tensor.shape:
+            difference = other[name].double() - tensor.double()
+            if name in where:
+                difference = difference[where[name]]
+            norms[name] = float(difference.norm())
+    return norms
+
+
+def _larger_of_lists(one: list[float], other: list[float]) -> list[float]:
+    longest = max(len(one), len(other))
+    pairs = zip(_pad(one, longest), _pad(other, longest), strict=True)
+    return [max(pair) for pair in pairs]
+
+
+def _pad(numbers: list[float], length: int) -> list[float]:
+    return [*numbers, *[0.0] * (length - len(numbers))]
