@@ -265,7 +265,7 @@ def _add_consolidate(commands: Any) -> None:
 def _consolidate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lightning_fasttrain.run.memory.memory_record import format_bytes
+    from lightning_fasttrain._counts import format_bytes
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)

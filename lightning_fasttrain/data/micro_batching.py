@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
@@ -117,6 +118,13 @@ class MicroBatching(Technique):
             self.together = Together()
 
         return undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        parts = f"each batch runs in {number_of(self.n, 'part')}"
+        return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
+
+    def outcome(self, model: nn.Module) -> str:
+        return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self.parts > 1 or self.n == 1:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
@@ -98,6 +98,10 @@ class TokenWeightedAccumulation(Technique):
     def factor_at(self, when: int) -> int:
         """The factor at an epoch or optimizer step, whichever the schedule is by."""
         return [factor for start, factor in self.schedule.items() if start <= when][-1]
+
+    def took_hold(self, model: nn.Module) -> str:
+        factors = sorted(set(self.schedule.values()))
+        return f"every target of {' or '.join(map(str, factors))} batches weighs the same in a step"
 
     def predict(self, step: PredictedStep) -> None:
         step.window = max(self.schedule.values())

@@ -5,13 +5,13 @@ From ``parts`` up to ``files``, each sub-room knows those before it.
 From the bottom up: ``parts``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
+from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,
     add_adapter_,
-    count_parameters,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_

@@ -15,7 +15,15 @@ from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._messages import explain, note_once, say, warn, warn_on_any_rank
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, why_none_ran, wrapper_on, wrappers_on
+from lightning_fasttrain._surgery import (
+    Undo,
+    WrappedForward,
+    count_wrapped,
+    first_line,
+    why_none_ran,
+    wrapper_on,
+    wrappers_on,
+)
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.model.activation_offload import ActivationOffload
@@ -298,6 +306,16 @@ class CompileBlocks(Technique):
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
+
+    def took_hold(self, model: nn.Module) -> str:
+        blocks = count_wrapped(model, CompiledForward)
+        return f"{blocks} compiled" if blocks else ""
+
+    def outcome(self, model: nn.Module) -> str:
+        failures = [forward.failure for forward in self._compiled.values() if forward.failure is not None]
+        if not failures:
+            return ""
+        return f"{len(failures)} of {len(self._compiled)} blocks and pieces ran uncompiled: {failures[0]}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CompiledForward)

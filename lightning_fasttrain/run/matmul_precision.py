@@ -132,6 +132,10 @@ class MatmulPrecision(Technique):
             return "TF32 is a format of GPUs"
         return None
 
+    def outcome(self, model: nn.Module) -> str:
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        return f"gained nothing, since {self.why_not(Facts('cpu'))}" if on_cpu else ""
+
     def apply(self, model: nn.Module) -> Undo:
         return matmul_precision_(self.precision)
 

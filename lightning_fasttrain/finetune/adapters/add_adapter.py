@@ -10,6 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._heads import find_heads, is_a, is_inside
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
@@ -241,17 +242,6 @@ def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
         if name not in there:
             listed = f"There are: {', '.join(there)}"
             raise ValueError(explain(f"adapter '{name}'", "there is none of that name", listed))
-
-
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for."""
-    trained = total = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        numbers = state.shape.numel() if state is not None else parameter.numel()
-        total += numbers
-        trained += numbers if parameter.requires_grad else 0
-    return trained, total
 
 
 def adapter_parameters(model: nn.Module) -> set[str]:

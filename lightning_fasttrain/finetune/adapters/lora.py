@@ -12,7 +12,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._guarded_loading import guard_loading
+from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
@@ -88,6 +90,12 @@ class Adapter(Technique):
 
     def apply(self, model: nn.Module) -> None:
         self._add(model, self.config, self.targets)
+
+    def took_hold(self, model: nn.Module) -> str:
+        layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
+        rank = getattr(self.config, "r", None)
+        what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
+        return f"{what} {number_of(layers, 'layer')}" if layers else ""
 
     def _add(self, model: nn.Module, config: Any, targets: Targets | None) -> None:
         add_adapter_(model, config, targets, train=self.train, name=self.name, batches=self.batches)

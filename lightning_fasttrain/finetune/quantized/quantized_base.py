@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
@@ -19,6 +20,7 @@ from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quan
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     KINDS,
+    is_quantized,
     quantization_of,
     quantize_layer_,
     require_bitsandbytes,
@@ -258,6 +260,10 @@ class QuantizedBase(Technique):
         told = copy.deepcopy(self)
         told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
         return told
+
+    def took_hold(self, model: nn.Module) -> str:
+        layers = sum(is_quantized(module) for module in model.modules())
+        return f"{number_of(layers, 'linear layer')} in {self.kind}" if layers else ""
 
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}
