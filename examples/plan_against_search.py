@@ -3,9 +3,9 @@
     python examples/plan_against_search.py [--models "GPT,ResNet"] [--out RESULTS.json]
 
 Four small models at three limits each, on the CPU in float32, where every choice is exact. The search runs all choices
-in turn, one step to warm up and two that are timed, twice; a limit leaves those whose measured peak is within it. A plan
-is as good as the time that the search has measured for what it chose, beside the best time of the search at that limit.
-Plans and search run in one process, on the same machine within minutes. The last line is the worst ratio of all.
+in turn, one step to warm up and two that are timed, twice; a limit leaves those whose measured peak is within it. A
+plan is as good as the time that the search has measured for what it chose, beside the best time of the search at that
+limit. Plans and search run in one process, within minutes. The last line is the worst ratio of all.
 """
 
 import argparse
