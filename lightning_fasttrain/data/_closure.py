@@ -5,6 +5,7 @@ Lightning runs ``training_step`` → ``zero_grad`` → ``backward``, once a batc
 through the strategy's own methods, so that autocast, loss scaling, forward redirection and profiling stay Lightning's.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -175,11 +176,16 @@ class BatchClosures:
         def attempt(n: int) -> _Parts:
             return self._run_parts(micro.split(batch, n), rest, optimizer)
 
-        module = self.trainer.lightning_module
-        settings: dict[str, Any] = {"then": micro.savings.left(module), "agree": micro.together.agree}
-        with micro.together.alone():
-            parts, micro.n = split_until_it_fits(attempt, module, micro.n, most, **settings)
-        micro.together.join()
+        def run_one() -> _Parts:
+            return self._run_parts(micro.split(batch, most)[:1], rest, optimizer)
+
+        module, together = self.trainer.lightning_module, micro.together
+        left = functools.partial(micro.savings.left, module)
+        with together.alone():
+            together.rehearse(run_one, left)
+            tried, agree = together.over(attempt), together.agree
+            parts, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
+        together.join()
         return parts
 
     def _find_count(self, batch: Any, rest: list[Any]) -> CountTargets | None:
@@ -209,7 +215,7 @@ class BatchClosures:
         )
         technique = self._counting
         found = find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
-        if self.micro is not None and self.micro.adaptive:
+        if self.micro is not None and self.micro.adaptive and not sharded:  # there each forward communicates
             watch.refuse()
         return found
 

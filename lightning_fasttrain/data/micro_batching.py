@@ -35,9 +35,9 @@ class MicroBatching(Technique):
         n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
             one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
             :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints.
-            On several processes, under DDP, all double when one runs out of memory. For this they speak once a step,
-            and average gradients after the backward rather than during it. Once the number is known, giving it saves
-            both.
+            On several processes, with DDP or FSDP2, all double when one runs out of memory. For this they speak once
+            a step, and average gradients after the backward rather than during it. Once the number is known, giving it
+            saves both. A ``training_step`` that communicates by itself is refused, where it is seen to.
         count: by what the parts are weighed, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"`` finds
             it on the first batch, and logs it in one line.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
@@ -50,8 +50,8 @@ class MicroBatching(Technique):
     Raises:
         TypeError: n is not a whole number; ``then`` holds no technique.
         ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimisation, a
-            strategy that accumulates by itself, or ``"auto"`` on several processes with another strategy than DDP or
-            a step that communicates.
+            strategy that accumulates by itself, or ``"auto"`` on several processes with another strategy than DDP and
+            FSDP2, or a step that communicates.
         torch.OutOfMemoryError: in ``fit``: nothing is left to try; with what was missing, and what else helps.
 
     Example:

@@ -185,3 +185,27 @@ def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_i
     blocks = [f"blocks.{i}" for i in range(3)]
     said = [f"rank 1: block '{block}' (Block) could not be compiled and runs as it is"[:60] for block in blocks]
     assert found[1]["compiler"] == [0.0, said, blocks]
+
+
+@pytest.mark.parametrize(
+    "where", ["0 forward first", "0 backward last", "1 forward last", "1 backward first", "window", "half"]
+)
+def test_so_it_is_where_parameters_are_sharded_and_ranks_meet_in_every_block(found, where):
+    for rank in found:
+        assert rank[f"sharded {where}"] == [0.0, 2 if where.startswith("1") else 4]
+
+
+def test_a_rank_with_fewer_parts_takes_its_part_in_gathering(found):
+    assert max(rank["unequal"] for rank in found) < 1e-5
+
+
+def test_sharded_blocks_are_recomputed_on_all_ranks_where_one_needs_it(found):
+    assert [rank["sharded recomputed"] for rank in found] == [[0.0, 1, 1]] * 2
+
+
+def test_errors_on_one_rank_end_all_where_parameters_are_sharded(found):
+    assert found[1]["sharded Wrong"] == "ValueError: a mistake in the step"
+    assert found[0]["sharded Wrong"].startswith("RuntimeError: rank 1 failed in this step")
+    assert found[0]["sharded TooLarge"] == "OutOfMemoryError: CUDA out of memory (staged)"
+    assert found[1]["sharded TooLarge"].startswith("OutOfMemoryError: rank 0, with 6 micro-batches")
+    assert "FSDP2Strategy(reduce_once=False)" in found[0]["each"]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -16,6 +16,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.data.fitting._agreement import Agreement
 
+Result = TypeVar("Result")
 _WAITS = "a rank that runs out of memory before it would leave the others waiting there"
 _WAY_OUT = "Give a number, as MicroBatching(8): then nothing is tried again"
 
@@ -23,19 +24,30 @@ _WAY_OUT = "Give a number, as MicroBatching(8): then nothing is tried again"
 class Together:
     """How the processes of a run try a number of parts: here, a single one that need not ask anybody."""
 
-    def __init__(self) -> None:
-        self.agree = Agreement()
+    def __init__(self, several: bool = False) -> None:
+        self._group: Any = dist.new_group(backend="gloo") if several else None  # of which every process is a member
+        self.agree = Agreement(self._group)
 
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Within it, no rank waits for another in a forward or backward."""
         yield
 
+    def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
+        """Before the first attempt, with what runs a single sample, and what else can be tried if that is too much."""
+
+    def over(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
+        """``attempt``, with what other ranks need of this one in it."""
+        return attempt
+
     def join(self) -> None:
         """After it: average the gradients over ranks, if this batch ends an optimizer step."""
 
     def leave(self) -> None:
         """At the end of the run."""
+        if self._group is not None:
+            with suppress(RuntimeError, ValueError):  # gone already, with the whole process group
+                dist.destroy_process_group(self._group)
 
 
 class DDPTogether(Together):
@@ -46,10 +58,8 @@ class DDPTogether(Together):
     """
 
     def __init__(self, strategy: DDPStrategy) -> None:
+        super().__init__(several=True)
         self.strategy = strategy
-        group: Any = dist.new_group(backend="gloo")  # of which every process is a member
-        self.agree = Agreement(group)
-        self._group = group
         self._due = False
 
     @contextmanager
@@ -74,10 +84,6 @@ class DDPTogether(Together):
         replica: Any = self.strategy.model
         return replica
 
-    def leave(self) -> None:
-        with suppress(RuntimeError, ValueError):  # gone already, with the whole process group
-            dist.destroy_process_group(self._group)
-
 
 def together_of(trainer: L.Trainer) -> Together:
     """How the processes of this run try together.
@@ -89,9 +95,12 @@ def together_of(trainer: L.Trainer) -> Together:
         return Together()
     if isinstance(trainer.strategy, DDPStrategy):
         return DDPTogether(trainer.strategy)
+    own: Callable[[], Together] | None = getattr(trainer.strategy, "try_together", None)
+    if own is not None:
+        return own()
     what = f"MicroBatching('auto') with {type(trainer.strategy).__name__} on {trainer.world_size} processes"
     why = f"parameters are gathered inside of forward and backward, and {_WAITS}"
-    raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP"))
+    raise ValueError(explain(what, why, "Give a number, as MicroBatching(8), or use DDP or FSDP2Strategy"))
 
 
 def refuse_collectives(model: nn.Module) -> None:

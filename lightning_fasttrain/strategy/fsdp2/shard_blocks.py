@@ -259,6 +259,11 @@ def reshard_(model: nn.Module) -> None:
             module.reshard()
 
 
+def is_reducing(model: nn.Module) -> bool:
+    """Whether a backward reduces gradients now."""
+    return model not in _not_reducing
+
+
 @contextmanager
 def without_gradient_reduction(model: nn.Module) -> Iterator[None]:
     """A context in which gradients are summed on each rank, whole, until a backward outside of it reduces the sum.
