@@ -54,10 +54,10 @@ def prepare_start(model: nn.Module, root: nn.Module, config: Any, batches: Batch
     def run() -> None:
         for batch in batches:
             for row in _rows(batch):
-                _call(model, row)
+                call(model, row)
 
     config.corda_config = config.corda_config or CordaConfig(corda_method="kpm")
-    with _in_eval(model):
+    with in_eval(model):
         preprocess_corda(root, config, run_model=run)
 
 
@@ -70,18 +70,19 @@ def finish_start_(model: nn.Module, root: nn.Module, config: Any, name: str, bat
     of_tokens = all(isinstance(batch, Mapping) and _TOKENS & batch.keys() for batch in batches)
     # By default PEFT leaves out what is padded, of batches of tokens.
     plain: dict[str, Any] = {} if of_tokens else {"prepare_model_inputs_fn": None, "prepare_layer_inputs_fn": None}
-    with _in_eval(model), warnings.catch_warnings(action="ignore"):  # of several processes, say
+    with in_eval(model), warnings.catch_warnings(action="ignore"):  # of several processes, say
         initialize_lora_eva_weights(
             _AsPeftModel(root, name),  # pyright: ignore[reportArgumentType]
             list(batches),
-            forward_fn=lambda _, batch: _call(model, batch),
+            forward_fn=lambda _, batch: call(model, batch),
             adapter_name=name,
             show_progress_bar=False,
             **plain,
         )
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
+def call(model: nn.Module, batch: Any) -> Any:
+    """A dict is passed by keywords, a tuple by position."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*(batch if isinstance(batch, tuple | list) else (batch,)))
@@ -99,7 +100,8 @@ def _all_have(layers: Mapping[str, nn.Module], attribute: str) -> bool:
 
 
 @contextmanager
-def _in_eval(model: nn.Module) -> Iterator[None]:
+def in_eval(model: nn.Module) -> Iterator[None]:
+    """Without gradients and dropout; then each module is in the mode that it was in."""
     modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
+from lightning_fasttrain.finetune.adapters._starts import call, in_eval
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.parts.freezing import can_train
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
@@ -103,19 +104,19 @@ class QuantizedMerge:
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(_PROBES, base.in_features, generator=generator)
         x = x.to(base.weight.device, self.dtype)
-        trained = _in_eval(layer, x)
+        trained = _output(layer, x)
         weight, bias = _full_weight(base), base.bias
         if self.originals is not None:
             weight, bias = self.originals.of(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
-        beside = _in_eval(twin, x.to(weight.dtype)) if self.originals is not None else None
+        beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
         merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
         if was_transposed(base):
             merged = _transposed_again(merged)
         merged.train(base.training)
-        result = _in_eval(merged, x)
+        result = _output(merged, x)
         self.against_trained[name] = _relative(result, trained)
         if beside is not None:
             self.against_original[name] = _relative(result, beside)
@@ -325,7 +326,6 @@ def held_by(layer: Any) -> set[str]:
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
-@torch.no_grad()
 def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
     """What goes into each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
@@ -336,32 +336,18 @@ def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, T
             seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
 
         handles.append(layer.register_forward_pre_hook(keep))
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        if isinstance(batch, Mapping):
-            model(**batch)
-        else:
-            model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        with in_eval(model):
+            call(model, batch)
     finally:
-        _set_modes(modes)
         for handle in handles:
             handle.remove()
     return seen
 
 
-@torch.no_grad()
-def _in_eval(module: nn.Module, x: Tensor) -> Tensor:
-    modes = [(one, one.training) for one in module.modules()]
-    try:
-        return module.eval()(x).float()
-    finally:
-        _set_modes(modes)
-
-
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+def _output(module: nn.Module, x: Tensor) -> Tensor:
+    with in_eval(module):
+        return module(x).float()
 
 
 def _relative(result: Tensor, expected: Tensor) -> float:

@@ -65,9 +65,8 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         >>> size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
         >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
         >>> undo = ft.apply(model, [ft.LoRA(rank=2)])
-        >>> folder = export_model(model, getfixture("tmp_path") / "model")
-        >>> sorted(path.name for path in folder.iterdir())
-        ['config.json', 'generation_config.json', 'model.safetensors']
+        >>> sorted(path.name for path in export_model(model, getfixture("tmp_path") / "model").iterdir())
+        [...'config.json', 'generation_config.json', 'model.safetensors']
 
     Source:
         ``PreTrainedModel.save_pretrained`` writes the files.
