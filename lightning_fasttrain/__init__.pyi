@@ -53,6 +53,7 @@ from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
+from lightning_fasttrain.plan import Rehearsal as Rehearsal
 from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
 from lightning_fasttrain.planner import Auto as Auto

@@ -10,11 +10,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
+from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
 from torch.optim import Optimizer
 
@@ -61,6 +63,11 @@ def validation_loaders(trainer: L.Trainer) -> list[Any]:
     """Those of the validation within ``fit``, once they are made."""
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return [] if combined is None else combined.flattened
+
+
+def training_loaders(trainer: L.Trainer) -> CombinedLoader | None:
+    """Those that this run reads from, as techniques have wrapped them; None before they are made."""
+    return trainer.fit_loop._combined_loader
 
 
 def cluster_environment(trainer: L.Trainer) -> Any:
@@ -142,6 +149,12 @@ def wrap_again(strategy: DDPStrategy) -> None:
     finally:
         restore()
     strategy._pl_static_graph_delay_done = False  # as for any new wrapper
+
+
+def ddp_again(strategy: DDPStrategy, environment: ClusterEnvironment) -> DDPStrategy:
+    """DDP as it was set, for another Trainer in the processes that ``environment`` tells of."""
+    backend = strategy.process_group_backend
+    return DDPStrategy(cluster_environment=environment, process_group_backend=backend, **strategy._ddp_kwargs)
 
 
 # Fabric

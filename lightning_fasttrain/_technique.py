@@ -160,6 +160,9 @@ class Technique(L.Callback):
         if self is not techniques[0]:
             return
         self._close()
+        for callback in trainer.callbacks:
+            if isinstance(callback, Onlooker):
+                callback.look(trainer, pl_module)
         undo = ExitStack()
         self._undo = undo
         if stage == "fit":
@@ -212,6 +215,17 @@ class Technique(L.Callback):
 
     def __getstate__(self) -> dict[str, Any]:  # spawned processes get the technique, never its live patches
         return {**self.__dict__, "_undo": None}
+
+
+class Onlooker(L.Callback):
+    """A callback that looks at model and Trainer while they are as the user made them: before any technique acts."""
+
+    def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Called by the first technique, and by :meth:`setup`: the second time of a run changes nothing."""
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: Lightning's earliest, for runs without techniques."""
+        self.look(trainer, pl_module)
 
 
 def techniques_of(trainer: L.Trainer) -> list[Technique]:

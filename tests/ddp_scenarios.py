@@ -11,6 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
+from lightning_fasttrain import plan
 from tests import by_hand
 from tests.cases import TOGETHER, by_hand_of
 from tests.nets import (
@@ -81,6 +82,17 @@ def reference(windows, kind=TinyLM):
     return expected
 
 
+class Drifts(L.Callback):
+    """One rank's steps shrink with their number, so that its weights are not the other's."""
+
+    steps = 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += 1
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / self.steps**trainer.global_rank
+
+
 def main(path):
     found = {}
     rank = int(os.environ["RANK"])
@@ -121,9 +133,9 @@ def main(path):
     budget = ft.MemoryBudget(1.0)
     ours, seen, *_ = seeded([ft.ActivationCheckpointing(budget)], mine, **dropout)
     found["budget"] = worst(expected, seen)
-    plan = budget.plan
-    found["plan"] = [plan.predicted_bytes, [[b.action, b.saved_bytes, b.forward_ms] for b in plan.blocks]]
-    found["plan checked"] = plan.measured_bytes
+    chosen = budget.plan
+    found["plan"] = [chosen.predicted_bytes, [[b.action, b.saved_bytes, b.forward_ms] for b in chosen.blocks]]
+    found["plan checked"] = chosen.measured_bytes
     plain, expected, *_ = seeded([by_hand.LoRA()], mine)
     ours, seen, *_ = seeded([ft.LoRA(rank=2), ft.MicroBatching(2)], mine)
     found["adapter"] = worst(expected, seen)
@@ -134,6 +146,16 @@ def main(path):
     ours, seen, *_ = seeded(everything, mine)
     found["everything"] = worst(expected, seen)
     found["everything agree"] = agree(ours)
+
+    rehearsal, mixed = ft.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
+    plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
+    ours, seen, *_ = seeded([ft.MicroBatching(2), rehearsal], mixed, **dropout)
+    found["rehearsed"] = worst(expected, seen)
+    found["rehearsal"] = rehearsal.report.lines
+    try:
+        seeded([Drifts(), ft.Rehearsal(seconds=2)], mine)
+    except plan.RehearsalError as error:
+        found["drifts"] = str(error)
 
     fabric = L.Fabric(
         accelerator="cpu", devices=2, strategy=L.fabric.strategies.DDPStrategy(process_group_backend="gloo")

@@ -79,6 +79,8 @@ NAMES = {
     ),
     # what checkpoints forget
     "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/resume/_uncheckpointed_state"]),
+    "_every_n_train_steps": (f"{PYTORCH}.callbacks.model_checkpoint", ["plan/rehearsal/checkpoint_places"]),
+    "_train_time_interval": (f"{PYTORCH}.callbacks.model_checkpoint", ["plan/rehearsal/checkpoint_places"]),
     "_last_global_step_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/resume/_uncheckpointed_state"]),
     # signals and processes
     "_ChildProcessObserver": (f"{FABRIC}.strategies.launchers.subprocess_script", ["run/guard/preemption_flag"]),

@@ -1,8 +1,9 @@
 """Predicts and chooses before anything is allocated, or from the first steps.
 
-``predict`` looks ahead, ``budget`` keeps a limit, ``proof`` shows that training is the same.
+``predict`` looks ahead, ``budget`` keeps a limit, ``proof`` shows that training is the same, ``rehearsal`` tries out
+what will be done later.
 
-From the bottom up: ``budget``, ``predict``, ``proof``, ``subject``.
+From the bottom up: ``budget``, ``predict``, ``proof``, ``rehearsal``, ``subject``.
 """
 
 from lightning_fasttrain.plan.budget.checkpoint_plan import BlockPlan, CheckpointPlan
@@ -12,3 +13,5 @@ from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.comparison import Distance
 from lightning_fasttrain.plan.proof.verification import Verification, Verified
 from lightning_fasttrain.plan.proof.verify import verify
+from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal
+from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport

@@ -149,7 +149,7 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
             },
             callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
-        loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=_as_it_is)
+        loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
         with suppress(_EnoughError):
             trainer.fit(module, loader)
     return warned
@@ -206,14 +206,14 @@ class _Repeated(Dataset[Any]):
         return 2 * len(self.batches) + 1
 
     def __getitem__(self, index: int) -> Any:
-        return _copy_batch(self.batches[index % len(self.batches)])
+        return copy_batch(self.batches[index % len(self.batches)])
 
 
-def _as_it_is(batch: Any) -> Any:
+def as_it_is(batch: Any) -> Any:
     return batch
 
 
-def _copy_batch(batch: Any) -> Any:
+def copy_batch(batch: Any) -> Any:
     return apply_to_collection(batch, Tensor, torch.clone)
 
 
@@ -258,7 +258,7 @@ class _Recorder(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx == 0:
-            self.first = _copy_batch(batch)
+            self.first = copy_batch(batch)
             self.record.evaluation.append(self._evaluate(trainer, pl_module))
         if batch_idx % self.window == 0:
             _seed(batch_idx // self.window)
@@ -313,7 +313,7 @@ class _Recorder(L.Callback):
         restore_log = patch(module, "log", _say_nothing)
         restore_dropout = without_dropout(module)
         module.train(training)
-        arguments = [_copy_batch(self.first), 0]
+        arguments = [copy_batch(self.first), 0]
         if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
             arguments.pop()
         try:

@@ -1,0 +1,74 @@
+"""What a rehearsal in this process might change for the run, remembered and put back."""
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._random_state import random_state, set_random_state
+
+
+@contextmanager
+def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
+    """Put back random states, torch's switches and the environment; what the run is made of only copies act on.
+
+    On a GPU the run's weights and optimizer state wait in host memory meanwhile, so that there is room for the copy.
+    """
+    numbers, switches, environment = random_state(), _switches(), dict(os.environ)
+    move_back = _park(trainer, module)
+    try:
+        yield
+    finally:
+        gc.collect()  # the copies hold one another
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+        move_back()
+        _set_switches(switches)
+        if dict(os.environ) != environment:
+            os.environ.clear()
+            os.environ.update(environment)
+        dynamo: Any = sys.modules.get("torch._dynamo")
+        if dynamo is not None:
+            dynamo.reset()  # what was compiled for the copies counts against the limit of recompilations
+        note_once.cache_clear()  # what was noted of a copy, silently, is to be said of the run
+        set_random_state(numbers)
+
+
+def _switches() -> tuple[Any, ...]:
+    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    cudnn = torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic
+    return *deterministic, *cudnn, torch.is_grad_enabled(), torch.get_default_dtype()
+
+
+def _set_switches(switches: tuple[Any, ...]) -> None:
+    deterministic, warn_only, benchmark, of_cudnn, grad, dtype = switches
+    torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = benchmark, of_cudnn
+    torch.set_grad_enabled(grad)
+    torch.set_default_dtype(dtype)
+
+
+def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
+    """Move tensors of the run from the GPU to the host; returns how to move them back. The tensors stay the same."""
+    parked: list[tuple[Tensor, torch.device]] = []
+    held = [*module.parameters(), *module.buffers()]
+    for optimizer in trainer.optimizers:
+        held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    for tensor in held:
+        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # others see the same memory, as in an LSTM
+        if tensor.is_cuda and alone and type(tensor) in (Tensor, nn.Parameter):
+            parked.append((tensor, tensor.device))
+            tensor.data = tensor.data.cpu()
+
+    def move_back() -> None:
+        for tensor, device in parked:
+            tensor.data = tensor.data.to(device)
+
+    return move_back

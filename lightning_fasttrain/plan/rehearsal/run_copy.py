@@ -1,0 +1,224 @@
+"""A run's module, callbacks and settings, copied while they are as the user made them; and other runs made of them."""
+
+import copy
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.pytorch.callbacks import (
+    BasePredictionWriter,
+    BatchSizeFinder,
+    Checkpoint,
+    LambdaCallback,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_fasttrain._technique import Onlooker, Technique
+from lightning_fasttrain.plan.proof.step_record import as_it_is, copy_batch, copy_module, quietly
+from lightning_fasttrain.run.guard.hang_watch import HangWatch
+from lightning_fasttrain.run.guard.preemption import Preemption
+from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
+
+# They show, write files, watch this process, or try out settings: none of it belongs to a step or to its state.
+_ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
+    ProgressBar,
+    ModelSummary,
+    Checkpoint,
+    Timer,
+    BatchSizeFinder,
+    LearningRateFinder,
+    BasePredictionWriter,
+    Preemption,
+    HangWatch,
+    MemoryTimeline,
+    Onlooker,
+)
+_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_TO_EPOCH_TWO = 2  # epochs: what a rehearsal needs of a run that has fewer
+
+
+class EnoughError(Exception):
+    """Ends a run of a copy, before what belongs to the end of a run."""
+
+
+@dataclass
+class RunCopy:
+    """What a run is made of.
+
+    Attributes:
+        module, callbacks, datamodule: copies that stay as they are; each run gets copies of them.
+        settings: of its Trainer.
+        plugins: its precision, and its checkpoint plugin if that is none of Lightning's.
+        notes: what could not be copied.
+    """
+
+    module: L.LightningModule
+    callbacks: list[L.Callback]
+    datamodule: L.LightningDataModule | None
+    settings: dict[str, Any]
+    plugins: list[Any]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def techniques(self) -> list[Technique]:
+        """Copies of them."""
+        return copy.deepcopy([callback for callback in self.callbacks if isinstance(callback, Technique)])
+
+    def fresh_module(self) -> L.LightningModule:
+        """A copy that prepares no data, and brings no callbacks: those of the run are all among ours."""
+        module = copy.deepcopy(self.module)
+        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)
+        module.configure_callbacks = _no_callbacks
+        return module
+
+    def fit(
+        self,
+        train: Sequence[Any],
+        validation: Sequence[Sequence[Any]],
+        follower: L.Callback,
+        where: dict[str, Any],
+        ckpt_path: Any = None,
+    ) -> None:
+        """Run copies of it all in a Trainer of their own, until ``follower`` raises :class:`EnoughError`.
+
+        Args:
+            train: batches of an epoch.
+            validation: of each validation loader.
+            follower: a callback.
+            where: settings of the Trainer that say on which devices.
+            ckpt_path: a checkpoint to go on from.
+        """
+        module = self.fresh_module()
+        callbacks = [_without_last_words(callback) for callback in copy.deepcopy(self.callbacks)]
+        with quietly(), suppress(EnoughError):
+            trainer = L.Trainer(
+                **self.settings,
+                **where,
+                plugins=copy.deepcopy(self.plugins),
+                callbacks=[*callbacks, follower],
+                logger=DummyLogger(),
+                enable_progress_bar=False,
+                enable_model_summary=False,
+                use_distributed_sampler=False,
+                num_sanity_val_steps=0,
+            )
+            loaders: Any = [_as_loader(batches) for batches in validation] or None
+            if isinstance(loaders, list) and len(loaders) == 1:
+                loaders = loaders[0]
+            data: dict[str, Any] = {"train_dataloaders": _as_loader(train), "val_dataloaders": loaders}
+            if self.datamodule is not None:
+                data = {"datamodule": _with_loaders(self.datamodule, **data)}
+            trainer.fit(module, **data, ckpt_path=ckpt_path)
+
+
+def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type, ...] = ()) -> RunCopy:
+    """Copy what a run is made of, before anything of it acts.
+
+    Args:
+        trainer: in ``setup``.
+        module: its own.
+        without: classes of callbacks that are left out.
+
+    Raises:
+        TypeError: the module cannot be copied.
+    """
+    notes: list[str] = []
+    callbacks: list[L.Callback] = []
+    for callback in trainer.callbacks:
+        if isinstance(callback, (*_ONLY_LOOK_ON, *without)):
+            continue
+        if isinstance(callback, LambdaCallback):
+            notes.append("LambdaCallback is left out: functions cannot be copied, and would act on what is the run's.")
+            continue
+        try:
+            callbacks.append(_copy_callback(callback, trainer, module))
+        except Exception as error:
+            notes.append(
+                f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."
+            )
+    plugins: list[Any] = [copy.deepcopy(trainer.precision_plugin)]
+    theirs = trainer.strategy.checkpoint_io
+    if type(theirs) is not TorchCheckpointIO:
+        plugins.append(copy.deepcopy(theirs))
+    settings = {
+        "max_epochs": _epochs_again(trainer),
+        "accumulate_grad_batches": trainer.accumulate_grad_batches,
+        "gradient_clip_val": trainer.gradient_clip_val,
+        "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
+    }
+    datamodule: L.LightningDataModule | None = trainer.datamodule
+    return RunCopy(copy_module(module), callbacks, datamodule, settings, plugins, notes)
+
+
+def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.LightningModule) -> L.Callback:
+    """Without what it has of the run: Lightning gives the module's methods for logging to each callback."""
+    alone = copy.copy(callback)
+    for name in ("log", "log_dict"):
+        vars(alone).pop(name, None)
+    return copy.deepcopy(alone, {id(trainer): None, id(module): None})
+
+
+def _epochs_again(trainer: L.Trainer) -> int:
+    """As many as the run has, for schedules that ask; two at least."""
+    epochs = trainer.max_epochs
+    return epochs if epochs is not None and (epochs < 0 or epochs >= _TO_EPOCH_TWO) else _TO_EPOCH_TWO
+
+
+def _no_callbacks() -> list[L.Callback]:
+    return []
+
+
+def _without_last_words(callback: L.Callback) -> L.Callback:
+    """A user's callback that is not told how its run ends: it may send messages. Ours undo there what they did."""
+    if not isinstance(callback, Technique):
+        callback.on_exception = _say_nothing
+    return callback
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.LightningDataModule:
+    """The same data as far as a module can ask about them, with a few batches of them as loaders."""
+    fresh: Any = copy.copy(datamodule)
+    fresh.trainer = None
+    for hook in ("prepare_data", "setup", "teardown", "on_exception"):
+        setattr(fresh, hook, MethodType(getattr(L.LightningDataModule, hook), fresh))
+    fresh.train_dataloader = lambda: loaders["train_dataloaders"]
+    fresh.val_dataloader = lambda: loaders["val_dataloaders"] or []
+    return fresh
+
+
+def bring_transfer_hooks(module: L.LightningModule, datamodule: L.LightningDataModule | None) -> None:
+    """What a datamodule does to batches on their way to the device, done by a copied module that has none."""
+    for hook in _TRANSFER_HOOKS:
+        if datamodule is not None and is_overridden(hook, datamodule):
+            setattr(module, hook, getattr(datamodule, hook))
+
+
+class _Listed(Dataset[Any]):
+    """Batches, in what ExactResume does not compare between ranks as it does the samples of a dataset."""
+
+    def __init__(self, batches: Sequence[Any]) -> None:
+        self.batches = dict(enumerate(batches))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __getitem__(self, index: int) -> Any:
+        return copy_batch(self.batches[index])
+
+
+def _as_loader(batches: Sequence[Any]) -> DataLoader[Any]:
+    return DataLoader(_Listed(batches), batch_size=None, collate_fn=as_it_is)

@@ -1,0 +1,77 @@
+"""A second Trainer in the processes of the first: with its ranks, and without starting any."""
+
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+
+from lightning_fasttrain._host import ddp_again
+
+
+class SameProcesses(ClusterEnvironment):
+    """Tells of the processes that a Trainer is in. They are there already, and so are their connections."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.ranks = trainer.global_rank, trainer.local_rank, trainer.node_rank
+        self.size = trainer.world_size
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        return "127.0.0.1"  # nobody connects again
+
+    @property
+    def main_port(self) -> int:
+        return 0
+
+    @staticmethod
+    def detect() -> bool:
+        return False
+
+    def world_size(self) -> int:
+        return self.size
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return self.ranks[0]
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return self.ranks[1]
+
+    def node_rank(self) -> int:
+        return self.ranks[2]
+
+
+def find_unrehearsable(trainer: L.Trainer) -> str | None:
+    """Why no second run can go on beside this one; None if it can."""
+    strategy = trainer.strategy
+    if type(strategy) is DDPStrategy or isinstance(strategy, SingleDeviceStrategy):
+        return None
+    return f"under {type(strategy).__name__} no copy can be run beside"
+
+
+def devices_again(trainer: L.Trainer) -> dict[str, Any]:
+    """Settings of a Trainer that is to run where ``trainer`` does, on all its ranks."""
+    strategy = trainer.strategy
+    settings: dict[str, Any] = one_device_again(trainer)
+    if isinstance(strategy, DDPStrategy):
+        settings["devices"] = trainer.device_ids if strategy.root_device.type == "cuda" else trainer.num_devices
+        settings["num_nodes"] = trainer.num_nodes
+        settings["strategy"] = ddp_again(strategy, SameProcesses(trainer))
+    return settings
+
+
+def one_device_again(trainer: L.Trainer) -> dict[str, Any]:
+    """The same for this rank alone."""
+    device = trainer.strategy.root_device
+    devices: Any = 1 if device.index is None else [device.index]
+    return {"accelerator": type(trainer.accelerator)(), "devices": devices}

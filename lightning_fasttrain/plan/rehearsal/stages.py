@@ -1,0 +1,144 @@
+"""The other stages of a rehearsal: each finds out one thing, and says it in one line or raises the one error."""
+
+import copy
+import math
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import EarlyStopping
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._reading import first_line
+from lightning_fasttrain.plan.proof.verification import Verification
+from lightning_fasttrain.plan.proof.verify import verify
+from lightning_fasttrain.plan.rehearsal.checkpoint_places import (
+    bytes_on_disk,
+    describe_room,
+    saves_within_epochs,
+    writers_of,
+)
+from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving, StopAfter
+from lightning_fasttrain.plan.rehearsal.reading_ahead import describe_batch
+from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
+from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explaining, fill_up
+from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, bring_transfer_hooks
+from lightning_fasttrain.plan.rehearsal.same_processes import devices_again, one_device_again
+from lightning_fasttrain.run.memory.memory_record import format_bytes
+from lightning_fasttrain.run.resume.exact_resume import ExactResume
+
+_VERIFIED_IN = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+
+
+def describe_saving(trainer: L.Trainer, folder: Path) -> Saving:
+    """How the run saves: by its ModelCheckpoints, as whole checkpoints where it has none."""
+    writers = writers_of(trainer)
+    weights_only = bool(writers) and all(writer.save_weights_only for writer in writers)
+    return Saving(folder / "rehearsal.ckpt", saves_within_epochs(writers), weights_only)
+
+
+def with_exact_resume(run: RunCopy) -> RunCopy:
+    """The same run, in which what goes on after a load sees the same batches and random numbers."""
+    if any(isinstance(callback, ExactResume) for callback in run.callbacks):
+        return run
+    changed = copy.copy(run)
+    changed.callbacks = [*run.callbacks, ExactResume()]
+    return changed
+
+
+def verify_techniques(on: Rehearsed, precision: str) -> None:
+    """Stage: are the techniques the same training, on the first batch?"""
+    techniques = on.run.techniques
+    if not techniques:
+        on.report.tell("verify", "no technique to compare the plain step with")
+        return
+    if precision not in _VERIFIED_IN:  # the first steps in fp16 may be ones that overflow, by design
+        on.report.notes.append(f"verify: in float32, not in {precision}.")
+        precision = "32-true"
+    module = on.run.fresh_module()
+    bring_transfer_hooks(module, on.run.datamodule)
+    settings = one_device_again(on.trainer)
+    settings |= {name: value for name, value in on.run.settings.items() if name.startswith("gradient_clip")}
+    names = ", ".join(type(technique).__name__ for technique in techniques)
+    problem, line = None, "not done: without the techniques a step does not fit into memory"
+    try:
+        verified = verify(module, on.sample.first[0], techniques, precision=precision, **settings)
+        on.report.verified = verified.ok
+        line = f"the same training with {names}: {verified.rows[0].verdict}"
+        problem = None if verified.ok else _explain_another_training(verified, names)
+    except torch.OutOfMemoryError:
+        pass
+    except Exception as error:  # the next stage runs the module as the run will, and knows whether it is broken
+        line = f"not done: {type(error).__name__}: {first_line(error)}"
+    on.raise_on_all(problem)
+    on.report.tell("verify", line)
+
+
+def _explain_another_training(verified: Verification, names: str) -> str:
+    whom = ", ".join(verified.guilty) or names
+    wrong = [row.verdict for row in verified.rows if not row.ok]
+    why = [*verified.problems, *wrong][0].rstrip(".")
+    way_out = f"Leave {whom} out, or look at all of it: print(ft.verify(module, batch, [...]))"
+    return explain(f"verify with {whom} on the first batch", why, way_out)
+
+
+def run_in_small(on: Rehearsed, saving: Saving) -> Course:
+    """Stage: a window, a short one, validation, the end of an epoch, a save, the first step of the next epoch."""
+    follower = Follower(saving)
+    with explaining(follower.course):
+        on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer))
+    course = follower.course
+    _refuse_unlogged_monitors(on.trainer, course)
+    on.report.step_s, on.report.save_s = course.step_s, course.save_s
+    parts = ["the end of an epoch"]
+    if on.validation:
+        parts.insert(0, "a batch of validation")
+    if on.window > 1:
+        parts.insert(0, "a short window")
+    window = f", a window of {on.window} batches," if on.window > 1 else ""
+    first = describe_batch(on.sample.first[0])
+    on.report.tell("step", f"one{window} takes {course.step_s:.3g} s ({first}); {', '.join(parts)} went well")
+    return course
+
+
+def _refuse_unlogged_monitors(trainer: L.Trainer, course: Course) -> None:
+    stoppers = [callback for callback in trainer.callbacks if isinstance(callback, EarlyStopping)]
+    for callback in (*writers_of(trainer), *stoppers):
+        if callback.monitor is not None and callback.monitor not in course.metrics:
+            known = ", ".join(sorted(set(course.metrics))) or "nothing"
+            what = f"{type(callback).__name__}(monitor={callback.monitor!r})"
+            way_out = f"Log it, self.log({callback.monitor!r}, ...), or monitor what is logged"
+            raise RehearsalError(explain(what, f"nothing of that name is logged, only {known}", way_out))
+
+
+def weigh_checkpoint(on: Rehearsed, saving: Saving) -> None:
+    """Stage: size and time of a save, and room for all that the run will keep."""
+    report, problem, room = on.report, None, ""
+    report.checkpoint_bytes = nbytes = bytes_on_disk(saving.path)
+    kept = sum(place.kept for place in on.places)
+    report.kept = None if math.isinf(kept) else int(kept)
+    if on.trainer.is_global_zero:  # who writes
+        try:
+            room = describe_room(on.places, nbytes) or "the room there is not known"
+        except OSError as error:
+            problem = str(error)
+    on.raise_on_all(problem)
+    if not on.places:
+        room = "but no ModelCheckpoint keeps any"
+    report.tell("checkpoint", f"{format_bytes(nbytes)} in {report.save_s:.2g} s; {room}")
+
+
+def run_largest(on: Rehearsed) -> None:
+    """Stage: the largest batch that was found, after a step, so that what the optimizer keeps is there."""
+    sample = on.sample
+    on.report.batches_seen = sample.seen
+    first = describe_batch(sample.first[0])
+    if not any(on.ask_all(sample.largest is not None)):
+        on.report.tell("largest batch", f"none of {sample.seen} was larger than the first ones ({first})")
+        return
+    largest = sample.first[0] if sample.largest is None else sample.largest  # another rank has a larger one
+    size = f"{describe_batch(largest)}, the largest of {sample.seen}, where the first is {first}"
+    batches = [*fill_up(sample.first, on.window), largest]
+    with explaining(Course(reached=f"the largest batch ({size})")):
+        on.run.fit([*batches, largest], [], StopAfter(len(batches)), devices_again(on.trainer))
+    on.report.tell("largest batch", f"{size}, went well")
