@@ -68,7 +68,7 @@ class Auto(L.Callback):
             return
         if self.choice is None:
             self._refuse_others_before(trainer)
-            known = self._choose(trainer, pl_module) if trainer.is_global_zero else None
+            known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
             self.choice = Choice(**trainer.strategy.broadcast(known))
         trainer.callbacks += self.choice.techniques()
 
