@@ -184,7 +184,10 @@ def own_names():
     return found
 
 
-TORCHS = {"_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"}  # of the same names
+TORCHS = {  # of the same names
+    *("_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"),
+    *("_forward_hooks", "_forward_pre_hooks"),
+}
 
 
 def test_no_name_of_lightning_is_used_that_is_not_listed():

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, list_some, log
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
@@ -161,15 +162,13 @@ def copy_module(module: L.LightningModule) -> L.LightningModule:
     Raises:
         TypeError: it cannot be copied.
     """
-    restore = patch(module, "_trainer", None)
     try:
-        return copy.deepcopy(module)
+        with without_trainer(module):
+            return copy.deepcopy(module)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         way_out = "Give a function that builds it: lambda: MyModule(...)"
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
-    finally:
-        restore()
 
 
 def _seed(number: int) -> None:
