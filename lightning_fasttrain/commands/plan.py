@@ -17,6 +17,8 @@ def add(commands: Any) -> None:
     add_target(parser)
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
     parser.add_argument("--memory", metavar="GIB", default="fit", help="limit in GiB; default: what is free here")
+    parser.add_argument("--devices", type=int, default=1, metavar="N", help="that train together; default: 1")
+    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
     parser.add_argument("--keep", default="tolerance", help="exact, tolerance (default) or changes_training")
     parser.add_argument("--precision", help="of your training, which then stays; default: it may be chosen")
     parser.add_argument("--device", help="cuda or cpu; one that is not here is planned for by prediction alone")
@@ -44,6 +46,8 @@ def _run(options: argparse.Namespace) -> int:
                 module,
                 batch,
                 memory_gib,
+                options.devices,
+                nodes=options.nodes,
                 keep=options.keep,
                 precision=options.precision,
                 device=options.device,

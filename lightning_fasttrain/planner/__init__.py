@@ -1,7 +1,7 @@
 """Chooses for a user: the fastest mix of techniques that fits a limit of memory, by measurement and prediction.
 
-From the bottom up: ``choice``, ``axes``, ``plan``, ``predicted_memory``, ``stopwatch``, ``search``, ``make_plan``,
-``auto``.
+From the bottom up: ``choice``, ``axes``, ``several_devices``, ``plan``, ``predicted_memory``,
+``stopwatch``, ``search``, ``make_plan``, ``auto``.
 """
 
 from lightning_fasttrain.planner.auto import Auto

@@ -21,6 +21,7 @@ from lightning_fasttrain.planner.choice import SWITCHES, Choice
 from lightning_fasttrain.planner.plan import GIB, Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Search, words_of
+from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 
 _ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
@@ -30,7 +31,9 @@ def make_plan(
     module: nn.Module | Callable[[], nn.Module],
     batch: Any,
     memory_gib: float | str = "fit",
+    devices: int = 1,
     *,
+    nodes: int = 1,
     keep: str = "tolerance",
     loss: Callable[[Any, Any], Any] | None = None,
     optimizer: Callable[[Any], Optimizer] | None = None,
@@ -51,7 +54,10 @@ def make_plan(
     Args:
         module: left as it is, or a function that builds it.
         batch: one batch, as the loader gives it.
-        memory_gib: limit for a step's peak; ``"fit"``: what is free on the device.
+        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free on this one.
+        devices: that train together, each with a batch like this; with several a strategy is chosen too, see
+            :func:`~lightning_fasttrain.choose_strategy`. What they send one another is counted in bytes, not in time.
+        nodes: machines that they are in.
         keep: ``"exact"``, ``"tolerance"`` (also bf16-mixed and compiled blocks) or ``"changes_training"`` (also LoRA
             and QLoRA).
         loss: (module, batch) → loss, for a module without ``training_step``.
@@ -105,17 +111,20 @@ def make_plan(
         )
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
-    facts = replace(doctor.facts(), device=device)
+    facts = replace(doctor.facts(), device=device, devices=positive_int("devices", devices))
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16)
     memory = PredictedMemory(plain, batch, device, axes.parts)
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
+    if several is not None:
+        axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")
     search = Search(
         axes,
         memory,
-        lambda choice, needed: needed <= usable,
+        several.fits if several is not None else lambda choice, needed: needed <= usable,
         limit_gib,
         watch,
         steps=steps,
@@ -125,16 +134,18 @@ def make_plan(
     chosen = search.run()
     if watch is None:
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
+    strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
         chosen,
         search.plain(),
         tuple(tried),
-        tuple(_explain(chosen, search, usable)),
+        tuple(_explain(chosen, search)),
         axes.left_out,
         limit_gib,
         device,
         watch is not None,
+        strategy,
         time.monotonic() - began,
         tuple(search.notes),
     )
@@ -155,14 +166,14 @@ def _limit(memory_gib: float | str, device: str, here: str) -> float:
     return float(memory_gib)
 
 
-def _explain(chosen: Tried, search: Search, usable: float) -> list[str]:
+def _explain(chosen: Tried, search: Search) -> list[str]:
     """A sentence for each thing that is switched on: what there would be without it."""
     choice, reasons = chosen.choice, []
     for other, name in _one_less(choice, search.axes.precisions[0]):
         needed = search.memory.of(other)
         ms = search.costs.estimate(other, search.steps)
         now = search.costs.estimate(choice, search.steps)
-        if needed > usable:
+        if not search.fits(other, needed):
             reasons.append(f"{name}: without it {needed / GIB:.3f} GiB would not fit.")
         elif ms > now:
             reasons.append(f"{name}: without it a step takes about {ms / now:.2f} times as long.")

@@ -3,7 +3,7 @@
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.planner.several_devices import strategy_code
+from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 
 GIB = 2**30
 
@@ -61,6 +63,7 @@ class Plan:
         limit_gib: of memory.
         device: that it was planned for.
         measured: whether steps were run there; else all is predicted.
+        strategy: for several devices; None for one.
         seconds: that planning took.
         notes: what was assumed.
     """
@@ -73,6 +76,7 @@ class Plan:
     limit_gib: float
     device: str
     measured: bool
+    strategy: StrategyChoice | None = None
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
@@ -84,7 +88,10 @@ class Plan:
     @property
     def settings(self) -> dict[str, Any]:
         """What else the Trainer is given."""
-        return {"precision": self.chosen.choice.precision}
+        settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
+        if self.strategy is not None:
+            settings["strategy"] = self.strategy.strategy()
+        return {**settings, **self._devices()}
 
     def trainer(self, **settings: Any) -> L.Trainer:
         """A Trainer that follows the plan.
@@ -99,17 +106,30 @@ class Plan:
         """Python that makes that Trainer."""
         lines = ["import lightning as L", "import lightning_fasttrain as ft", "", "trainer = L.Trainer("]
         lines.append(f"    precision={self.chosen.choice.precision!r},")
+        if self.strategy is not None:
+            lines.append(f"    strategy={strategy_code(self.strategy.name)[0]},")
+        lines += [f"    {name}={number}," for name, number in self._devices().items()]
         made = ", ".join(self.chosen.choice.code())
         return "\n".join([*lines, f"    callbacks=[{made}],", ")"])
 
     def yaml(self) -> str:
         """The same for LightningCLI."""
-        callbacks = [dict(config) for config in self.chosen.choice.configs()]
-        return yaml.safe_dump({"trainer": {**self.settings, "callbacks": callbacks}}, sort_keys=False)
+        trainer: dict[str, Any] = {"precision": self.chosen.choice.precision, **self._devices()}
+        if self.strategy is not None:
+            trainer["strategy"] = strategy_code(self.strategy.name)[1]
+        trainer["callbacks"] = [dict(config) for config in self.chosen.choice.configs()]
+        return yaml.safe_dump({"trainer": trainer}, sort_keys=False)
+
+    def _devices(self) -> dict[str, int]:
+        if self.strategy is None:
+            return {}
+        nodes = self.strategy.nodes
+        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        return {**asdict(self), "code": self.code()}
+        strategy = None if self.strategy is None else self.strategy.as_dict()
+        return {**asdict(replace(self, strategy=None)), "strategy": strategy, "code": self.code()}
 
     def save(self, path: str | Path) -> Path:
         """Write :meth:`as_dict` as JSON: to a temporary file first."""
@@ -118,6 +138,8 @@ class Plan:
     def as_table(self) -> Table:
         """For ``rich``: what was tried, predicted, measured, and why it was not taken."""
         how = "measured" if self.measured else "predicted alone"
+        if self.strategy is not None:
+            how += f", {self.strategy.devices} devices with {self.strategy.name}"
         said = [*self.reasons, *(f"{name}: {why}" for name, why in self.left_out.items()), *self.notes]
         table = Table(
             title=f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}",

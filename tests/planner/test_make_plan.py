@@ -115,6 +115,22 @@ def test_a_device_that_is_not_here_is_planned_for_by_prediction():
     assert any("nothing was measured" in note for note in found.notes)
 
 
+def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
+    batch = torch.randn(4, 512)
+    settings = {"loss": lambda n, b: n(b).square().mean(), "optimizer": torch.optim.AdamW, "keep": "exact"}
+    states = 4 * 4 * sum(p.numel() for p in net.parameters()) / GIB
+    roomy = plan(2 * states, net, batch, devices=4, **settings)
+    assert roomy.strategy.name == "ddp"
+    found = plan(0.6 * states, net, batch, devices=4, **settings)
+    assert found.strategy.name in ("fsdp2", "zero-3")
+    assert found.strategy.chosen.states.device < 0.6 * states * GIB
+    assert "devices=4" in found.code()
+    assert yaml.safe_load(found.yaml())["trainer"]["devices"] == 4
+    assert found.as_dict()["strategy"]["chosen"] == found.strategy.name
+    assert plan(0.6 * states, net, batch, devices=4, nodes=2, **settings).settings["num_nodes"] == 2
+
+
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
