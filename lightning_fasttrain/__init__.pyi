@@ -52,8 +52,10 @@ from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
+from lightning_fasttrain.plan import explain as explain
 from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
+from lightning_fasttrain.plan import why_not as why_not
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
 from lightning_fasttrain.run import HangWatch as HangWatch

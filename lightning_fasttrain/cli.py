@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_ladder(commands)
     _add_memory(commands)
     _add_verify(commands)
+    _add_why_not(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
@@ -254,6 +255,55 @@ def _verify(options: argparse.Namespace) -> int:
     return 0 if verified.ok else 1
 
 
+def _add_why_not(commands: Any) -> None:
+    parser = commands.add_parser(
+        "why-not",
+        help="every technique that is not in use: why not, and what it would bring",
+        description="Say of every technique that is not in use why it cannot, or need not, act on a model on this "
+        "machine, and predict what it would bring in memory. TARGET is imported and called, which runs its code.",
+    )
+    _add_target(parser)
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
+    parser.add_argument("--techniques", default="", metavar="A,B=8", help="in use; after = the first argument")
+    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
+    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
+    parser.set_defaults(run=_why_not)
+
+
+def _why_not(options: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain._messages import wide_enough
+    from lightning_fasttrain.bench import zoo
+    from lightning_fasttrain.bench.sizes import size_named
+    from lightning_fasttrain.plan import why_not
+    from lightning_fasttrain.plan.subject import load_subject, techniques_named
+
+    if (options.target is None) == (options.size is None):
+        return _refuse("why-not", "give either TARGET or --size. See fasttrain why-not --help.")
+    console = wide_enough(Console())
+    try:
+        with Console(stderr=True).status("Asking each technique…"):
+            if options.size is not None:
+                batch = size_named(options.size).batch if options.batch is None else options.batch
+                specimen = zoo.gpt(options.size, positive_int("batch", batch))
+                subject: Any = (specimen.module, specimen.batch())
+            else:
+                subject = load_subject(options.target, options.arg)
+            techniques = techniques_named(options.techniques) or None
+            report = why_not(subject[0], subject[1], techniques, precision=options.precision)
+    except (ValueError, TypeError) as error:
+        return _refuse("why-not", error)
+    if options.json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        console.print(report.as_table())
+    return 0
+
+
 def _add_shard(commands: Any) -> None:
     parser = commands.add_parser(
         "shard",
@@ -379,7 +429,7 @@ def _add_techniques(commands: Any) -> None:
 
 def _techniques(options: argparse.Namespace) -> int:
     from lightning_fasttrain._checks import one_of
-    from lightning_fasttrain.bench.doctor import facts
+    from lightning_fasttrain._facts import facts_of_machine
     from lightning_fasttrain.bench.ladder.rows import Climbed
     from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
 
@@ -391,7 +441,10 @@ def _techniques(options: argparse.Namespace) -> int:
         return _refuse("techniques", error)
     try:
         measured = Climbed.read(options.ladder) if options.ladder else None
-        print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
+        if options.name is None:
+            print(markdown_table(measured))
+        else:
+            print(card(known[options.name], measured, facts_of_machine()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
         return _refuse("techniques", f"{options.ladder}: {reason}")
