@@ -54,8 +54,10 @@ from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backw
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
 from lightning_fasttrain.plan import Rehearsal as Rehearsal
+from lightning_fasttrain.plan import explain as explain
 from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
+from lightning_fasttrain.plan import why_not as why_not
 from lightning_fasttrain.planner import Auto as Auto
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints

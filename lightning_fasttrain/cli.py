@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
-from lightning_fasttrain.commands import plan, verify
+from lightning_fasttrain.commands import plan, verify, why_not
 from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
 
 INTERRUPTED = 130
@@ -35,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_memory(commands)
     verify.add(commands)
     plan.add(commands)
+    why_not.add(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
@@ -305,7 +306,7 @@ def _add_techniques(commands: Any) -> None:
 
 def _techniques(options: argparse.Namespace) -> int:
     from lightning_fasttrain._checks import one_of
-    from lightning_fasttrain.bench.doctor import facts
+    from lightning_fasttrain._facts import facts_of_machine
     from lightning_fasttrain.bench.ladder.rows import Climbed
     from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
 
@@ -317,7 +318,10 @@ def _techniques(options: argparse.Namespace) -> int:
         return refuse("techniques", error)
     try:
         measured = Climbed.read(options.ladder) if options.ladder else None
-        print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
+        if options.name is None:
+            print(markdown_table(measured))
+        else:
+            print(card(known[options.name], measured, facts_of_machine()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
         return refuse("techniques", f"{options.ladder}: {reason}")

@@ -130,6 +130,8 @@ class MatmulPrecision(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
             return "TF32 is a format of GPUs"
+        if facts.precision is not None and facts.precision.startswith(("bf16", "16")):
+            return f"in {facts.precision} products are not of float32 numbers"
         return None
 
     def outcome(self, model: nn.Module) -> str:
