@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
+from lightning_fasttrain.commands.rehearse_command import add_rehearse
 
 # Also 2 for arguments that argparse itself refuses.
 BAD_INPUT = 2
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_ladder(commands)
     _add_memory(commands)
     _add_verify(commands)
+    add_rehearse(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)

@@ -23,7 +23,7 @@ HEIGHT = {
     "_plain_values": 0.1, "_heads": 0.15, "_host": 0.15, "_technique": 0.2, "_checkpoint_folder": 0.2, "_run_mark": 0.3,
     "_checkpoint_choice": 0.4, "_guarded_loading": 0.4,
     "data": ROOMS, "model": 1.1, "finetune": 1.15, "loss": 1.1, "optim": 1.1, "run": 1.2,
-    "plan": 2, "strategy": 2.5, "bench": 3, "mixin": 4, "cli": 4, "__init__": 5,
+    "plan": 2, "strategy": 2.5, "bench": 3, "commands": 3.5, "mixin": 4, "cli": 4, "__init__": 5,
 }  # fmt: skip
 FILES = sorted(PACKAGE.rglob("*.py"))
 

@@ -39,7 +39,7 @@ NAMES = {
     "_pl_static_graph_delay_done": (f"{PYTORCH}.strategies.ddp", ["_host"]),
     "_should_accumulate": (f"{LOOPS}.training_epoch_loop", ["_host"]),
     "_teardown": (f"{PYTORCH}.trainer.trainer", ["_host"]),
-    "_trainer": (f"{PYTORCH}.core.module", ["_host"]),
+    "_trainer": (f"{PYTORCH}.core.module", ["_host", "plan/proof/step_record"]),
     "_logger_connector": (
         f"{PYTORCH}.trainer.trainer",
         ["_host", "run/resume/_loop_progress", "run/resume/_running_metrics"],
@@ -58,7 +58,7 @@ NAMES = {
     "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/resume/exact_resume"]),
     "_iterator": (
         f"{PYTORCH}.utilities.combined_loader",
-        ["run/resume/exact_resume", "run/resume/resumable_loader"],
+        ["plan/rehearsal/reading_ahead", "run/resume/exact_resume", "run/resume/resumable_loader"],
     ),  # torch's too
     # metrics that were logged
     "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/resume/_running_metrics"]),
@@ -185,6 +185,7 @@ def own_names():
 
 
 TORCHS = {"_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"}  # of the same names
+TORCHS |= {"_forward_hooks", "_forward_pre_hooks"}
 
 
 def test_no_name_of_lightning_is_used_that_is_not_listed():

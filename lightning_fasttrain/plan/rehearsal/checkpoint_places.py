@@ -88,8 +88,9 @@ def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     epochs = math.inf
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         epochs = float(trainer.max_epochs)
-    steps_an_epoch = max(1.0, trainer.num_training_batches // trainer.accumulate_grad_batches)
-    epochs = min(epochs, math.ceil(steps / steps_an_epoch) if math.isfinite(steps) else math.inf)
+    if math.isfinite(steps):
+        steps_an_epoch = max(1.0, trainer.num_training_batches // trainer.accumulate_grad_batches)
+        epochs = min(epochs, math.ceil(steps / steps_an_epoch))
     return epochs // (writer.every_n_epochs or 1) * _validations_an_epoch(trainer)
 
 
