@@ -118,7 +118,8 @@ def describe_room(places: list[Place], nbytes: int) -> str:
         kept = int(sum(place.kept for place in together))
         if to_come > 0 and to_come + 1 > fit:  # one is written before another is removed
             _refuse_to_fill(folder, together, kept, nbytes, free)
-        all_of = "all, " if any(place.all_kept for place in together) else ""
+        keeps_all = any(place.all_kept for place in together)
+        all_of = "all, " if keeps_all else ""
         words.append(f"{all_of}{kept} at most are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
     return "; ".join(words)
 
