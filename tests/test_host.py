@@ -58,7 +58,7 @@ NAMES = {
     "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/resume/exact_resume"]),
     "_iterator": (
         f"{PYTORCH}.utilities.combined_loader",
-        ["run/resume/exact_resume", "run/resume/resumable_loader"],
+        ["plan/rehearsal/reading_ahead", "run/resume/exact_resume", "run/resume/resumable_loader"],
     ),  # torch's too
     # metrics that were logged
     "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/resume/_running_metrics"]),

@@ -239,6 +239,14 @@ def test_a_validation_step_that_raises(tmp_path):
     refused(tmp_path, "rehearsing validation: KeyError: 'labls'", module=Broken(), num_sanity_val_steps=0)
 
 
+def test_a_loss_that_is_no_number(tmp_path):
+    class Overflows(TinyLM):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step > 1 else 1.0)
+
+    refused(tmp_path, "the loss is inf in step 3", module=Overflows())
+
+
 def test_a_monitor_that_nobody_logs(tmp_path):
     writer = ModelCheckpoint(tmp_path, monitor="val_acc")
     words = r"ModelCheckpoint\(monitor='val_acc'\): nothing of that name is logged, only loss, loss_epoch, .*val_loss"
@@ -280,7 +288,7 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 
 
 def test_a_loader_that_can_be_read_once_only(tmp_path):
-    with pytest.raises(RehearsalError, match="is a list_iterator, which can be read only once"):
+    with pytest.raises(RehearsalError, match="the loader is a list_iterator: what is read of it ahead"):
         trainer([ft.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
 
 

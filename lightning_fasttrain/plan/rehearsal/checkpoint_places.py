@@ -88,8 +88,9 @@ def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     epochs = math.inf
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:
         epochs = float(trainer.max_epochs)
-    steps_an_epoch = max(1.0, trainer.num_training_batches // trainer.accumulate_grad_batches)
-    epochs = min(epochs, math.ceil(steps / steps_an_epoch) if math.isfinite(steps) else math.inf)
+    if math.isfinite(steps):
+        steps_an_epoch = max(1.0, trainer.num_training_batches // trainer.accumulate_grad_batches)
+        epochs = min(epochs, math.ceil(steps / steps_an_epoch))
     return epochs // (writer.every_n_epochs or 1) * _validations_an_epoch(trainer)
 
 
@@ -117,7 +118,8 @@ def describe_room(places: list[Place], nbytes: int) -> str:
         kept = int(sum(place.kept for place in together))
         if to_come > 0 and to_come + 1 > fit:  # one is written before another is removed
             _refuse_to_fill(folder, together, kept, nbytes, free)
-        all_of = "all, " if any(place.all_kept for place in together) else ""
+        keeps_all = any(place.all_kept for place in together)
+        all_of = "all, " if keeps_all else ""
         words.append(f"{all_of}{kept} at most are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
     return "; ".join(words)
 

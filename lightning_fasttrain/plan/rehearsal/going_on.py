@@ -36,9 +36,7 @@ def go_on_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
         return
     resumed = _resume(on, saving)
     on.raise_on_all(_find_other_content(on, whole, resumed))
-    differ = find_differences(whole.end, resumed.end)
-    if whole.losses != resumed.losses:
-        differ.append("loss")
+    differ = find_differences({**whole.end, "loss": str(whole.losses)}, {**resumed.end, "loss": str(resumed.losses)})
     how = "the next step is the uninterrupted run's, bit for bit"
     if any(on.ask_all(bool(differ))):
         again = _resume(on, saving)
@@ -76,8 +74,8 @@ def _explain_difference(whole: Course, resumed: Course, again: Course, differ: l
     hidden = [path for path in find_differences(whole.saved, resumed.saved) if path.startswith("buffer ")]
     lost = [f"{path}, which is not persistent" for path in hidden]
     for name in find_differences(whole.saved_attributes, resumed.saved_attributes):
-        if name in whole.saved_attributes:
-            was, now = whole.saved_attributes[name], resumed.saved_attributes.get(name)
+        was, now = whole.saved_attributes.get(name), resumed.saved_attributes.get(name)
+        if was is not None:
             lost.append(f"{name} ({describe(was)} before, {describe(now)} after the load)")
     what = f"the step after a load is not the uninterrupted run's: it differs in {list_some(differ)}"
     why = "something that it depends on is not in the checkpoint"

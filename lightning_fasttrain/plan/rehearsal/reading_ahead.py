@@ -13,8 +13,10 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain.data.device_prefetch import DevicePrefetcher
+from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader
 
@@ -44,12 +46,14 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
     The loaders are copied, not their data: a dataset that changes when it is read in this process stays changed.
 
     Raises:
-        TypeError: one is an iterator, which the run could then not read.
+        RehearsalError: one is an iterator, which the run could then not read.
     """
     plain = [_without_ours(loader) for loader in loaders.flattened]
     for loader in plain:
         if isinstance(loader, Iterator):
-            raise TypeError(f"the loader is a {type(loader).__name__}, which can be read only once")
+            why = "what is read of it ahead the run could not read again"
+            way_out = "Give a DataLoader, or an object whose __iter__ starts over; or leave Rehearsal out"
+            raise RehearsalError(explain(f"the loader is a {type(loader).__name__}", why, way_out))
     numbers = random_state()
     states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
     fresh = copy.copy(loaders)

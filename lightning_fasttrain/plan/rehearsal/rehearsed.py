@@ -86,8 +86,7 @@ def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sampl
     """Of the training loaders a sample, of each validation loader a batch.
 
     Raises:
-        TypeError: a loader can be read only once.
-        RehearsalError: there is no batch to train on.
+        RehearsalError: there is no batch to train on, or a loader that can be read only once.
     """
     loaders = training_loaders(trainer)
     sample = Sample() if loaders is None else take_sample(loaders, window + 1, seconds)

@@ -88,6 +88,7 @@ def run_in_small(on: Rehearsed, saving: Saving) -> Course:
     with explaining(follower.course):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer))
     course = follower.course
+    on.raise_on_all(_find_unfit_loss(course))
     _refuse_unlogged_monitors(on.trainer, course)
     on.report.step_s, on.report.save_s = course.step_s, course.save_s
     parts = ["the end of an epoch"]
@@ -99,6 +100,14 @@ def run_in_small(on: Rehearsed, saving: Saving) -> Course:
     first = describe_batch(on.sample.first[0])
     on.report.tell("step", f"one{window} takes {course.step_s:.3g} s ({first}); {', '.join(parts)} went well")
     return course
+
+
+def _find_unfit_loss(course: Course) -> str | None:
+    if all(map(math.isfinite, course.losses)):
+        return None
+    steps = course.end["global step"]
+    way_out = "Check the batch and the learning rate; in 16 bits try bf16-mixed"
+    return explain(f"the loss is {course.losses[0]} in step {steps}", "from there on nothing is trained", way_out)
 
 
 def _refuse_unlogged_monitors(trainer: L.Trainer, course: Course) -> None:
