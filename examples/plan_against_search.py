@@ -17,17 +17,18 @@ from datetime import UTC, datetime
 from statistics import median
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._messages import log
 from lightning_fasttrain._technique import Exactness
-from lightning_fasttrain.bench import doctor, zoo
+from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 
 MODELS = {
-    "GPT": zoo.gpt("nano", batch=8),
+    "GPT": zoo.gpt("nano", batch=4),
     "BERT like MiniLM": zoo.encoder(layers=6, width=128, batch=8, length=64),
     "ResNet": zoo.resnet(layers=2, width=16, batch=8, pixels=32),
     "Llama": zoo.llama(layers=3, width=128, batch=4, length=128, vocabulary=2048),
@@ -38,7 +39,7 @@ GIB = 2**30
 
 def search(specimen, module, batch):
     """Every choice → [times in ms], peak in bytes."""
-    axes = find_axes(module, batch, doctor.facts(), Exactness.EXACT, "32-true", fast_bf16=False)
+    axes = find_axes(module, batch, facts_of_machine(), Exactness.EXACT, "32-true", fast_bf16=False)
     watch, found = Stopwatch(module, batch, {"accelerator": "cpu"}), {}
     choices = list(axes.choices())
     for round_ in range(2):

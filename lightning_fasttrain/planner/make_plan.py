@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
-from lightning_fasttrain.bench import doctor
 from lightning_fasttrain.bench.machine import bf16_units, hardware
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
@@ -111,7 +111,14 @@ def make_plan(
         )
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
-    facts = replace(doctor.facts(), device=device, devices=positive_int("devices", devices))
+    clips = settings.get("gradient_clip_algorithm") or "norm"
+    facts = replace(
+        facts_of_machine(),
+        device=device,
+        devices=positive_int("devices", devices),
+        accumulates=settings.get("accumulate_grad_batches", 1),
+        clips=clips if settings.get("gradient_clip_val") else "no",
+    )
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16)
