@@ -60,8 +60,8 @@ def texts() -> dict[str, tuple]:
 
 
 @torch.no_grad()
-def bits_per_byte(module: Writer, tokens) -> float:
-    losses = [module.loss(batch) for batch in batches(tokens, CONTEXT, BATCH, 8)]
+def bits_per_byte(module: Writer, tokens, count: int) -> float:
+    losses = [module.loss(batch) for batch in batches(tokens, CONTEXT, BATCH, count)]
     return torch.stack(losses).mean().item() / torch.log(torch.tensor(2.0)).item()
 
 
@@ -90,12 +90,13 @@ def fit(module: Writer, tokens, seconds: float, techniques=()) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="for the first training; the second has half of it")
+    parser.add_argument("--held-out", type=int, default=8, help="batches of each text that a loss is measured on")
     options = parser.parse_args()
     console, held_out, rows = Console(), texts(), {}
     (code, _), (prose, _) = held_out["code"], held_out["prose"]
 
     def measure(what: str) -> None:
-        rows[what] = [bits_per_byte(module, tokens) for _, tokens in held_out.values()]
+        rows[what] = [bits_per_byte(module, tokens, options.held_out) for _, tokens in held_out.values()]
 
     torch.manual_seed(0)
     module = Writer(lr=2e-3)

@@ -21,6 +21,7 @@ parser.add_argument("--devices", type=int, default=2, help="processes on each no
 parser.add_argument("--nodes", type=int, default=1)
 parser.add_argument("--replicas", type=int, default=1, help="groups that each hold a whole model, hybrid sharding")
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
 parser.add_argument("--folder", default="checkpoints/fsdp2_fabric", help="where checkpoints go, seen by all nodes")
 options = parser.parse_args()
 
@@ -65,7 +66,7 @@ def main():
         optimizer.step()
         ft.release_gradients_(model.parameters())
         state["step"] += 1
-        if state["step"] % 5 == 0:
+        if state["step"] % options.save_every == 0:
             state["data"] = loader.state_dict()
             fabric.save(Path(options.folder) / f"step={state['step']}.ckpt", state)
 

@@ -24,6 +24,7 @@ parser.add_argument("--nodes", type=int, default=1)
 parser.add_argument("--stage", default="auto", help="auto, 0, 1, 2, 3, 2+offload, 3+offload or 3+nvme")
 parser.add_argument("--memory-gib", type=float, help="of the smallest device; default: what is free there")
 parser.add_argument("--steps", type=int, default=20)
+parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
 parser.add_argument("--folder", default="checkpoints/zero_auto", help="where checkpoints go, seen by all nodes")
 options = parser.parse_args()
 
@@ -62,7 +63,7 @@ def main():
             ft.ExactResume(),
             ft.Preemption(options.folder),
             ft.HangWatch(timeout_s=300),
-            ModelCheckpoint(options.folder, filename="{step}", every_n_train_steps=5, save_top_k=-1),
+            ModelCheckpoint(options.folder, filename="{step}", every_n_train_steps=options.save_every, save_top_k=-1),
         ],
     )
     model = Net(GPTConfig(vocabulary=256, context=128, layers=4, heads=4, width=64))

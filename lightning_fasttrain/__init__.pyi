@@ -6,6 +6,7 @@ from lightning_fasttrain import loss as loss
 from lightning_fasttrain import model as model
 from lightning_fasttrain import optim as optim
 from lightning_fasttrain import plan as plan
+from lightning_fasttrain import planner as planner
 from lightning_fasttrain import run as run
 from lightning_fasttrain import strategy as strategy
 from lightning_fasttrain._blocks import find_blocks as find_blocks
@@ -53,8 +54,12 @@ from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backw
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
 from lightning_fasttrain.plan import Rehearsal as Rehearsal
+from lightning_fasttrain.plan import explain as explain
 from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
+from lightning_fasttrain.plan import why_not as why_not
+from lightning_fasttrain.planner import Auto as Auto
+from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
 from lightning_fasttrain.run import HangWatch as HangWatch

@@ -53,6 +53,16 @@ def trainer_of(module: nn.Module) -> L.Trainer | None:
     return module._trainer if isinstance(module, L.LightningModule) else None
 
 
+@contextmanager
+def without_trainer(module: L.LightningModule) -> Iterator[None]:
+    """A module without the Trainer that it is attached to, which a copy would copy too."""
+    restore = patch(module, "_trainer", None)
+    try:
+        yield
+    finally:
+        restore()
+
+
 def training_loader(trainer: L.Trainer) -> Any:
     """What the user gave to train on, made if it has to be; None if there is nothing."""
     source = trainer.fit_loop._data_source

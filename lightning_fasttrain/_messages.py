@@ -60,6 +60,12 @@ def warn(message: str) -> None:
     warnings.warn(message, FastTrainWarning, stacklevel=3)
 
 
+def warn_on_any_rank(message: str) -> None:
+    """Warn once per place, on the rank where it happens, with its number: the first rank may know nothing of it."""
+    rank: int = getattr(rank_zero_only, "rank", 0) or 0
+    warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=3)
+
+
 @functools.cache
 def note_once(message: str) -> None:
     """Say something that is worth knowing but no reason to worry, once per process."""

@@ -1,10 +1,13 @@
 """Floor: replace a module's ``forward``, and ask models for their heads."""
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar, TypeVar
 
 from torch import nn
+
+from lightning_fasttrain._counts import number_of
 
 Undo = Callable[[], None]
 
@@ -89,6 +92,12 @@ def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str
     names = sorted({type(wrapper.module).__name__ for wrapper in wrappers})
     why = f"none of its {len(wrappers)} blocks ({', '.join(names)}) was called where gradients are taken"
     return why, "Name the modules that training_step calls, with blocks="
+
+
+def count_wrapped(model: nn.Module, kind: type[WrappedForward], what: str = "block") -> str:
+    """On how many modules wrappers of this ``kind`` stand: "12 blocks of LlamaDecoderLayer"; "" if on none."""
+    kinds = Counter(type(module).__name__ for module in model.modules() if wrapper_on(module, kind))
+    return " and ".join(f"{number_of(count, what)} of {name}" for name, count in kinds.items())
 
 
 def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:

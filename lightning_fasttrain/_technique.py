@@ -1,8 +1,7 @@
 """Floor: what a technique is, the order of surgery, and which techniques do not go together."""
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum, IntEnum
@@ -20,6 +19,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._late_parameters import LateParameters
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._run_report import RunReport, is_empty_hook
 from lightning_fasttrain._surgery import Undo, patch
 
 
@@ -140,6 +140,18 @@ class Technique(L.Callback):
         """Asked after the first training batch: why nothing came of it, and what to do; None if something did."""
         return None
 
+    def took_hold(self, model: nn.Module) -> str:
+        """Half a sentence for the start of a run: what it took hold of; "" if how it was made says enough."""
+        return ""
+
+    def outcome(self, model: nn.Module) -> str:
+        """Half a sentence for the end of a run: what fell back, was found, or gained nothing; "" if nothing did."""
+        return ""
+
+    def measured(self) -> Mapping[str, float]:
+        """Of ``step_ms``, ``tokens_per_s`` and ``peak_bytes``, what it measured in the run."""
+        return {}
+
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
         refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
@@ -154,10 +166,12 @@ class Technique(L.Callback):
         undo = ExitStack()
         self._undo = undo
         if stage == "fit":
-            own = None if _is_empty(self, "on_train_batch_end") else self.on_train_batch_end
+            report = RunReport(self, techniques)
+            own = None if is_empty_hook(self, "on_train_batch_end") else self.on_train_batch_end
             divides = trainer.accumulate_grad_batches > 1  # before a technique changes it that does it right
-            watch = BatchWatch(self, own, functools.partial(_idle, techniques), divides)
+            watch = BatchWatch(self, own, report.find_idle, divides)
             undo.callback(patch(self, "on_train_batch_end", watch))
+            undo.callback(report.install())
         for technique in techniques:
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
@@ -268,13 +282,6 @@ def is_operated_on(model: object) -> bool:
     return model in _operated
 
 
-def _idle(techniques: Iterable[Technique], model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    for technique in techniques:
-        reason = technique.why_idle(model)
-        if reason is not None:
-            yield type(technique).__name__, *reason
-
-
 _HOOKS_OF_A_STEP = (
     "on_train_batch_start",
     "on_before_zero_grad",
@@ -288,12 +295,8 @@ _HOOKS_OF_A_STEP = (
 def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
     """Lightning calls every hook of every callback that is callable, which costs more than most of them do."""
     for hook in _HOOKS_OF_A_STEP:
-        if _is_empty(technique, hook):
+        if is_empty_hook(technique, hook):
             undo.callback(patch(technique, hook, None))
-
-
-def _is_empty(technique: Technique, hook: str) -> bool:
-    return getattr(type(technique), hook) is getattr(L.Callback, hook) and hook not in vars(technique)
 
 
 def _push(undo: ExitStack, action: Undo | None) -> None:

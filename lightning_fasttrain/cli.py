@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
-from lightning_fasttrain.commands.rehearse_command import add_rehearse
+from lightning_fasttrain.commands import plan, rehearse, verify, why_not
+from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
 
-# Also 2 for arguments that argparse itself refuses.
-BAD_INPUT = 2
 INTERRUPTED = 130
 
 
@@ -34,8 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
     _add_memory(commands)
-    _add_verify(commands)
-    add_rehearse(commands)
+    verify.add(commands)
+    rehearse.add(commands)
+    plan.add(commands)
+    why_not.add(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
@@ -46,11 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("fasttrain: interrupted", file=sys.stderr)
         return INTERRUPTED
-
-
-def _refuse(command: str, reason: object) -> int:
-    print(f"fasttrain {command}: {reason}", file=sys.stderr)
-    return BAD_INPUT
 
 
 def _add_ladder(commands: Any) -> None:
@@ -106,7 +102,7 @@ def _ladder(options: argparse.Namespace) -> int:
             names=names,
         )
     except (ValueError, ModuleNotFoundError) as error:
-        return _refuse("ladder", error)
+        return refuse("ladder", error)
     for one in prepared.skipped:
         console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with Live(console, climb.number_of_rows(prepared)) as live:
@@ -138,27 +134,13 @@ def _add_memory(commands: Any) -> None:
         description="Predict the peak memory of one training step, by category, on a machine that need not fit it. "
         "TARGET is imported and called, which runs its code.",
     )
-    _add_target(parser)
+    add_target(parser)
     parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
     parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
     parser.set_defaults(run=_memory)
-
-
-def _add_target(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "target",
-        nargs="?",
-        metavar="TARGET",
-        help="package.module:Name of a LightningModule with a train_dataloader, or of a function that returns "
-        "(module, batch)",
-    )
-    parser.add_argument(
-        "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
-    )
-    parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
 
 
 def _memory(options: argparse.Namespace) -> int:
@@ -175,7 +157,7 @@ def _memory(options: argparse.Namespace) -> int:
     from lightning_fasttrain.plan.subject import load_subject, techniques_named
 
     if (options.target is None) == (options.size is None):
-        return _refuse("memory", "give either TARGET or --size. See fasttrain memory --help.")
+        return refuse("memory", "give either TARGET or --size. See fasttrain memory --help.")
     console = wide_enough(Console())
     try:
         with Console(stderr=True).status("Predicting…"):
@@ -192,68 +174,12 @@ def _memory(options: argparse.Namespace) -> int:
                 device=options.device,
             )
     except (ValueError, TypeError) as error:
-        return _refuse("memory", error)
+        return refuse("memory", error)
     if options.json:
         print(json.dumps(dataclasses.asdict(predicted), indent=2))
     else:
         console.print(predicted.as_table())
     return 0
-
-
-def _add_verify(commands: Any) -> None:
-    parser = commands.add_parser(
-        "verify",
-        help="run a step without and with techniques: is it the same training, on this model?",
-        description="Run the same steps without and with techniques on copies of a model, and compare loss, gradients, "
-        "updates and evaluation with what rounding alone does. The exit code is 0 if every technique keeps what it "
-        "promises, 1 if not. TARGET is imported and called, which runs its code.",
-    )
-    _add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
-    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument")
-    parser.add_argument("--precision", default="32-true", help="as for the Trainer; default: 32-true")
-    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps; default: 1")
-    parser.add_argument("--accelerator", default="auto", help="as for the Trainer: auto (default), cpu or gpu")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=_verify)
-
-
-def _verify(options: argparse.Namespace) -> int:
-    import json
-
-    from rich.console import Console
-
-    from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench import zoo
-    from lightning_fasttrain.plan import verify
-    from lightning_fasttrain.plan.subject import load_subject, techniques_named
-
-    if (options.target is None) == (options.size is None):
-        return _refuse("verify", "give either TARGET or --size. See fasttrain verify --help.")
-    console = wide_enough(Console())
-    try:
-        with Console(stderr=True).status("Running the same steps without and with techniques…"):
-            if options.size is not None:
-                specimen = zoo.gpt(options.size, positive_int("batch", 4 if options.batch is None else options.batch))
-                subject: Any = (specimen.module(), specimen.batch())
-            else:
-                subject = load_subject(options.target, options.arg, fake=False)
-            verified = verify(
-                subject[0],
-                subject[1],
-                techniques_named(options.techniques) or None,
-                precision=options.precision,
-                steps=options.steps,
-                accelerator=options.accelerator,
-            )
-    except (ValueError, TypeError) as error:
-        return _refuse("verify", error)
-    if options.json:
-        print(json.dumps(verified.as_dict(), indent=2))
-    else:
-        console.print(verified.as_table())
-    return 0 if verified.ok else 1
 
 
 def _add_shard(commands: Any) -> None:
@@ -264,7 +190,7 @@ def _add_shard(commands: Any) -> None:
         "sends in a step, and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, "
         "which runs its code.",
     )
-    _add_target(parser)
+    add_target(parser)
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")
@@ -294,9 +220,9 @@ def _shard(options: argparse.Namespace) -> int:
     from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named
 
     if (options.target is None) == (options.size is None):
-        return _refuse("shard", "give either TARGET or --size. See fasttrain shard --help.")
+        return refuse("shard", "give either TARGET or --size. See fasttrain shard --help.")
     if options.size is None and options.batch is not None:
-        return _refuse("shard", "--batch goes with --size; TARGET brings its own batch.")
+        return refuse("shard", "--batch goes with --size; TARGET brings its own batch.")
     console = wide_enough(Console())
     try:
         with Console(stderr=True).status("Predicting…"):
@@ -318,7 +244,7 @@ def _shard(options: argparse.Namespace) -> int:
                 host_gib=options.host,
             )
     except (ValueError, TypeError, ModuleNotFoundError) as error:
-        return _refuse("shard", error)
+        return refuse("shard", error)
     if options.json:
         print(json.dumps(choice.as_dict(), indent=2))
     else:
@@ -341,7 +267,7 @@ def _add_consolidate(commands: Any) -> None:
 def _consolidate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lightning_fasttrain.run.memory.memory_record import format_bytes
+    from lightning_fasttrain._counts import format_bytes
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)
@@ -349,7 +275,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     try:
         written = consolidate(folder, out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        return _refuse("consolidate", " ".join(str(error).split()))
+        return refuse("consolidate", " ".join(str(error).split()))
     size = format_bytes(written.nbytes)
     print(
         f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
@@ -381,7 +307,7 @@ def _add_techniques(commands: Any) -> None:
 
 def _techniques(options: argparse.Namespace) -> int:
     from lightning_fasttrain._checks import one_of
-    from lightning_fasttrain.bench.doctor import facts
+    from lightning_fasttrain._facts import facts_of_machine
     from lightning_fasttrain.bench.ladder.rows import Climbed
     from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
 
@@ -390,13 +316,16 @@ def _techniques(options: argparse.Namespace) -> int:
         if options.name is not None:
             one_of("technique", options.name, tuple(known))
     except ValueError as error:
-        return _refuse("techniques", error)
+        return refuse("techniques", error)
     try:
         measured = Climbed.read(options.ladder) if options.ladder else None
-        print(markdown_table(measured) if options.name is None else card(known[options.name], measured, facts()))
+        if options.name is None:
+            print(markdown_table(measured))
+        else:
+            print(card(known[options.name], measured, facts_of_machine()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
-        return _refuse("techniques", f"{options.ladder}: {reason}")
+        return refuse("techniques", f"{options.ladder}: {reason}")
     return 0
 
 

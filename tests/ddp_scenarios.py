@@ -20,6 +20,7 @@ from tests.nets import (
     as_loader,
     concatenate,
     gradients,
+    heard,
     largest_difference,
     lm_batches,
     sgd,
@@ -109,7 +110,10 @@ def main(path):
     found["reductions a step, accumulating"] = [len(plain_reductions), len(reductions)]
 
     windows = [RANK0[i : i + 2] + RANK1[i : i + 2] for i in (0, 2, 4)]
-    module, seen, t, reductions = run([ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)], mine)
+    techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
+    with heard() as said:
+        module, seen, t, reductions = run(techniques, mine, enable_model_summary=True)
+    found["said"] = said
     found["window"] = worst(reference(windows), seen)
     found["window agree"] = agree(module)
     found["window reductions"] = len(reductions)

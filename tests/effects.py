@@ -3,7 +3,6 @@
 A function is given the technique's class, makes one as it likes, runs it, and asserts what must be seen.
 """
 
-import logging
 import tempfile
 import threading
 from collections.abc import Callable
@@ -15,8 +14,8 @@ import peft
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain._messages import log, note_once
-from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
+from lightning_fasttrain._messages import note_once
+from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
 Kind = Callable[..., Any]
@@ -63,14 +62,9 @@ def steps_once_for_two_batches(kind: Kind) -> None:
 
 def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
     """There is nothing to copy; that it copies is shown where there is a GPU, in ``test_device_prefetch.py``."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
     note_once.cache_clear()
-    log.addHandler(handler)
-    try:
+    with heard() as said:
         fit(TinyLM(), BATCHES, [kind()])
-    finally:
-        log.removeHandler(handler)
     assert any("batches are on the CPU already" in line for line in said)
 
 

@@ -1,16 +1,20 @@
 """Real processes that are told to go, hang, stop, fail or are killed; see the tests of Preemption and HangWatch.
 
 One process imports everything once and forks for each scenario a conductor, which starts the ranks, sends the signals
-and writes what it saw. All scenarios run at the same time: most of the time they wait.
+and writes what it saw. All scenarios run at the same time: most of the time they wait. Lightning's launcher and
+torchrun are real, and what they start is a fork of them; in ``test_examples.py`` it is a fresh interpreter.
 """
 
+import atexit
 import ctypes
+import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -21,12 +25,15 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import OnExceptionCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
 from lightning_fasttrain.run.guard.progress_watch import ProgressWatch
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.ranks import launch_once
 
 ROOT = Path(__file__).parent.parent
 LIMIT_S = 150
@@ -329,13 +336,39 @@ def be_a_rank(name, folder):
     SCENARIOS[name][1](folder)
 
 
+class ForkedRank(subprocess.Popen):
+    """What a launcher starts: a fork of itself, where a fresh interpreter would first import everything."""
+
+    def __init__(self, args, env=None, **settings):
+        is_a_rank = "rank" in args
+        super().__init__(args, env=env, preexec_fn=(lambda: self.run(args, env)) if is_a_rank else None, **settings)
+
+    def run(self, args, env):
+        os.closerange(3, 1024)  # as exec does; the launcher waits for it
+        os.environ.clear()
+        os.environ.update(env)
+        for number in signal.valid_signals() - {signal.SIGINT}:
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        code = 1
+        try:
+            be_a_rank(args[-2], Path(args[-1]))
+            code = 0
+        except SystemExit as error:
+            code = error.code
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stderr.flush()
+        os._exit(code)
+
+
 def start(name, folder):
     how, body, _ = SCENARIOS[name]
     again = ["-m", "tests.guard_scenarios", "rank", name, str(folder)]
     if how == "torchrun":
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-        with open(folder / "errmain", "w") as file:
-            return [subprocess.Popen([*command, *again], cwd=ROOT, stdout=file, stderr=file).pid]
+        return [fork(lambda folder: torchrun.main(["--standalone", "--nproc-per-node=2", *again]), folder)]
     if how == "forked":
         common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
         common |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": name}
@@ -390,6 +423,7 @@ def conduct(name, folder):
 
 
 def serve(folder, names):
+    gc.freeze()  # or the end of each interpreter would look through all that was imported
     conductors = []
     for i, name in enumerate(names):
         pid = os.fork()
@@ -402,22 +436,24 @@ def serve(folder, names):
         os.waitpid(pid, 0)
 
 
-def run_scenarios(folder, names):
-    """For the tests: name → what the conductor saw."""
+def run_scenarios(factory):
+    """For the tests: name → what the conductor saw, in one launch for the tests of Preemption and of HangWatch."""
+    folder = launch_once(factory, "guard", _launch)
+    return {name: json.loads((folder / str(i) / "result.json").read_text()) for i, name in enumerate(SCENARIOS)}
+
+
+def _launch(folder):
     subprocess.run(
-        [sys.executable, "-m", "tests.guard_scenarios", "serve", str(folder), *names],
+        [sys.executable, "-m", "tests.guard_scenarios", str(folder), *SCENARIOS],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
         timeout=LIMIT_S + 60,
         check=True,
         capture_output=True,
     )
-    return {name: json.loads((folder / str(i) / "result.json").read_text()) for i, name in enumerate(names)}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    if sys.argv[1] == "serve":
-        serve(Path(sys.argv[2]), sys.argv[3:])
-    else:
-        be_a_rank(sys.argv[2], Path(sys.argv[3]))
+    subprocess.Popen = subprocess_handler.Popen = ForkedRank
+    serve(Path(sys.argv[1]), sys.argv[2:])

@@ -4,7 +4,6 @@
 forked, so that the imports, which take seconds, are done once. No launch is told what the earlier ones did.
 """
 
-import importlib
 import json
 import os
 import random
@@ -28,7 +27,6 @@ from lightning_fasttrain import _files
 from lightning_fasttrain._checkpoint_choice import newest_checkpoint
 from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpoints
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
-from lightning_fasttrain.strategy.zero import _zero_engine
 
 EPOCHS, BATCHES, WINDOW = 5, 7, 2  # an odd number of batches: the last window of an epoch is short
 MOMENTS = ("batch", "forward", "backward", "validation", "before a rename", "after a rename", "any time")
@@ -283,17 +281,8 @@ def without(value, folder):
     return value.replace(folder, "") if isinstance(value, str) else value
 
 
-def import_deepspeed():
-    """Once, in the process that forks; it takes longer than a launch."""
-    _zero_engine.import_deepspeed()
-    for name in ("deepspeed.runtime.zero.muon.muon_optimizer", "torch.utils.cpp_extension"):
-        importlib.import_module(name)
-
-
 def main(strategy, processes, kills, folder, seed="5"):
     folder, processes, kills = Path(folder), int(processes), int(kills)
-    if strategy == "fasttrain_zero":
-        import_deepspeed()
     torch.set_num_threads(1)
     ends, found = {}, {}
     for name, count, exact in (("whole", 0, True), ("killed", kills, True), ("without", min(kills, 3), False)):

@@ -1,6 +1,8 @@
 """Small models and data that many tests use, and the plain runs that techniques are compared with."""
 
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import lightning as L
@@ -8,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
+
+from lightning_fasttrain._messages import log
 
 VOCAB, DIM = 17, 8
 
@@ -162,6 +166,19 @@ def fit(module: L.LightningModule, batches: Sequence[Any], callbacks: Any = (), 
     torch.manual_seed(11)
     trainer(callbacks, **settings).fit(module, as_loader(batches))
     return module
+
+
+@contextmanager
+def heard() -> Iterator[list[str]]:
+    """What the package logs within, as it can be seen at INFO."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        yield said
+    finally:
+        log.removeHandler(handler)
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

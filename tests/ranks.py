@@ -12,7 +12,11 @@ import socket
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 
@@ -32,7 +36,7 @@ class Ranks:
         self, module: str, *arguments: object, log: Path, count: int | None = 2, of_this_process: bool = False
     ) -> None:
         context = multiprocessing.get_context("fork" if of_this_process else "forkserver")
-        context.set_forkserver_preload(["tests.cases"])
+        context.set_forkserver_preload(["tests.imported"])
         folder = Path.cwd() if of_this_process else ROOT
         self.files = log, log.with_name(f"{log.name}.err")
         for file in self.files:
@@ -83,6 +87,21 @@ def run_code(code: str, *arguments: object, folder: Path, timeout_s: float = 240
     script = folder / "program.py"
     script.write_text(code)
     return run_ranks(str(script), *arguments, log=folder / "program.log", count=None, timeout_s=timeout_s)
+
+
+def launch_once(factory: Any, name: str, launch: Callable[[Path], object]) -> Path:
+    """A folder that ``launch`` has filled, for several files of tests.
+
+    Of several workers of pytest-xdist the first launches, and the others wait for what it finds.
+    """
+    several = "PYTEST_XDIST_WORKER" in os.environ
+    shared = factory.getbasetemp().parent if several else factory.getbasetemp()
+    folder = shared / name
+    with FileLock(shared / f"{name}.lock"):
+        if not folder.exists():
+            folder.mkdir()
+            launch(folder)
+    return folder
 
 
 def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:

@@ -1,4 +1,6 @@
-"""Runs the cells of a notebook in this process, as a kernel does: ``python -m tests.run_notebook notebook folder``.
+"""Runs the cells of a notebook in this process, as a kernel does.
+
+``python -m tests.run_notebook notebook folder [its smaller]...``: what stands in a cell, and what is run instead of it.
 
 Started by ``test_notebooks.py`` as a fork of a process that has imported everything, which a kernel takes long to do.
 """
@@ -36,9 +38,13 @@ def run_forked(command, **settings):
     return subprocess.CompletedProcess(command, next(filter(None, codes), 0), said, errors)
 
 
-def main(path, folder):
+def main(path, folder, *smaller):
     """Print how many outputs of each kind its cells have; a cell that fails ends it with its source and its error."""
     cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    for size, instead in zip(smaller[::2], smaller[1::2], strict=True):
+        assert any(size in cell.source for cell in cells), f"no cell has {size!r}"
+        for cell in cells:
+            cell.source = cell.source.replace(size, instead)
     os.chdir(folder)
     subprocess.run = run_forked
     shell = Shell.instance()

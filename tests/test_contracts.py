@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Exactness, Technique
-from lightning_fasttrain.finetune.adapters._float32_adapters import StaysInFloat32
+from lightning_fasttrain.finetune.parts._float32_adapters import StaysInFloat32
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 

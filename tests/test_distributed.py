@@ -41,6 +41,13 @@ def test_a_window_over_ranks_with_unequal_targets_is_one_concatenated_batch(foun
     assert {rank["window reductions"] for rank in found} == {3}  # one bucket, three steps
 
 
+def test_rank_zero_alone_says_what_acts_on_the_run_and_how_it_went(found):
+    first, second = (rank["said"] for rank in found)
+    assert second == []
+    assert "a step is 24 samples, 120 tokens: 2 ranks × 6 samples × 2 batches" in first[0]
+    assert first[-1].startswith("3 steps, ")
+
+
 def test_ranks_find_one_rule_though_some_can_compare_nothing(found):
     assert {rank["rule"] for rank in found} == {"the entries of the labels other than -100"}
     for rank in found:

@@ -66,7 +66,7 @@ def test_out_of_memory_is_retried_as_if_it_had_not_been(accumulate):
 
 @pytest.mark.filterwarnings("ignore:MicroBatching.*BatchNorm")
 def test_negative_control_without_putting_back_the_retry_differs(monkeypatch):
-    def careless(attempt, model, n, most):
+    def careless(attempt, model, n, most, **settings):
         while True:
             try:
                 return attempt(n), n
@@ -83,7 +83,7 @@ def test_out_of_memory_with_one_sample_is_raised_with_what_to_do_next():
     module = Hungry(limit=0)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         run(module, micro_batching())
-    assert "one sample each. Next: ActivationCheckpointing" in caught.value.__notes__[0]
+    assert "one sample each. Next: then=[ActivationCheckpointing()" in caught.value.__notes__[0]
     assert "log" not in vars(module)
 
 

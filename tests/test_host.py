@@ -39,7 +39,7 @@ NAMES = {
     "_pl_static_graph_delay_done": (f"{PYTORCH}.strategies.ddp", ["_host"]),
     "_should_accumulate": (f"{LOOPS}.training_epoch_loop", ["_host"]),
     "_teardown": (f"{PYTORCH}.trainer.trainer", ["_host"]),
-    "_trainer": (f"{PYTORCH}.core.module", ["_host", "plan/proof/step_record"]),
+    "_trainer": (f"{PYTORCH}.core.module", ["_host"]),
     "_logger_connector": (
         f"{PYTORCH}.trainer.trainer",
         ["_host", "run/resume/_loop_progress", "run/resume/_running_metrics"],
@@ -184,8 +184,10 @@ def own_names():
     return found
 
 
-TORCHS = {"_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"}  # of the same names
-TORCHS |= {"_forward_hooks", "_forward_pre_hooks"}
+TORCHS = {  # of the same names
+    *("_parameters", "_buffers", "_modules", "_version", "_base", "_load_state_dict_pre_hooks"),
+    *("_forward_hooks", "_forward_pre_hooks"),
+}
 
 
 def test_no_name_of_lightning_is_used_that_is_not_listed():

@@ -4,18 +4,29 @@ import json
 
 import pytest
 
-from tests.ranks import run_ranks
+from tests.ranks import Ranks
 
 # Strategy: processes, kills.
 RUNS = {"single": (1, 13), "ddp": (2, 13), "fasttrain_zero": (2, 7), "fasttrain_fsdp2": (2, 7)}
 
 
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory):
+    """All at the same time: most of it they wait."""
+    launches = {}
+    for strategy, (processes, kills) in RUNS.items():
+        folder = tmp_path_factory.mktemp(strategy)
+        arguments = strategy, processes, kills, folder
+        launches[strategy] = folder, Ranks("tests.kill_scenarios", *arguments, log=folder / "log", count=None)
+    yield launches
+    for _, launch in launches.values():
+        launch.stop()
+
+
 @pytest.fixture(scope="module", params=RUNS)
-def found(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp(request.param)
-    processes, kills = RUNS[request.param]
-    arguments = request.param, processes, kills, folder
-    run_ranks("tests.kill_scenarios", *arguments, log=folder / "log", count=None, timeout_s=300)
+def found(request, launched):
+    folder, launch = launched[request.param]
+    launch.wait(timeout_s=300)
     return json.loads((folder / "found.json").read_text())
 
 

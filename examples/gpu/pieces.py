@@ -179,6 +179,27 @@ PIECES = (
         )
         for side in ("peft + transformers", "ours", "ours + FusedLossHead")
     ),
+    *(
+        Piece(
+            f"experts {side}",
+            3,
+            45,
+            120,
+            f'examples/gpu/experts_in_4_bits.py --side "{side}" {OUT}',
+            tiny="--layers 2 --width 128 --experts 4 --vocabulary 256 --length 32 --steps 1",
+            needs=QLORA,
+        )
+        for side in ("bf16", "4 bits")
+    ),
+    Piece(
+        "low precision",
+        3,
+        120,
+        240,
+        f"examples/gpu/low_precision.py {OUT}",
+        full="--size gpt2-xl",
+        tiny='--size nano --batch 2 --steps 1 --least 32 --ways "bf16,float8,int8"',
+    ),
     Piece(
         "zero offload",
         3,

@@ -157,6 +157,18 @@ def about_qlora(found):
     return f"{found['tokens_per_s']:,.0f} tokens/s{peak}"
 
 
+def about_experts(found):
+    gib = {key: found[f"{key}_bytes"] for key in ("counted", "allocated", "peak")}
+    said = [f"{key} {value / 2**30:.2f} GiB" for key, value in gib.items() if value is not None]
+    return f"{', '.join(said)}; {found['tokens_per_s']:,.0f} tokens/s, loss {found['loss']:.4f}"
+
+
+def about_low_precision(found):
+    good = [row for row in found["rows"] if row["error"] is None]
+    said = [f"{row['way']} {row['step_ms']:.1f} ms, loss off by {row.get('loss_difference', 0):.2g}" for row in good]
+    return "; ".join([*said, *(f"{row['way']}: {row['error']}" for row in found["rows"] if row["error"])])
+
+
 def about_zero(found):
     said = []
     for row in found["rows"]:
@@ -179,6 +191,8 @@ ABOUT = {
     "offload": about_offload,
     "chunked": about_chunked_loss,
     "qlora": about_qlora,
+    "experts": about_experts,
+    "low": about_low_precision,
     "zero": about_zero,
 }
 

@@ -2,15 +2,13 @@
 
 import platform
 import shutil
-import sysconfig
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import torch
 from rich.table import Table
 
-from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._facts import find_compiler, has_python_headers
 from lightning_fasttrain.bench.machine import (
     GIB,
     bf16_slowdown,
@@ -73,12 +71,6 @@ def examine() -> list[Finding]:
         _triton(),
         *(_package(name, extra, purpose) for name, (extra, purpose) in _PACKAGES.items()),
     ]
-
-
-def facts() -> Facts:
-    """What techniques are told of this machine alone."""
-    compiler = "missing" not in (_compiler().status, _triton().status)
-    return Facts("cuda" if torch.cuda.is_available() else "cpu", compiler=compiler)
 
 
 def as_table(findings: list[Finding]) -> Table:
@@ -150,7 +142,7 @@ def _attention() -> Finding:
 
 
 def _compiler() -> Finding:
-    found = next((name for name in ("g++", "clang++", "c++", "cl") if shutil.which(name)), None)
+    found = find_compiler()
     if found is None:
         return Finding(
             "C++ compiler",
@@ -158,7 +150,7 @@ def _compiler() -> Finding:
             "torch.compile needs one on the CPU",
             "apt-get install g++   (macOS: xcode-select --install)",
         )
-    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+    if not has_python_headers():
         return Finding(
             "C++ compiler", "missing", f"{found} is there, but Python.h is not", "apt-get install python3-dev"
         )

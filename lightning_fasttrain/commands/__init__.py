@@ -1,4 +1,4 @@
-"""Commands of ``fasttrain`` that are a topic of their own. What is heavy is imported when one of them runs.
+"""Subcommands of ``fasttrain`` in files of their own. Importing them imports nothing heavy.
 
-From the bottom up: ``rehearsed_script``, ``rehearse_command``.
+From the bottom up: ``target``, ``rehearsed_script``, ``plan``, ``rehearse``, ``verify``, ``why_not``.
 """

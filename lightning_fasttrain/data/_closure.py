@@ -5,9 +5,11 @@ Lightning runs ``training_step`` → ``zero_grad`` → ``backward``, once a batc
 through the strategy's own methods, so that autocast, loss scaling, forward redirection and profiling stay Lightning's.
 """
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import lightning as L
@@ -30,8 +32,10 @@ from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data._part_logs import PartLogs
 from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, count_targets, is_sum, weights_of
+from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch, Together
+from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
+from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.split_until_it_fits import split_until_it_fits
 from lightning_fasttrain.data.trial._split_trial import Sample, Stage, first_part, some_rows
 from lightning_fasttrain.data.trial._step_parts import loss_of
 from lightning_fasttrain.data.trial.find_count import find_on, is_sharded
@@ -55,6 +59,8 @@ class Splitter(Counting, Protocol):
     adaptive: bool
     parts: int
     split: Callable[[Any, int], list[Any]]
+    savings: FurtherSavings
+    together: Together
 
 
 class Window(Counting, Protocol):
@@ -68,6 +74,23 @@ class Window(Counting, Protocol):
     def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None: ...
 
     def add(self, targets: Any, optimizer: Optimizer) -> None: ...
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What running a batch in parts gave.
+
+    Attributes:
+        weights: of the parts.
+        outputs: of ``training_step``, one a part.
+        output: what the unsplit step would have returned.
+        pass_on_logs: logs what the parts logged, once.
+    """
+
+    weights: PartWeights
+    outputs: list[Any]
+    output: Any
+    pass_on_logs: Callable[[], None]
 
 
 class BatchClosures:
@@ -140,17 +163,30 @@ class BatchClosures:
         if self.window is not None:
             self.window.take_reference(self.trainer, batch, self.counted or count_targets)
         if self.micro is None:
-            return self._run_parts([batch], rest, optimizer)
-        if not self.micro.adaptive:
-            parts = self.micro.split(batch, self.micro.n)
-            self.micro.parts = len(parts)
-            return self._run_parts(parts, rest, optimizer)
-        split, module = self.micro.split, self.trainer.lightning_module
-        most = batch_size(batch) if split is split_batch else _MANY
-        result, self.micro.n = split_until_it_fits(
-            lambda n: self._run_parts(split(batch, n), rest, optimizer), module, self.micro.n, most
-        )
-        return result
+            return self._finish(self._run_parts([batch], rest, optimizer), optimizer)
+        if self.micro.adaptive:
+            return self._finish(self._run_until_it_fits(self.micro, batch, rest, optimizer), optimizer)
+        parts = self.micro.split(batch, self.micro.n)
+        self.micro.parts = len(parts)
+        return self._finish(self._run_parts(parts, rest, optimizer), optimizer)
+
+    def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+        most = batch_size(batch) if micro.split is split_batch else _MANY
+
+        def attempt(n: int) -> _Parts:
+            return self._run_parts(micro.split(batch, n), rest, optimizer)
+
+        def run_one() -> _Parts:
+            return self._run_parts(micro.split(batch, most)[:1], rest, optimizer)
+
+        module, together = self.trainer.lightning_module, micro.together
+        left = functools.partial(micro.savings.left, module)
+        with together.alone():
+            together.rehearse(run_one, left)
+            tried, agree = together.over(attempt), together.agree
+            parts, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
+        together.join()
+        return parts
 
     def _find_count(self, batch: Any, rest: list[Any]) -> CountTargets | None:
         """By what parts are weighed, found on this batch; None where it is one part of one sample, and weighs 1."""
@@ -169,15 +205,19 @@ class BatchClosures:
         sharded = is_sharded(module)
         # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
+        watch = CollectivesWatch()
         stage = Stage(
-            lambda rows: training_step(rows, *rest),
+            watch.over(lambda rows: training_step(rows, *rest)),
             [module],
             strategy.precision_plugin.train_step_context,
             gradients=not sharded,
             may_skip=True,
         )
         technique = self._counting
-        return find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
+        found = find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
+        if self.micro is not None and self.micro.adaptive and not sharded:  # there each forward communicates
+            watch.refuse()
+        return found
 
     @property
     def _counting(self) -> Counting:
@@ -189,47 +229,51 @@ class BatchClosures:
     def _techniques(self) -> list[Counting]:
         return [technique for technique in (self.micro, self.window) if technique is not None]
 
-    def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> ClosureResult:
+    def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
         counts, total = weights_of(self.counted or count_targets, parts)
         means = counts
         if is_sum(self.counted):
             means = [batch_size(part) for part in parts]
         weights = PartWeights(counts, total)
-        outputs = self._forward_backward(parts, rest, weights, means, optimizer)
+        with self.logs.of_parts(self.trainer.lightning_module, means) as pass_on_logs:
+            outputs = self._forward_backward(parts, rest, weights, optimizer)
+        return _Parts(weights, outputs, _combine(outputs, weights, means), pass_on_logs)
+
+    def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
+        """What may wait for other ranks, and is done once, when all parts have fitted."""
+        parts.pass_on_logs()
+        weights = parts.weights
+        self._forget_missing(parts.outputs, list(weights.counts), weights.total, optimizer)
         if self.window is not None:
-            held = [count for count, output in zip(counts, outputs, strict=True) if output is not None]
-            self.window.add(add_counts(held), optimizer)
-        loss_and_extras = _combine(outputs, weights, means)
-        return ClosureResult.from_training_step_output(loss_and_extras, self.trainer.accumulate_grad_batches)
+            pairs = zip(weights.counts, parts.outputs, strict=True)
+            self.window.add(add_counts([count for count, output in pairs if output is not None]), optimizer)
+        return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
 
     def _forward_backward(
-        self, parts: list[Any], rest: list[Any], weights: PartWeights, means: list[Any], optimizer: Optimizer
+        self, parts: list[Any], rest: list[Any], weights: PartWeights, optimizer: Optimizer
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
-        counts, total = weights.counts, weights.total
         if self.window is not None:
-            weights = PartWeights(counts, self.window.reference)
-        with self.logs.of_parts(trainer.lightning_module, means):
-            for i, part in enumerate(parts):
-                inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
-                with strategy.block_backward_sync() if inner else nullcontext():
-                    self.logs.part = i
-                    output = call_strategy(trainer, "training_step", part, *rest)
-                    if output is None:
-                        self._refuse_none()
-                        outputs.append(None)
-                        continue
-                    loss = loss_of(output)
-                    if is_sum(self.counted):
-                        self.logs.note_sum(loss)
-                    outputs.append(_detach(output))
-                    weighed = weights.weigh(loss, i)
-                    if self.window is None and trainer.accumulate_grad_batches > 1:
-                        weighed = weighed / trainer.accumulate_grad_batches
-                    call_strategy(trainer, "backward", weighed, optimizer)
-                    del output, loss, weighed  # their graph must be gone before the next part is run
-        self._forget_missing(outputs, list(counts), total, optimizer)
+            weights = PartWeights(weights.counts, self.window.reference)
+        for i, part in enumerate(parts):
+            inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
+            with strategy.block_backward_sync() if inner else nullcontext():
+                self.logs.part = i
+                output = call_strategy(trainer, "training_step", part, *rest)
+                if output is None:
+                    self._refuse_none()
+                    outputs.append(None)
+                    continue
+                loss = loss_of(output)
+                if is_sum(self.counted):
+                    self.logs.note_sum(loss)
+                outputs.append(_detach(output))
+                weighed = weights.weigh(loss, i)
+                if self.window is None and trainer.accumulate_grad_batches > 1:
+                    weighed = weighed / trainer.accumulate_grad_batches
+                call_strategy(trainer, "backward", weighed, optimizer)
+                del output, loss, weighed  # their graph must be gone before the next part is run
         return outputs
 
     def _refuse_none(self) -> None:

@@ -39,13 +39,11 @@ class PartLogs:
         return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
     @contextmanager
-    def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[None]:
-        """Within it, ``pl_module.log`` is collected; at its end the combined values are logged."""
-        if len(counts) == 1:
-            yield
-            return
+    def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[Callable[[], None]]:
+        """Within it, ``pl_module.log`` is collected; call what it yields, after it, to log the combined values."""
         self._sums.clear()
         calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
+        several = len(counts) > 1
 
         @functools.cache  # most names are logged in every part, and share one division
         def weights_of(parts: tuple[int, ...]) -> PartWeights:
@@ -58,26 +56,43 @@ class PartLogs:
                 value = value.detach()
             calls.setdefault(name, []).append((self.part, value, kwargs))
 
-        earlier = {key: _set_aside(metric) for key, metric in self._metrics.items()}
-        restore = patch(pl_module, "log", collect)
-        try:
-            yield
-        finally:
-            restore()
-        with logging_as(pl_module, "training_step"):
-            for name, seen in calls.items():
-                last_value, kwargs = seen[-1][1:]
-                if isinstance(last_value, Metric):
-                    if kwargs.get("on_step") is not False:
-                        self._show_batch(pl_module, last_value, earlier.pop(id(last_value), None))
-                    pl_module.log(name, last_value, **kwargs)
-                    continue
-                if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
-                    kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
-                how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
-                pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
+        earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
+
+        def pass_on() -> None:
+            with logging_as(pl_module, "training_step"):
+                for name, seen in calls.items():
+                    self._log_one(pl_module, name, seen, weights_of if several else None, earlier)
             for key, state in earlier.items():
                 _put_back(self._metrics[key], state)
+
+        restore = patch(pl_module, "log", collect)
+        try:
+            yield pass_on
+        finally:
+            restore()
+
+    def _log_one(
+        self,
+        pl_module: L.LightningModule,
+        name: str,
+        seen: list[tuple[int, Any, dict[str, Any]]],
+        weights_of: Callable[[tuple[int, ...]], PartWeights] | None,
+        earlier: dict[int, tuple[Any, int]],
+    ) -> None:
+        """Log what all parts logged under a name; ``weights_of`` is None for a single part, which is passed on."""
+        _, value, kwargs = seen[-1]
+        if weights_of is None:
+            pl_module.log(name, value, **kwargs)
+            return
+        if isinstance(value, Metric):
+            if kwargs.get("on_step") is not False:
+                self._show_batch(pl_module, value, earlier.pop(id(value), None))
+            pl_module.log(name, value, **kwargs)
+            return
+        if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
+            kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
+        how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
+        pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
 
     def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: tuple[Any, int] | None) -> None:
         """Make the metric's step value that of the whole batch."""

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from lightning.fabric.utilities import move_data_to_device
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
@@ -191,6 +191,10 @@ class DevicePrefetch(Technique):
         if facts.device == "cpu":
             return "batches are on the CPU already"
         return None
+
+    def outcome(self, model: nn.Module) -> str:
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        return f"gained nothing, since {self.why_not(Facts('cpu'))}" if on_cpu else ""
 
     def predict(self, step: PredictedStep) -> None:
         step.prefetches = True

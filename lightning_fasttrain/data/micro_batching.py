@@ -1,18 +1,22 @@
 """One batch from the loader, trained in parts: the same step in a fraction of the activation memory."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, Literal
 
 import lightning as L
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
+from lightning_fasttrain._technique import Technique, check_together, techniques_of
 from lightning_fasttrain.data._closure import BatchClosures
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, rule_in, rule_state
+from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
+from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.split_batch import split_batch
 
 
@@ -31,20 +35,30 @@ class MicroBatching(Technique):
         n: number of micro-batches; a batch with fewer samples is run one sample at a time. ``"auto"`` begins with
             one and doubles whenever a step runs out of memory, repeating that batch as if nothing had happened: see
             :func:`~lightning_fasttrain.data.split_until_it_fits`. The number found is kept, also in checkpoints.
+            On several processes, with DDP or FSDP2, all double when one runs out of memory. For this they speak once
+            a step, and average gradients after the backward rather than during it. Once the number is known, giving it
+            saves both. A ``training_step`` that communicates by itself is refused, where it is seen to.
         count: by what the parts are weighed, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"`` finds
             it on the first batch, and logs it in one line.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
         check: stop on the first batch if ``count`` does not split the loss exactly; see
             :func:`~lightning_fasttrain.data.trial.find_count`.
+        then: with ``"auto"``, what else to use once single samples do not fit either, one after another and only then:
+            ``[ActivationCheckpointing(), ActivationOffload()]``. After each the search begins again with one part.
+            What was taken is kept, also in checkpoints.
 
     Raises:
-        TypeError: n is not a whole number.
-        ValueError: n is less than 1; in ``fit``: manual optimisation, a strategy that accumulates by itself, or
-            ``"auto"`` on several processes.
+        TypeError: n is not a whole number; ``then`` holds no technique.
+        ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimisation, a
+            strategy that accumulates by itself, or ``"auto"`` on several processes with another strategy than DDP and
+            FSDP2, or a step that communicates.
+        torch.OutOfMemoryError: in ``fit``: nothing is left to try; with what was missing, and what else helps.
 
     Example:
         >>> import lightning as L
-        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[MicroBatching(4)], logger=False,
+        >>> from lightning_fasttrain import ActivationCheckpointing
+        >>> fits = MicroBatching("auto", then=[ActivationCheckpointing()])
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[fits], logger=False,
         ...                     enable_checkpointing=False, enable_progress_bar=False)
 
     Source:
@@ -63,6 +77,7 @@ class MicroBatching(Technique):
         count: Count = "auto",
         split: Callable[[Any, int], list[Any]] | None = None,
         check: bool = True,
+        then: Sequence[Technique] = (),
     ) -> None:
         self.adaptive = n == "auto"
         self.n = 1 if self.adaptive else positive_int("n", n)
@@ -71,9 +86,15 @@ class MicroBatching(Technique):
         self.count: Count = named_count(count)
         self.split = split or split_batch
         self.check = check
+        self.then = then
+        self.savings = FurtherSavings(then)
+        if then and not self.adaptive:
+            why, way_out = "a given number is never tried again", "List them among the callbacks, or use n='auto'"
+            raise ValueError(explain(f"then={list(then)} with n={n}", why, way_out))
         self.found: CountTargets | None = None
         self.found_before: CountRule | None = None
         self.parts = 0  # of the last batch
+        self.together = Together()
 
     def predict(self, step: PredictedStep) -> None:
         if self.adaptive:
@@ -84,11 +105,26 @@ class MicroBatching(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
             return None
-        if self.adaptive and trainer.world_size > 1:
-            why = "a rank that runs out of memory inside a step would leave the others waiting for its gradients"
-            way_out = "Find the number on one process, and give it: MicroBatching(8)"
-            raise ValueError(explain(f"MicroBatching('auto') on {trainer.world_size} processes", why, way_out))
-        return BatchClosures.join(trainer, pl_module, micro=self)
+        leave = BatchClosures.join(trainer, pl_module, micro=self)
+        if not self.adaptive:
+            return leave
+        check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
+        self.together = together_of(trainer)
+
+        def undo() -> None:
+            leave()
+            self.savings.close()
+            self.together.leave()
+            self.together = Together()
+
+        return undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        parts = f"each batch runs in {number_of(self.n, 'part')}"
+        return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
+
+    def outcome(self, model: nn.Module) -> str:
+        return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if self.parts > 1 or self.n == 1:
@@ -99,6 +135,11 @@ class MicroBatching(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the model is complete."""
+        if self.adaptive and trainer.world_size > 1:
+            refuse_collectives(pl_module)
+        if self.adaptive or self.n > 1:
+            _refuse_static_graph(trainer.strategy.model)
+        self.savings.try_on(pl_module)
         norms = (m for m in pl_module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
         if (self.adaptive or self.n > 1) and any(norm.training for norm in norms):
             parts = "auto" if self.adaptive else self.n
@@ -107,9 +148,13 @@ class MicroBatching(Technique):
                 "same training. Use GroupNorm or LayerNorm, freeze the BatchNorm layers (.eval()), or fewer parts."
             )
 
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the checkpoint is read."""
+        self.savings.take_again(pl_module)
+
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: what was found is worth keeping."""
-        state = {"n": self.n} if self.adaptive else {}
+        state = {"n": self.n, "then": self.savings.taken} if self.adaptive else {}
         checkpoint["MicroBatching"] = {**state, **rule_state(self.found)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
@@ -117,4 +162,11 @@ class MicroBatching(Technique):
         state = checkpoint.get("MicroBatching", {})
         if self.adaptive and "n" in state:
             self.n = positive_int("n", state["n"])
+            self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
+
+
+def _refuse_static_graph(replica: nn.Module | None) -> None:
+    if isinstance(replica, DistributedDataParallel) and replica.static_graph:
+        why = "DDP's first step then has to synchronise in each backward, and parts but the last do not"
+        raise ValueError(explain("MicroBatching with static_graph=True", why, "Leave static_graph out"))

@@ -6,10 +6,11 @@ from typing import Any, ClassVar, Literal
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_taken
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
@@ -98,6 +99,16 @@ class TokenWeightedAccumulation(Technique):
     def factor_at(self, when: int) -> int:
         """The factor at an epoch or optimizer step, whichever the schedule is by."""
         return [factor for start, factor in self.schedule.items() if start <= when][-1]
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.accumulates == 1 and facts.devices == 1:
+            return "a step is one batch on one device, whose targets weigh the same"
+        return None
+
+    def took_hold(self, model: nn.Module) -> str:
+        factors = sorted(set(self.schedule.values()))
+        return f"every target of {' or '.join(map(str, factors))} batches weighs the same in a step"
 
     def predict(self, step: PredictedStep) -> None:
         step.window = max(self.schedule.values())

@@ -5,13 +5,13 @@ From ``parts`` up to ``files``, each sub-room knows those before it.
 From the bottom up: ``parts``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
+from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_names,
     add_adapter_,
-    count_parameters,
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.base_model import base_model, enable_adapters_
@@ -25,6 +25,7 @@ from lightning_fasttrain.finetune.adapters.merge import (
 )
 from lightning_fasttrain.finetune.adapters.qlora import QLoRA
 from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
+from lightning_fasttrain.finetune.files.export_model import export_model
 from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint
 from lightning_fasttrain.finetune.parts.freezing import freeze_, freeze_except_, thaw_
 from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_fasttrain._heads import base_of, find_heads
 from lightning_fasttrain._messages import list_some
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized, quantization_of
 
@@ -106,7 +108,11 @@ def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, s
             kind = "8 bits" if in_8_bits(module) else "4 bits"
             yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
         for key, parameter in module.named_parameters(recurse=False):
-            if key not in parts:
+            if is_torchaos(parameter):
+                inner: Any = parameter
+                held: dict[str, Any] = {part: getattr(inner, part) for part in inner.__tensor_flatten__()[0]}
+                yield from ((f"{inside}{key}.{part}", tensor, "8 bits") for part, tensor in held.items())
+            elif key not in parts:
                 yield f"{inside}{key}", parameter, _kind_of(module, parameter, id(base_of(module)) in heads)
         for key, buffer in module.named_buffers(recurse=False):
             yield f"{inside}{key}", buffer, "buffers"

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch, wrappers_on
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
@@ -268,6 +268,11 @@ class Distillation(Technique):
                 assert isinstance(model, L.LightningModule)
                 stack.callback(patch(model, "training_step", _LoggedStep(distiller, model.training_step)))
             return stack.pop_all().close
+
+    def took_hold(self, model: nn.Module) -> str:
+        students = [held for module in model.modules() for held in wrappers_on(module, Student)]
+        teachers = [type(held.distiller.teacher.module).__name__ for held in students]
+        return f"learns from a {list_some(teachers)}" if teachers else ""
 
     def _forget(self) -> None:
         self._distiller = None

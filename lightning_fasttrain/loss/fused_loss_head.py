@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.loss._chunks import autocast_dtype
@@ -196,6 +196,10 @@ class FusedLossHead(Technique):
                 head.undo()
 
         return undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        heads = [name for name, module in model.named_modules() if wrapper_on(module, FusedHead)]
+        return f"the loss of {list_some(heads)} without its logits" if heads else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         if not self._fused or any(head.used for head in self._fused.values()):

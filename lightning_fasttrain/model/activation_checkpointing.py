@@ -15,7 +15,7 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, patch, why_none_ran, wrapper_on
+from lightning_fasttrain._surgery import Undo, count_wrapped, patch, why_none_ran, wrapper_on, wrappers_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
@@ -266,6 +266,16 @@ class ActivationCheckpointing(Technique):
             way_out = "Predict with EveryBlock() or SelectiveOps()"
             raise ValueError(explain(f"ActivationCheckpointing({self.policy})", why, way_out))
         return self
+
+    def took_hold(self, model: nn.Module) -> str:
+        blocks = count_wrapped(model, CheckpointedForward)
+        how = "recomputed" if isinstance(self.policy, EveryBlock) else f"recomputed as {self.policy} says"
+        return f"{blocks} {how}" if blocks else ""
+
+    def outcome(self, model: nn.Module) -> str:
+        wrappers = [wrapper for module in model.modules() for wrapper in wrappers_on(module, CheckpointedForward)]
+        idle = any(wrapper.savings is not None and wrapper.savings.saves is False for wrapper in wrappers)
+        return "saved no memory in this model" if idle else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CheckpointedForward)

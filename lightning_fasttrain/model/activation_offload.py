@@ -17,7 +17,7 @@ from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, why_none_ran, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, why_none_ran, wrapper_on
 from lightning_fasttrain._technique import Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 
@@ -359,6 +359,11 @@ class ActivationOffload(Technique):
             offload.close()
 
         return undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        blocks = count_wrapped(model, OffloadedForward)
+        where = "host memory" if self.settings[2] is None else "files"
+        return f"what {blocks} save waits in {where}" if blocks else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, OffloadedForward)

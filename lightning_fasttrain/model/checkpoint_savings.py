@@ -30,6 +30,7 @@ class CheckpointSavings:
     def __init__(self, policy: str) -> None:
         self.policy = policy
         self.counting = True
+        self.saves: bool | None = None  # not known yet
         self._plain, self._kept = _Storages(), _Storages()
         self._calls: list[_Storages] = []
 
@@ -75,7 +76,8 @@ class CheckpointSavings:
         plain, recomputed = self._plain.nbytes(), self._kept.nbytes() + largest
         calls = len(self._calls)
         self._plain, self._kept, self._calls = _Storages(), _Storages(), []
-        if recomputed >= plain:
+        self.saves = recomputed < plain
+        if not self.saves:
             tell = warn if plain >= _WORTH_A_WARNING else note_once
             tell(
                 explain(

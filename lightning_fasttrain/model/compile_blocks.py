@@ -13,9 +13,17 @@ from lightning_fasttrain._blocks import Blocks, find_blocks, has_parameters
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._heads import find_heads
-from lightning_fasttrain._messages import explain, note_once, say, warn
+from lightning_fasttrain._messages import explain, note_once, say, warn, warn_on_any_rank
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, why_none_ran, wrapper_on, wrappers_on
+from lightning_fasttrain._surgery import (
+    Undo,
+    WrappedForward,
+    count_wrapped,
+    first_line,
+    why_none_ran,
+    wrapper_on,
+    wrappers_on,
+)
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.model.activation_offload import ActivationOffload
@@ -42,7 +50,8 @@ def compile_blocks_(
 
     Blocks of one class and with parameters of the same shapes share one compilation, so that twelve layers compile
     in the time of one; different ones never count as each other's recompilations. Compilation happens at the first
-    call. A block that cannot be compiled runs as it is, after one warning.
+    call. A block that cannot be compiled runs as it is, after one warning; on several ranks each decides for itself,
+    as nothing that blocks compute waits for other ranks.
 
     Args:
         model: any module.
@@ -146,7 +155,7 @@ class CompiledForward(WrappedForward):
             self.failure = first_line(error)
         what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is"
         way_out = "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error"
-        warn(explain(what, self.failure, way_out))
+        warn_on_any_rank(explain(what, self.failure, way_out))  # one rank's compiler may fail alone
         return self.inner(*args, **kwargs)
 
 
@@ -297,6 +306,16 @@ class CompileBlocks(Technique):
 
     def predict(self, step: PredictedStep) -> None:
         step.leave_out(self, "compiled code fuses operations, so this is an upper bound")
+
+    def took_hold(self, model: nn.Module) -> str:
+        blocks = count_wrapped(model, CompiledForward)
+        return f"{blocks} compiled" if blocks else ""
+
+    def outcome(self, model: nn.Module) -> str:
+        failures = [forward.failure for forward in self._compiled.values() if forward.failure is not None]
+        if not failures:
+            return ""
+        return f"{len(failures)} of {len(self._compiled)} blocks and pieces ran uncompiled: {failures[0]}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CompiledForward)

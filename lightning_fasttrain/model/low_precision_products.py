@@ -13,7 +13,7 @@ from lightning_fasttrain._heads import find_heads, find_skipped, is_linear, laye
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, wrapper_on
+from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, wrapper_on
 from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 
@@ -265,3 +265,7 @@ class LowPrecisionProducts(Technique):
         if self.report.layers:
             say("LowPrecisionProducts: %s", self.report)
         return self.report.undo
+
+    def took_hold(self, model: nn.Module) -> str:
+        layers = count_wrapped(model, EightBitForward, "layer")
+        return f"{layers} multiply in {self.kind}" if layers else ""

@@ -7,6 +7,7 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
@@ -70,6 +71,12 @@ class EagerGradientRelease(Technique):
         why = "DeepSpeed keeps buffers for the gradients in host memory, and needs them in the next step"
         way_out = "Leave it out: the device holds no gradients then"
         return (Conflict(DeepSpeedStrategy, why, way_out, _would_take_from_the_host),)
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.accumulates is not None and facts.accumulates > 1:
+            return f"gradients are summed over {facts.accumulates} batches, so they stay in most forwards"
+        return None
 
     def predict(self, step: PredictedStep) -> None:
         step.releases = True

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Technique
@@ -55,6 +56,12 @@ class FusedClipping(Technique):
     when: ClassVar[str] = "you clip in mixed precision with a fused optimizer, which Lightning refuses"
     in_a_loop: ClassVar[str] = "nothing: fabric.clip_gradients and torch.nn.utils.clip_grad_norm_ work as they are"
     predicted: ClassVar[bool] = True
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.precision not in (None, "bf16-mixed"):
+            return f"Lightning refuses to clip beside a fused optimizer in bf16-mixed alone; this is {facts.precision}"
+        return "the Trainer clips nothing" if facts.clips == "no" else None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         undo = allow_fused_clipping_(trainer.precision_plugin)

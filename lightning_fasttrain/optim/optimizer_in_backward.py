@@ -217,6 +217,10 @@ class OptimizerInBackward(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.devices > 1:
             return "the strategy averages or shards the gradients, so they must stay"
+        if facts.accumulates is not None and facts.accumulates > 1:
+            return f"gradients are summed over {facts.accumulates} batches, so they must stay"
+        if facts.clips == "norm":
+            return "the Trainer clips by the norm of all gradients, which are never there at once"
         return None
 
     def predict(self, step: PredictedStep) -> None:

@@ -1,11 +1,14 @@
 """Predicts and chooses before anything is allocated, or from the first steps.
 
 ``predict`` looks ahead, ``budget`` keeps a limit, ``proof`` shows that training is the same, ``rehearsal`` tries out
-what will be done later.
+what will be done later, ``advice`` says what acts and what could.
 
-From the bottom up: ``budget``, ``predict``, ``proof``, ``rehearsal``, ``subject``.
+From the bottom up: ``budget``, ``predict``, ``proof``, ``rehearsal``, ``subject``, ``advice``.
 """
 
+from lightning_fasttrain.plan.advice.explain import explain
+from lightning_fasttrain.plan.advice.unused import Unused, UnusedReport
+from lightning_fasttrain.plan.advice.why_not import why_not
 from lightning_fasttrain.plan.budget.checkpoint_plan import BlockPlan, CheckpointPlan
 from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport

@@ -130,7 +130,13 @@ class MatmulPrecision(Technique):
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
             return "TF32 is a format of GPUs"
+        if facts.precision is not None and facts.precision.startswith(("bf16", "16")):
+            return f"in {facts.precision} products are not of float32 numbers"
         return None
+
+    def outcome(self, model: nn.Module) -> str:
+        on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
+        return f"gained nothing, since {self.why_not(Facts('cpu'))}" if on_cpu else ""
 
     def apply(self, model: nn.Module) -> Undo:
         return matmul_precision_(self.precision)

@@ -1,7 +1,7 @@
 """Where the time of a training step goes, and how much data passes through it."""
 
 from collections import defaultdict, deque
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from math import inf
@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
-from torch import Tensor
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers
 from lightning_fasttrain._messages import say
 from lightning_fasttrain._surgery import Undo, patch
@@ -155,28 +155,6 @@ def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: in
     return {**spent_s, "samples": samples / per, "tokens": tokens / per, "data_wait": waited_s, "step": step_s}
 
 
-def count_batch(batch: Any) -> tuple[int, int]:
-    """Samples and tokens in a batch: the length of its first tensor, and the entries of the first one that looks
-    like token ids (whole numbers of 32 or 64 bits, at least two axes); 0 for what is not there.
-
-    Example:
-        >>> import torch
-        >>> count_batch({"input_ids": torch.zeros(4, 128, dtype=torch.long)}), count_batch([torch.zeros(4, 3)])
-        ((4, 512), (4, 0))
-    """
-    samples, parts = 0, [batch]
-    for part in parts:  # grows while it is walked
-        if isinstance(part, Tensor):
-            samples = samples or (len(part) if part.ndim else 0)
-            if part.ndim > 1 and part.dtype in (torch.int64, torch.int32):
-                return samples, part.numel()
-        elif isinstance(part, list | tuple):
-            parts.extend(part)
-        elif isinstance(part, Mapping):
-            parts.extend(part.values())
-    return samples, 0
-
-
 class StepMeter(Technique):
     """Shows where the time of a training step goes; see :class:`StepTimer`.
 
@@ -212,6 +190,10 @@ class StepMeter(Technique):
     def summary(self) -> dict[str, float]:
         """The medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
         return self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
+
+    def measured(self) -> dict[str, float]:
+        found = self.summary()
+        return {name: found[name] for name in ("step_ms", "tokens_per_s") if name in found}
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":

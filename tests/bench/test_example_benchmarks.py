@@ -63,7 +63,7 @@ def test_all_sides_train_the_same(tmp_path):
     [
         "doctor,ceilings,tests,prediction,gpt2 loop 1,gpt2 ours-fast 1",
         "ladder,parity naive,parity top",
-        "cold start,offload,chunked loss,qlora ours,zero offload",
+        "cold start,offload,chunked loss,qlora ours,experts 4 bits,low precision,zero offload",
     ],
 )
 def test_the_proof_runs_through_without_a_gpu(pieces, tmp_path):

@@ -4,7 +4,6 @@ import copy
 import pickle
 
 import lightning as L
-import peft
 import pytest
 import torch
 import transformers
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune import add_adapter_, load_quantized, quantize_base_, trained_names, trained_state
+from lightning_fasttrain.finetune import load_quantized, quantize_base_, trained_names, trained_state
 from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint
 from lightning_fasttrain.finetune.quantized._quantized_tensor import dequantize_tensor, held_tensors
 from lightning_fasttrain.run import PeakMemory
@@ -252,20 +251,6 @@ def test_an_adapter_on_the_tensor_itself_is_refused():
     quantize_base_(model)
     with pytest.raises(ValueError, match="no layer of MixtralForCausalLM has that name"):
         ft.apply(model, [ft.LoRA(targets=["experts.gate_up_proj"])])
-
-
-def test_adapters_on_the_experts_are_trained_in_floats_and_refused_in_4_bits():
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
-    model = build()
-    quantize_base_(model)
-    with pytest.raises(TypeError, match=r"'model.layers.0.mlp.experts.gate_up_proj': it is held in 4 bits"):
-        add_adapter_(model, config)
-    plain, skipped = build(), build()
-    quantize_base_(skipped, skip="**.experts")
-    for one in (plain, skipped):
-        add_adapter_(one, config)
-        trained = [name for name, grad in step(one)[1].items() if "experts" in name]
-        assert len(trained) == 2 * 2  # of each layer A and B
 
 
 def test_in_int8_stacks_are_left_and_it_is_said():

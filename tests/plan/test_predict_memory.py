@@ -20,7 +20,7 @@ from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantize
 from lightning_fasttrain.plan import MemoryReport
 from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.memory.memory_record import CATEGORIES
-from tests.nets import TinyLM, fit, lm_batches
+from tests.nets import LazyLM, TinyLM, fit, lm_batches
 
 MIB = 2**20
 
@@ -340,6 +340,12 @@ def test_within_five_per_cent_of_the_caching_allocator(model, precision, checkpo
 
 
 # --- what it takes
+
+
+def test_a_model_without_parameters_yet_is_left_unbuilt():
+    module = LazyLM()
+    assert predict_memory(module, lm_batches(1)[0], device="cpu").peak_bytes > 0
+    assert module.embed is None
 
 
 def test_a_model_that_exists_is_left_alone_and_not_copied():

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.adapters import _direct_weight_use, _float32_adapters, base_model
+from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
+from lightning_fasttrain.finetune.parts import _float32_adapters
 from lightning_fasttrain.plan.proof.without_dropout import without_dropout
 from tests.nets import TinyLM, as_loader, lm_batches, weights
 

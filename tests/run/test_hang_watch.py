@@ -22,7 +22,7 @@ ENDED = ([1], [-9])  # the main process, by itself, or by Lightning's observer w
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    return run_scenarios(tmp_path_factory.mktemp("hang"), HERE)
+    return run_scenarios(tmp_path_factory)
 
 
 def watchers():

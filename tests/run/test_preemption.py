@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import lightning as L
 import pytest
@@ -271,9 +272,8 @@ def test_slurms_requeue_signal_is_left_to_lightning(monkeypatch):
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("preempted")
-    seen = run_scenarios(folder, ["preempted, torchrun", "preempted, Lightning"])
-    seen["ranks"] = json.loads((folder / "0" / "found0.json").read_text())
+    seen = run_scenarios(tmp_path_factory)
+    seen["ranks"] = json.loads(Path(seen["preempted, torchrun"]["folder"], "found0.json").read_text())
     return seen
 
 

@@ -7,8 +7,8 @@ from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain.run import StepMeter, StepTimer, step_meter
-from lightning_fasttrain.run.step_meter import count_batch
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -4,6 +4,7 @@ One process imports everything once and forks the pairs, all at the same time: m
 """
 
 import functools
+import gc
 import importlib
 import json
 import os
@@ -25,7 +26,6 @@ from lightning.pytorch.strategies import DDPStrategy
 import lightning_fasttrain as ft
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
@@ -250,15 +250,9 @@ def fork(scenario, folder, number, port):
     raise SystemExit(code)  # as any script: what happens at the end of an interpreter belongs to it
 
 
-def import_everything():
-    """What ranks would otherwise import each for itself."""
-    import_deepspeed()
-    for name in ("torch.utils.cpp_extension", "deepspeed.runtime.zero.muon.muon_optimizer"):
-        importlib.import_module(name)
-
-
 def serve(folder, names):
-    import_everything()
+    importlib.import_module("tests.imported")
+    gc.freeze()  # or the end of each interpreter would look through all of it
     pairs = {}
     for name in names:
         (folder / name).mkdir()

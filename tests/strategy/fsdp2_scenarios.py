@@ -22,6 +22,8 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
+from tests.finetune.test_expert_adapters import CONFIG
+from tests.finetune.test_quantized_stacks import Net as Experts
 from tests.nets import (
     LazyLM,
     TinyLM,
@@ -186,7 +188,7 @@ class ShardsItself(LazyLM):
 
 
 def reductions(found):
-    counts = {}
+    counts, expected = {}, ddp(accumulate_grad_batches=3, net_settings={"optimizer": sgd})[0]
     stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
     for name, settings in (
         ("ours", {}),
@@ -196,14 +198,13 @@ def reductions(found):
         with counted_reductions() as calls:
             module, _ = fit(accumulate_grad_batches=3, net_settings={"optimizer": sgd}, **settings)
         counts[name] = len(calls)
-        found[f"reductions {name} weights"] = gap(
-            ddp(accumulate_grad_batches=3, net_settings={"optimizer": sgd})[0], module
-        )
+        found[f"reductions {name} weights"] = gap(expected, module)
     found["reductions"] = counts
 
 
 def options(found):
-    """Each against DDP, which one_process tests elsewhere."""
+    """Each against DDP with the same settings, which one_process tests elsewhere."""
+    under_ddp = {}
     fused = {"net_settings": {"fused": True}}
     value = {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}
     for name, strategy, settings in (
@@ -219,7 +220,9 @@ def options(found):
         ("no blocks", {}, {"net_settings": {"depth": 1}}),
     ):
         module, t = fit(strategy=FSDP2Strategy(**strategy), **settings)
-        found[f"option {name}"] = gap(ddp(**settings)[0], module)
+        if str(settings) not in under_ddp:
+            under_ddp[str(settings)] = ddp(**settings)[0]
+        found[f"option {name}"] = gap(under_ddp[str(settings)], module)
         found[f"option {name} agree"] = agree(module)
         found[f"option {name} dtype"] = str(module.head.weight.dtype)
         found[f"option {name} blocks"] = t.strategy.sharded_blocks
@@ -274,6 +277,9 @@ def techniques(found):
         gaps = found.setdefault("techniques", {}).setdefault(name, [0.0, 0.0])
         gaps[:] = [max(gaps[0], gap(ddp(callbacks=[technique()])[0], module)), max(gaps[1], agree(module))]
         found.setdefault("left behind", []).extend(k for k in ("training_step", "validation_step") if k in vars(module))
+    experts = [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
+    module, _ = fit(experts, net=Experts)
+    found["techniques"]["experts in 4 bits"] = [gap(ddp(callbacks=experts, net=Experts)[0], module), agree(module)]
     found["refused"] = {
         name: refusal(lambda callback=callback: fit([callback]))
         for name, callback in {
@@ -317,14 +323,16 @@ def building(found):
     found["direct"] = gap(ddp(net=Direct)[0], fit(net=Direct)[0])
     found["other quantised"] = refusal(lambda: fit([ft.QLoRA(rank=2, kind="int8")], net=Drawn))
     module, _ = fit(net=Drawn)
-    found["drawn"] = gap(ddp(net=Drawn)[0], module)
+    expected, _ = ddp(net=Drawn)
+    found["drawn"] = gap(expected, module)
     found["drawn agree"] = agree(module)
     torch.manual_seed(21 + RANK)
     with torch.device("meta") if RANK == 1 else nullcontext():
         built = Drawn()
     module, _ = fit(net=built)
-    found["meta on rank 1"] = gap(ddp(net=Drawn)[0], module)
+    found["meta on rank 1"] = gap(expected, module)
     found["meta scale"] = module.scale.tolist()
+    torch.manual_seed(21 + RANK)
     t = trainer(devices=2, strategy=FSDP2Strategy())
     with t.init_module(empty_init=True):
         empty = TinyLM()

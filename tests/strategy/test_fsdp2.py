@@ -113,7 +113,7 @@ def test_strategies_are_known_by_name(found):
 # fmt: off
 TECHNIQUES = [
     "LoRA", "QLoRA", "IA3", "FusedLossHead", "Distillation", "ActivationCheckpointing", "ActivationOffload",
-    "EagerGradientRelease", "MicroBatching", "DevicePrefetch",
+    "EagerGradientRelease", "MicroBatching", "DevicePrefetch", "experts in 4 bits",
 ]
 # fmt: on
 

@@ -1,30 +1,18 @@
 """One launch of one process and one of two, side by side, for all tests of ZeRO and of its checkpoints."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
-
-from tests.ranks import Ranks
+from tests.ranks import Ranks, launch_once
 
 Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)
 
 
 def launched(factory: Any) -> tuple[Found, Path]:
-    """What was found: number of processes → of each rank; and the folder with the checkpoints they left.
-
-    Of several workers of pytest-xdist the first launches, and the others wait for what it finds.
-    """
-    several = "PYTEST_XDIST_WORKER" in os.environ
-    shared = factory.getbasetemp().parent if several else factory.getbasetemp()
-    folder = shared / "zero"
-    with FileLock(shared / "zero.lock"):
-        if not folder.exists():
-            folder.mkdir()
-            _launch(folder)
+    """What was found: number of processes → of each rank; and the folder with the checkpoints they left."""
+    folder = launch_once(factory, "zero", _launch)
     return {count: json.loads((folder / f"found-{count}.json").read_text()) for count in COUNTS}, folder
 
 

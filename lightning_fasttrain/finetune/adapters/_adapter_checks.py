@@ -7,9 +7,11 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain._heads import stands_for
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
+
+_DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")  # begin with numbers or dtype of the weight
 
 
 def check_config(peft: Any, config: Any) -> None:
@@ -44,6 +46,9 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
         if isinstance(layer, nn.modules.linear.NonDynamicallyQuantizableLinear):
             why = "nn.MultiheadAttention computes with its weight and never calls it, so an adapter would do nothing"
             raise TypeError(explain(f"target '{name}'", why, f"Target '{name.rpartition('.')[0]}'"))
+        weight = layer._parameters.get("weight")
+        if is_quantized(layer) or (weight is not None and is_torchaos(weight)):
+            _check_quantized_start(name, config)
         if is_quantized(layer):
             _check_quantized(name, layer, config)
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
@@ -53,23 +58,26 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             raise ValueError(explain(f"rank={rank} for '{name}'", why, way_out))
 
 
-def check_parameters(model: nn.Module, config: Any) -> None:
-    """Refuse adapters on tensors that are held in 4 bits, which PEFT would pass by without a word."""
-    wanted = tuple(f".{name}" for name in getattr(config, "target_parameters", None) or ())
-    for name, module in model.named_modules():
-        if stands_for(module) and f".{name}".endswith(wanted):
-            why = "it is held in 4 bits, which PEFT's adapters on parameters do not know"
-            way_out = f"Quantise with skip='**.{name.split('.')[-2]}', or leave it out of target_parameters"
-            raise TypeError(explain(f"target parameter '{name}'", why, way_out))
+def check_parameters(found: Iterable[str], config: Any) -> None:
+    """Refuse adapters on tensors that begin with a decomposition of a layer's weight, where there is no layer."""
+    start = getattr(config, "init_lora_weights", True)
+    for name in found:
+        if isinstance(start, str) and start not in ("gaussian", "eva"):
+            why = "it begins with a decomposition of a layer's weight, and this is a stack of them"
+            raise TypeError(explain(f"'{start}' on the tensor '{name}'", why, "Use init_lora_weights=True"))
+
+
+def _check_quantized_start(name: str, config: Any) -> None:
+    start = getattr(config, "init_lora_weights", True)
+    if isinstance(start, str) and start.startswith(_DECOMPOSED):
+        why = "it begins with the weight itself, and this one is packed"
+        way_out = "Use variant='lora', or add the adapter to the model in full precision"
+        raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
 
 
 def _check_quantized(name: str, layer: Any, config: Any) -> None:
     """PEFT fails late on what its layers for bitsandbytes cannot do, or takes a packed weight for a plain one."""
-    start, kind = getattr(config, "init_lora_weights", True), config.peft_type.value
-    if isinstance(start, str) and start.startswith(("pissa", "corda")):
-        why = "it begins with a decomposition of the weight, and this one is packed"
-        way_out = "Use variant='lora', or add the adapter to the model in full precision"
-        raise TypeError(explain(f"'{start}' on '{name}', which is quantised", why, way_out))
+    kind = config.peft_type.value
     if (
         getattr(config, "use_dora", False)
         and not in_8_bits(layer)
@@ -116,6 +124,8 @@ def is_there(there: dict[str, Any], name: str, config: Any) -> bool:
 def _meaning_of(config: Any) -> dict[str, Any]:
     """What two configurations must agree in to be the same adapter; PEFT turns lists into sets, and notes versions."""
     ignored = {"base_model_name_or_path", "inference_mode", "peft_version", "auto_mapping", "revision", "task_type"}
+    if getattr(config, "init_lora_weights", True) == "eva":
+        ignored |= {"rank_pattern", "alpha_pattern", "target_modules"}  # which it fills in
     meaning: dict[str, Any] = {}
     for key, value in config.to_dict().items():
         if key not in ignored and value not in (None, {}):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
 
 
 def tuner_layers(model: nn.Module) -> dict[str, Any]:
@@ -50,14 +51,18 @@ class Originals:
         self.caches = dict(vars(layer).get("_caches", {}))
         self.trained: list[nn.Parameter] = []
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
+        self.owner = layer.get_base_layer()
+        self.held = held_tensors(self.owner)
         self.weights: list[tuple[nn.Module, str, Tensor]] = []
-        for base in _bases(layer) if self.base is None else ():
+        for base in dict.fromkeys(_bases(layer)) if self.base is None else ():
             for name, parameter in base.named_parameters(recurse=False):
                 self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))
 
     def __call__(self) -> None:
         if self.base is not None:
             self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)
+        for name, holder in self.held.items():
+            hold_(self.owner, name, holder)
         modules = list(self.layer.modules())  # PEFT's attention makes its weights parameters again when it is asked
         for base, name, tensor in self.weights:
             parameter = base.get_parameter(name)
@@ -91,6 +96,14 @@ def take_out_adapters_(root: nn.Module, merge: bool) -> None:
         else:
             plain = module.get_base_layer()
         setattr(root.get_submodule(parent), last, plain)
+
+
+def wrappers_in(layer: Any) -> list[Any]:
+    """PEFT's layers for the tensors of one module, which are nested; else the ``layer`` alone."""
+    found = [layer]
+    while hasattr(found[-1], "parameter_name") and is_tuner(found[-1].base_layer):
+        found.append(found[-1].base_layer)
+    return found
 
 
 def _bases(layer: Any) -> list[nn.Module]:

@@ -10,6 +10,7 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
+from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._heads import find_heads, is_a, is_inside
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
@@ -24,23 +25,34 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     without_namesakes,
 )
 from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
-from lightning_fasttrain.finetune.adapters._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.adapters._starts import Batches, check_start, finish_start_, prepare_start
+from lightning_fasttrain.finetune.parts._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, held_child
+from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, base_names, held_child
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.targets import (
     Targets,
     _kinds,
+    find_target_parameters,
     find_targets,
     refuse_tied,
     require_peft,
+    shortest_ends,
     shortest_names,
 )
+from lightning_fasttrain.finetune.quantized._held_adapters import use_held_tensors_
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 
 
 @notices_late_parameters
 def add_adapter_(
-    model: nn.Module, config: Any, targets: Targets | None = None, *, train: Iterable[str] = (), name: str = "default"
+    model: nn.Module,
+    config: Any,
+    targets: Targets | None = None,
+    *,
+    train: Iterable[str] = (),
+    name: str = "default",
+    batches: Batches | None = None,
 ) -> list[str]:
     """Put an adapter into ``model``, in place, and freeze everything else.
 
@@ -54,17 +66,22 @@ def add_adapter_(
         model: any module. What it returns is bitwise unchanged by an adapter that starts at zero, as LoRA does.
         config: one of PEFT's, such as ``peft.LoraConfig(r=16)``. A copy of it is used, with the targets filled in.
         targets: which layers, as for :func:`~lightning_fasttrain.finetune.find_targets`; by default
-            ``config.target_modules``, and "all-linear" where that is None.
+            ``config.target_modules``, and "all-linear" where that is None. ``config.target_parameters`` names tensors,
+            such as a layer's experts ("experts.gate_up_proj"), in floats or in 4 bits; where it is given, layers get
+            adapters only if they are named.
         train: names of further modules that train whole, such as a new head; they are saved with the adapter.
         name: of this adapter, among several.
+        batches: for ``init_lora_weights="eva"`` and ``"corda"``, which begin with what data does in the layers: some to
+            call ``model`` with; a dict is passed by keywords, a tuple by position.
 
     Returns:
-        Qualified names of the adapted layers. If an adapter of this name and kind is there, its layers, and nothing is
-        done.
+        Qualified names of the adapted layers and tensors. If an adapter of this name and kind is there, its own, and
+        nothing is done.
 
     Raises:
         ValueError: nothing matches; a target is tied to another layer, or lies in a module of ``train``; a rank above a
-            layer's size; another adapter of this name, or of another kind, is there.
+            layer's size; a start that needs data is given none; another adapter of this name, or of another kind, is
+            there.
         TypeError: ``config`` is none of PEFT's, or PEFT has no such adapter for a target's class.
         ModuleNotFoundError: PEFT is not installed.
 
@@ -87,8 +104,10 @@ def add_adapter_(
     check_config(peft, config)
     check_name(name)
     config = copy.deepcopy(config)
-    wanted = targets if targets is not None else (config.target_modules or "all-linear")
-    found = find_targets(model, wanted)
+    tensors = find_target_parameters(model, getattr(config, "target_parameters", None) or ())
+    default: Targets = [] if tensors else "all-linear"
+    wanted = targets if targets is not None else (config.target_modules or default)
+    found = {} if tensors and wanted == [] else find_targets(model, wanted)
     whole = find_targets(model, list(train)) if train else {}
     for target in found:
         if target in whole or is_inside(target, whole):
@@ -96,46 +115,60 @@ def add_adapter_(
     refuse_tied(model, found)
     refuse_tied(model, whole)
     check_layers(found, config)
-    check_parameters(model, config)
-    prefix, root = _root(model, [*found, *whole])
-    inside = [target.removeprefix(prefix) for target in found]
-    config.target_modules = _as_peft_keeps(shortest_names(inside, root))
-    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
-        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
-        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
-    if whole:
-        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
-    there = adapters_on(root)
+    check_parameters(tensors, config)
+    root = _fill_in_(config, model, found, tensors, whole)
     for prompted in filter(has_prompt, model.modules()):
         is_there(adapters_on(prompted), name, config)  # which refuses two kinds
     refuse_merged(root, f"adding adapter '{name}'")
-    if is_there(there, name, config):
+    if is_there(adapters_on(root), name, config):
         train_mode(root)
-        return list(found)
+        return [*found, *tensors]
     refuse_namesake(name, (one for one, _ in root.named_modules()))
+    check_start(config, found, batches)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
     with ExitStack() as on_error:
         on_error.callback(freeze_(model))
-        for one in (*found, *whole):
+        for one in (*found, *dict.fromkeys(tensors.values()), *whole):
             parent, _, last = one.rpartition(".")
             holder = model.get_submodule(parent)
             on_error.callback(setattr, holder, last, getattr(holder, last))
+        prepare_start(model, root, config, batches)
         _inject(peft, config, root, name)
+        finish_start_(model, root, config, name, batches)
         keep_adapter_in_float32_(switches(root), name)
         see_adapters_(model, on_error)
         on_error.pop_all()
     train_mode(root)
     trained, total = count_parameters(model)
-    besides = f", and {', '.join(whole)} whole" if whole else ""
+    besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
+    besides += f", and {', '.join(whole)} whole" if whole else ""
     if targets in (None, "all-linear"):
         besides += f"; heads left as they are: {', '.join(heads)}" if heads else ""
-        besides += told_without_adapter(model, found)
+        besides += told_without_adapter(model, [*found, *tensors])
     say(
         "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
         config.peft_type.value, name, len(found), _kinds(found), besides,
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
-    return list(found)
+    return [*found, *tensors]
+
+
+def _fill_in_(
+    config: Any, model: nn.Module, found: Collection[str], tensors: Collection[str], whole: Collection[str]
+) -> nn.Module:
+    """Name in ``config`` what is adapted, as seen from the module that the adapter is put into; return that."""
+    prefix, root = _root(model, [*found, *tensors, *whole])
+    inside = [target.removeprefix(prefix) for target in found]
+    config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
+    if tensors:
+        within = [tensor.removeprefix(prefix) for tensor in tensors]
+        config.target_parameters = shortest_ends(within, list(base_names(root).values()))
+    if getattr(config, "feedforward_modules", None):  # (IA)³ scales the input of these, the output of the others
+        feedforward = [one.removeprefix(prefix) for one in find_targets(model, config.feedforward_modules)]
+        config.feedforward_modules = _as_peft_keeps(shortest_names([one for one in feedforward if one in inside], root))
+    if whole:
+        config.modules_to_save = without_namesakes([one.removeprefix(prefix) for one in whole], root)
+    return root
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -211,17 +244,6 @@ def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
             raise ValueError(explain(f"adapter '{name}'", "there is none of that name", listed))
 
 
-def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for."""
-    trained = total = 0
-    for parameter in model.parameters():
-        state = getattr(parameter, "quant_state", None)
-        numbers = state.shape.numel() if state is not None else parameter.numel()
-        total += numbers
-        trained += numbers if parameter.requires_grad else 0
-    return trained, total
-
-
 def adapter_parameters(model: nn.Module) -> set[str]:
     """Qualified names of what the adapters brought: their parameters and buffers, and their copies of whole modules."""
     brought: set[str] = set()
@@ -284,18 +306,21 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # and put right, for GPT-2's layers
+        warnings.filterwarnings("ignore", message="TorchaoLoraLinear was instantiated without")  # said when merging
         for flag in ("is_loaded_in_4bit", "is_loaded_in_8bit"):  # PEFT looks at a quantised layer's class only if set
             if not getattr(root, flag, False):
                 stack.callback(patch(root, flag, True))
         if any(isinstance(parameter, FakeTensor) for parameter in root.parameters()):
             stack.enter_context(unset_fake_temporarily())  # PEFT moves what it makes, which modules of fakes cannot
         try:
-            peft.inject_adapter_in_model(config, root, adapter_name=name)
+            with shown_as_parameters(root):
+                peft.inject_adapter_in_model(config, root, adapter_name=name)
         except ValueError as error:
             if not any(words in str(error) for words in ("is not supported", "is incompatible with")):
                 raise
             what = f"{config.peft_type.value} on {config.target_modules}"
             raise TypeError(explain(what, f"PEFT says: {error}", "Leave those out")) from error
+    use_held_tensors_(root)
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:

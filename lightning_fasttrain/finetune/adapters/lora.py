@@ -12,14 +12,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._guarded_loading import guard_loading
+from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
-from lightning_fasttrain.finetune.adapters._float32_adapters import let_round_
+from lightning_fasttrain.finetune.adapters._starts import Batches
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
+from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
 from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, require_peft
 
 
@@ -35,6 +38,7 @@ class Adapter(Technique):
         targets: which layers.
         train: names of further modules that train whole.
         name: of this adapter, among several.
+        batches: for starts that come out of data.
         checkpoint: ``"adapter"``: Lightning's checkpoints hold what trains, and refuse to be resumed on another base,
             on one device, under DDP, FSDP2Strategy and ZeROStrategy; ``"full"``: they hold the whole model.
 
@@ -74,9 +78,11 @@ class Adapter(Technique):
         *,
         train: Iterable[str] = (),
         name: str = "default",
+        batches: Batches | None = None,
         checkpoint: str = "adapter",
     ) -> None:
         self.config = config
+        self.batches = batches
         self.targets = targets
         self.train = [train] if isinstance(train, str) else list(train)
         self.name = name
@@ -85,8 +91,14 @@ class Adapter(Technique):
     def apply(self, model: nn.Module) -> None:
         self._add(model, self.config, self.targets)
 
+    def took_hold(self, model: nn.Module) -> str:
+        layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
+        rank = getattr(self.config, "r", None)
+        what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
+        return f"{what} {number_of(layers, 'layer')}" if layers else ""
+
     def _add(self, model: nn.Module, config: Any, targets: Targets | None) -> None:
-        add_adapter_(model, config, targets, train=self.train, name=self.name)
+        add_adapter_(model, config, targets, train=self.train, name=self.name, batches=self.batches)
         if self._rounds:
             let_round_(model)
 

@@ -16,6 +16,7 @@ from lightning_fasttrain.finetune.adapters._merged_layers import (
     outermost,
     take_out_adapters_,
     tuner_layers,
+    wrappers_in,
 )
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
@@ -34,8 +35,10 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
     forget_quantization_,
     held_by,
 )
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.parts.freezing import thaw_
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
 
 
 @dataclass(frozen=True)
@@ -128,6 +131,7 @@ def merge_adapters_(
     refuse_merged(model, "merging")
     check_way(model, quantized, into, original)
     _refuse_unmergeable(quantized)
+    _refuse_torchaos(layers)
     return _merge(model, layers, chosen, quantized, into, original, batch)
 
 
@@ -229,6 +233,7 @@ def unload_adapters_(
         chosen = _choose_names(model, layers, names)
         quantized = _quantized_layers(layers)
         check_way(model, quantized, way, original)
+        _refuse_torchaos(layers)
         _merge(model, layers, chosen, quantized, way, original, batch)
     roots = adapted_modules(model).values()
     for root in roots:
@@ -253,7 +258,12 @@ def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
 
 
 def _quantized_layers(layers: dict[str, Any]) -> dict[str, Any]:
-    return {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
+    found = {}
+    for name, layer in layers.items():
+        held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
+        if held or is_quantized(layer.get_base_layer()):
+            found[name] = layer
+    return found
 
 
 def _merge(
@@ -283,11 +293,7 @@ def _merge(
             originals = Originals(layer)
             on_error.callback(originals)
             try:
-                if way is not None and name in quantized:
-                    layer.base_layer = way.merge_layer(name, layer, names)
-                    layer.merged_adapters[:] = [one for one in names if one in held_by(layer)]
-                else:
-                    layer.merge(safe_merge=True, adapter_names=names)
+                _merge_one(name, layer, names, way)
             except ValueError as error:
                 if "NaNs" not in str(error):
                     raise
@@ -310,6 +316,20 @@ def _merge(
     report = MergeReport(tuple(names), tuple(merged), into, *errors)
     say("merge_adapters_: %s", report)
     return report
+
+
+def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
+    here = [one for one in names if one in held_by(layer)]
+    if way is not None and is_quantized(layer.get_base_layer()):
+        layer.base_layer = way.merge_layer(name, layer, names)
+        layer.merged_adapters[:] = here
+        return
+    for wrapper in wrappers_in(layer):
+        if way is not None and holder_under(wrapper) is not None:
+            way.merge_tensor(name, wrapper, here)
+            wrapper.merged_adapters[:] = here
+        else:
+            wrapper.merge(safe_merge=True, adapter_names=names)
 
 
 def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
@@ -338,6 +358,15 @@ def _refuse_unmergeable(quantized: dict[str, Any]) -> None:
             what = f"'{name}', a quantised {type(layer).__module__.split('.')[-2]} layer"
             why = "PEFT's goes on applying the adapter to what it is merged into"
             raise TypeError(explain(what, why, "Use unload_adapters_(model, into=...)"))
+
+
+def _refuse_torchaos(layers: dict[str, Any]) -> None:
+    for name, layer in layers.items():
+        weight = layer.get_base_layer()._parameters.get("weight")
+        if weight is not None and is_torchaos(weight):
+            why = "torchao has quantised its weight, and there is no telling how, so it cannot be done again"
+            way_out = "Save the adapter, load it beside the plain weights with load_adapter_, and merge it there"
+            raise TypeError(explain(f"merging into '{name}'", why, way_out))
 
 
 def _active(layers: dict[str, Any]) -> list[str]:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
+from lightning_fasttrain.finetune.adapters._starts import call, in_eval
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
 from lightning_fasttrain.finetune.parts.freezing import can_train
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
@@ -23,6 +25,12 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     quantized_bytes,
     round_bias_,
     was_transposed,
+)
+from lightning_fasttrain.finetune.quantized._quantized_tensor import (
+    dequantize_tensor,
+    holder_under,
+    let_go_,
+    quantize_tensor_,
 )
 from lightning_fasttrain.finetune.quantized._tensor_files import Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
@@ -80,9 +88,10 @@ class QuantizedMerge:
         self.into, self.dtype = into, _dtype_of(model, layers)
         self.configs = {name: _configs_of(model, name) for name in layers}
         self.originals = _Originals(original, layers) if into == "original" and original is not None else None
-        for layer in layers.values():
+        linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
+        for layer in linear.values():
             keep_quantized_(layer.get_base_layer())
-        self.inputs = _inputs(model, layers, batch) if batch is not None else {}
+        self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
 
@@ -95,23 +104,51 @@ class QuantizedMerge:
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(_PROBES, base.in_features, generator=generator)
         x = x.to(base.weight.device, self.dtype)
-        trained = _in_eval(layer, x)
+        trained = _output(layer, x)
         weight, bias = _full_weight(base), base.bias
         if self.originals is not None:
             weight, bias = self.originals.of(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
-        beside = _in_eval(twin, x.to(weight.dtype)) if self.originals is not None else None
+        beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
         merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
         if was_transposed(base):
             merged = _transposed_again(merged)
         merged.train(base.training)
-        result = _in_eval(merged, x)
+        result = _output(merged, x)
         self.against_trained[name] = _relative(result, trained)
         if beside is not None:
             self.against_original[name] = _relative(result, beside)
         return merged
+
+    @torch.no_grad()
+    def merge_tensor(self, name: str, wrapper: Any, names: list[str]) -> None:
+        """Merge into a tensor that is held in 4 bits, such as a layer's experts, where it is.
+
+        Its error is that of the matrices, which is what outputs of normal inputs differ by in the mean.
+        """
+        owner, key, holder = wrapper.get_base_layer(), wrapper.parameter_name, holder_under(wrapper)
+        whole, state = f"{name}.{key}", holder.quant_state
+        weight = dequantize_flat(holder.weight.data, state, torch.float32).view(holder.stands_for)
+        changes = [wrapper.get_delta_weight(one) for one in names]
+        trained = sum(changes, weight)
+        if self.originals is not None:
+            weight, _ = self.originals.of(name, holder, weight, whole)
+        merged = weight.clone()
+        for change in changes:
+            merged += change.to(merged.dtype)
+        if not merged.isfinite().all():
+            raise ValueError(f"NaNs in '{whole}'")  # as PEFT says it
+        if self.originals is not None:
+            self.against_original[whole] = _relative(merged.float(), sum(changes, weight.float()))
+        if self.into == "requantized":
+            again = quantize_tensor_(owner, key, merged.to(state.dtype), state.quant_type, state.nested)
+            merged = dequantize_tensor(again)
+        else:
+            merged = merged.to(self.dtype)
+            let_go_(owner, key, merged)
+        self.against_trained[whole] = _relative(merged.float(), trained)
 
 
 class _Originals:
@@ -126,30 +163,31 @@ class _Originals:
             self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
             keys = {_plain(name): name for name in self.tensors}
         self.keys = keys
-        self.plain_names = {name: _plain(name) for name in layers}
-        self.renamed = _find_prefix(list(self.plain_names.values()), keys)
+        names = [_plain(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
+        self.renamed = _find_prefix(names, keys)
 
-    def of(self, name: str, base: Any, dequantized: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of a layer, on its device.
+    def of(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a layer, on its device; or the tensor of the name ``whole`` that it stands for.
 
         Raises:
             ValueError: of another shape, or another model's.
         """
         cut, added = self.renamed
-        key = added + self.plain_names[name][cut:]
-        weight = self._read(f"{key}.weight")
+        key = added + _plain(name)[cut:]
+        called = added + _plain(whole or f"{name}.weight")[cut:]
+        weight = self._read(called)
         bias = base.bias
         if bias is not None and f"{key}.bias" in self.keys:
             bias = self._read(f"{key}.bias").to(base.weight.device)
         found = f"{list(weight.shape)} of {weight.dtype}"
-        for one in (weight, weight.T):  # Hugging Face turns GPT-2's transposed layers when it quantises them
+        for one in (weight, weight.mT):  # Hugging Face turns GPT-2's transposed layers when it quantises them
             if one.is_floating_point() and one.shape == dequantized.shape:
                 one = one.to(base.weight.device)
                 if float((one.float() - dequantized).norm() / dequantized.norm().clamp_min(1e-30)) < _UNRELATED:
                     return one.contiguous(), bias
                 found = "further from the quantised one than quantising explains"
         way_out = f"Give the weights that were quantised, {list(dequantized.shape)}"
-        raise ValueError(explain(f"original= for '{name}'", f"its '{key}.weight' is {found}", way_out))
+        raise ValueError(explain(f"original= for '{name}'", f"its '{called}' is {found}", way_out))
 
     def _read(self, key: str) -> Tensor:
         if self.stored is None:
@@ -162,21 +200,29 @@ def _plain(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
+def _tensor_names(name: str, layer: Any) -> list[str]:
+    """Of the quantised tensors with adapters in one of PEFT's outermost layers."""
+    if is_quantized(layer.get_base_layer()):
+        return [f"{name}.weight"]
+    held = [wrapper for wrapper in wrappers_in(layer) if holder_under(wrapper) is not None]
+    return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
+
+
 def _find_prefix(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
-    """How many characters to cut from the front of names of layers, and what to put there, to find all among ``keys``.
+    """How many characters to cut from the front of names of tensors, and what to put there, to find all among ``keys``.
 
     The original may have been saved from further outside or inside than what is merged.
     """
     first = names[0]
     cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
     for cut in cuts:
-        tail = f"{first[cut:]}.weight"
+        tail = first[cut:]
         for key in keys:
             if key == tail or key.endswith(f".{tail}"):
                 added = key[: -len(tail)]
-                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}.weight" in keys for name in names):
+                if all(name[:cut] == first[:cut] and f"{added}{name[cut:]}" in keys for name in names):
                     return cut, added
-    missing = [name for name in names if f"{name}.weight" not in keys]
+    missing = [name for name in names if name not in keys]
     why = f"it has {', '.join(list(keys)[:3])}" if keys else "it is empty"
     way_out = "Give the full-precision weights of this model"
     raise ValueError(explain(f"original= lacks {list_some(missing)}", why, way_out))
@@ -280,7 +326,6 @@ def held_by(layer: Any) -> set[str]:
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
 
-@torch.no_grad()
 def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, Tensor]:
     """What goes into each layer when the model is called with ``batch``."""
     seen: dict[str, Tensor] = {}
@@ -291,32 +336,18 @@ def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, T
             seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
 
         handles.append(layer.register_forward_pre_hook(keep))
-    modes = [(module, module.training) for module in model.modules()]
     try:
-        model.eval()
-        if isinstance(batch, Mapping):
-            model(**batch)
-        else:
-            model(*(batch if isinstance(batch, tuple | list) else (batch,)))
+        with in_eval(model):
+            call(model, batch)
     finally:
-        _set_modes(modes)
         for handle in handles:
             handle.remove()
     return seen
 
 
-@torch.no_grad()
-def _in_eval(module: nn.Module, x: Tensor) -> Tensor:
-    modes = [(one, one.training) for one in module.modules()]
-    try:
-        return module.eval()(x).float()
-    finally:
-        _set_modes(modes)
-
-
-def _set_modes(modes: list[tuple[nn.Module, bool]]) -> None:
-    for module, training in modes:
-        module.training = training
+def _output(module: nn.Module, x: Tensor) -> Tensor:
+    with in_eval(module):
+        return module(x).float()
 
 
 def _relative(result: Tensor, expected: Tensor) -> float:
@@ -325,8 +356,9 @@ def _relative(result: Tensor, expected: Tensor) -> float:
 
 def _which_way(model: nn.Module, quantized: dict[str, Any]) -> str:
     dtype, packed, plain = _dtype_of(model, quantized), 0, 0
-    for layer in quantized.values():
-        base = layer.get_base_layer()
+    bases = [layer.get_base_layer() for layer in quantized.values() if is_quantized(layer.get_base_layer())]
+    bases += [holder_under(one) for layer in quantized.values() for one in wrappers_in(layer)]
+    for base in filter(None, bases):
         kind = "int8" if in_8_bits(base) else "nf4"
         packed += quantized_bytes(base.out_features, base.in_features, kind)
         plain += base.out_features * base.in_features * dtype.itemsize

@@ -96,3 +96,7 @@ class QLoRA(LoRA):
         base.apply(model)
         self.base.report = base.report
         super().apply(model)
+
+    def took_hold(self, model: nn.Module) -> str:
+        beside, base = super().took_hold(model), self.base.took_hold(model)
+        return f"{beside}; {base}" if beside else ""

@@ -31,11 +31,16 @@ NOT_FOLLOWED = (
 )
 IGNORED = {*NOT_FOLLOWED, "inference_mode", "task_type"}
 _PATTERNS = ("target_modules", "exclude_modules", "feedforward_modules")  # never run: layers are told by the tensors
-_NAMES = ("modules_to_save", "layers_pattern", "rank_pattern", "alpha_pattern")  # which PEFT puts into patterns
+_NAMES = (
+    "modules_to_save",
+    "layers_pattern",
+    "target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+)  # which PEFT puts into patterns
 _NEEDS_PEFT = {
     "megatron_config": "it imports a module that the file names",
     "layer_replication": "it changes the model's layers",
-    "target_parameters": "it targets parameters rather than layers",
     "alora_invocation_tokens": "it needs PEFT's own model around yours",
     "arrow_config": "it needs PEFT's own model around yours",
     "corda_config": "its start came out of data",

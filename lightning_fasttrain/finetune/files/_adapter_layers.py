@@ -20,8 +20,9 @@ from lightning_fasttrain.finetune.parts.base_fingerprint import (
     first_few,
     plain_name,
 )
-from lightning_fasttrain.finetune.parts.targets import require_peft
+from lightning_fasttrain.finetune.parts.targets import find_target_parameters, require_peft
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
 from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
 
 PREFIX = "base_model.model."
@@ -40,6 +41,7 @@ class Place:
         whole: names of the modules that were trained whole.
         scaled: names of the targets that (IA)³ scales at their input.
         tokens: name of each embedding of which rows train → the numbers of the rows.
+        tensors: name of each tensor with an adapter, such as a layer's experts → that of its module.
     """
 
     prefix: str
@@ -48,6 +50,7 @@ class Place:
     whole: list[str]
     scaled: list[str] = field(default_factory=list)
     tokens: dict[str, list[int]] = field(default_factory=dict)
+    tensors: dict[str, str] = field(default_factory=dict)
 
 
 def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
@@ -59,7 +62,11 @@ def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
         parts = key.split(".")
         at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
         if at is not None:
-            found[".".join(parts[:at])] = None
+            name = ".".join(parts[:at])
+            if getattr(config, "target_parameters", None):  # PEFT's layers for the tensors of one module are nested
+                while name.endswith(".base_layer"):
+                    name = name.removesuffix(".base_layer")
+            found[name] = None
     return list(found)
 
 
@@ -78,13 +85,23 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
         whole = _whole(layers, config, rest)
         ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
         if all(name in layers for name in inside) and len(ours) == len(rest):
-            found.append(Place(prefix, root, targets, whole, tokens=tokens))
+            tensors = {tensor: name for tensor, name in tensors_meant(root, config).items() if name in targets}
+            alone = [name for name in targets if name not in tensors.values()]
+            found.append(Place(prefix, root, alone, whole, tokens=tokens, tensors=tensors))
     if len(found) > 1:
         names = [place.prefix.removesuffix(".") or "the model itself" for place in found]
         why = f"its layers are in {first_few(names)}"
         way_out = f"Name one: load_adapter_(model.{names[0]}, …)"
         raise ValueError(explain(f"{type(model).__name__} has several places for the adapter", why, way_out))
     return found[0] if found else None
+
+
+def tensors_meant(root: nn.Module, config: Any) -> dict[str, str]:
+    """Name of each tensor that the file's settings mean in this model → that of its module."""
+    try:
+        return find_target_parameters(root, getattr(config, "target_parameters", None) or ())
+    except ValueError:  # another model
+        return {}
 
 
 def tokens_in_file(keys: Iterable[str], config: Any) -> dict[str, list[int]]:
@@ -184,22 +201,9 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
     peft: Any = require_peft()
     from peft.utils.save_and_load import get_peft_model_state_dict
 
-    layers, config = plain_modules(place.root), copy.deepcopy(config)
-    if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True
-    config.target_modules = _exactly(place.targets)
-    config.modules_to_save = place.whole or None
-    if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = _exactly(place.scaled)
-    if place.tokens:
-        config.trainable_token_indices = place.tokens
-    names = [*place.targets, *place.whole, *place.tokens]
-    if getattr(config, "bias", "none") == "all":
-        names += [name for name, module in layers.items() if "bias" in module._parameters and name not in names]
+    config = _config_for(place, config)
     for device in ("meta", "cpu"):
-        skeleton = nn.Module()
-        for name in names:
-            _put(skeleton, name, _without_numbers(layers[name]) if device == "meta" else copy.deepcopy(layers[name]))
+        skeleton = _skeleton(place, config, device)
         try:
             with warnings.catch_warnings(action="ignore"):  # which come again when it is added
                 peft.inject_adapter_in_model(config, skeleton, adapter_name="file")
@@ -210,6 +214,34 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
             why = f"PEFT cannot make it: {error}"
             raise ValueError(explain(f"the adapter's {config.peft_type.value}", why, "Save it again")) from error
     raise ValueError(explain(f"{config.peft_type.value}", "PEFT cannot make it without numbers", "Use PeftModel"))
+
+
+def _config_for(place: Place, config: Any) -> Any:
+    config = copy.deepcopy(config)
+    if hasattr(config, "init_lora_weights"):
+        config.init_lora_weights = True
+    config.target_modules = _exactly(place.targets)
+    config.modules_to_save = place.whole or None
+    if hasattr(config, "feedforward_modules"):
+        config.feedforward_modules = _exactly(place.scaled)
+    if place.tokens:
+        config.trainable_token_indices = place.tokens
+    if place.tensors:
+        config.target_parameters = list(place.tensors)
+    return config
+
+
+def _skeleton(place: Place, config: Any, device: str) -> nn.Module:
+    """Copies of the layers that the file is for, at their places."""
+    layers, skeleton = plain_modules(place.root), nn.Module()
+    names = [*place.targets, *place.whole, *place.tokens]
+    if getattr(config, "bias", "none") == "all":
+        names += [name for name, module in layers.items() if "bias" in module._parameters and name not in names]
+    for name in names:
+        _put(skeleton, name, _without_numbers(layers[name]) if device == "meta" else copy.deepcopy(layers[name]))
+    for name in dict.fromkeys(place.tensors.values()):
+        _put(skeleton, name, _tensors_without_numbers(layers[name]))
+    return skeleton
 
 
 def _exactly(names: list[str]) -> str:
@@ -230,10 +262,21 @@ def _without_numbers(layer: Any) -> nn.Module:
         return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
-        memo[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
     for buffer in layer.buffers():
         memo[id(buffer)] = torch.empty_like(buffer, device="meta")
     return copy.deepcopy(layer, memo)
+
+
+def _tensors_without_numbers(owner: Any) -> nn.Module:
+    """What PEFT looks at of a module that it puts adapters on the tensors of."""
+    bare: Any = nn.Module()
+    bare.is_transposed = getattr(owner, "is_transposed", False)
+    with shown_as_parameters(owner):
+        for name, parameter in owner.named_parameters(recurse=False):
+            bare.register_parameter(name, nn.Parameter(torch.empty_like(parameter, device="meta"), False))
+    return bare
 
 
 def nearest_place(model: nn.Module, keys: list[str], fingerprint: Mapping[str, str] | None, name: str) -> nn.Module:
@@ -310,8 +353,10 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
     """
     layers, tensors = plain_modules(place.root), list(file.keys())
     shapes = [list(p.shape) for name in place.targets for p in layers[name].parameters(recurse=False)]
+    for name in set(place.tensors.values()):
+        shapes += [list(p.shape) for p in _tensors_without_numbers(layers[name]).parameters()]
     axes = [size for key in tensors for size in file.get_slice(key).get_shape()]
-    features = [getattr(layers[n], f"{end}_features", 1) for n in place.targets for end in ("in", "out")]
+    features = [1, *(getattr(layers[n], f"{end}_features", 1) for n in place.targets for end in ("in", "out"))]
     most = max([*axes, *features, *(size for shape in shapes for size in shape)], default=1)
     most_rank = max((max(features), *(max(shape) for shape in shapes if shape)), default=1)
     for setting in dataclasses.fields(config):

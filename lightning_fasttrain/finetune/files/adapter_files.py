@@ -39,6 +39,7 @@ from lightning_fasttrain.finetune.files._adapter_layers import (
     refuse_other_tensors,
     refuse_other_tokens,
     refuse_sizes_beyond_the_layers,
+    tensors_meant,
 )
 from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
@@ -94,7 +95,7 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
     refuse_other_things(target)
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
-    _refuse_shards(state)
+    refuse_shards(state)
     before = "" if config.is_prompt_learning else PREFIX
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
@@ -200,7 +201,7 @@ def _warn_of_what_is_left_out(model: nn.Module, saved: set[str]) -> None:
         warn(f"save_adapter: {first_few(lost)} train too, but belong to no adapter. Name their modules in train=.")
 
 
-def _refuse_shards(state: Mapping[str, Tensor]) -> None:
+def refuse_shards(state: Mapping[str, Tensor]) -> None:
     shards = [key for key, tensor in state.items() if isinstance(tensor, DTensor) or not tensor.numel()]
     if shards:
         why = "the model is sharded, and this process has but a part of it"
@@ -233,7 +234,8 @@ def _find_place(
         absent = absent or [key for key in keys if not is_inside(key, set(targets))]
         why = f"{type(model).__name__} has no {first_few(absent)}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
-    more = sorted(layers_meant(layers, config) - {*targets, *place.whole})
+    meant = {*layers_meant(layers, config), *tensors_meant(place.root, config).values()}
+    more = sorted(meant - {*targets, *place.whole})
     if more:
         why = f"it has nothing for {first_few(more)}, which its settings mean as well"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))
@@ -245,10 +247,12 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = _exactly(place, place.scaled)
     targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
+    if place.tensors:
+        config.target_parameters = [f"{place.prefix}{tensor}" for tensor in place.tensors]
     config.modules_to_save = None
     if place.tokens:
         config.trainable_token_indices = place.tokens
-    names = add_adapter_(model, config, targets, train=train, name=name)  # pyright: ignore[reportArgumentType]
+    names = add_adapter_(model, config, targets, train=train, name=name, batches=())  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
         if name in adapters_on(root) and names[0].startswith(before):

@@ -2,6 +2,6 @@
 
 Nothing here adds a parameter but ``swap_head``.
 
-From the bottom up: ``freezing``, ``swap_head``, ``_unreached_weights``, ``base_fingerprint``,
+From the bottom up: ``_float32_adapters``, ``freezing``, ``swap_head``, ``_unreached_weights``, ``base_fingerprint``,
 ``gradual_unfreezing``, ``targets``.
 """

@@ -71,7 +71,9 @@ def warn_of_what_is_out_of_reach(model: nn.Module, left: Collection[str], shares
 
 def told_without_adapter(model: nn.Module, adapted: Collection[str]) -> str:
     """What to say of a good part of the model that has no adapter, because of what it is in."""
+    adapters = [name for name, module in model.named_modules() if is_a(module, "BaseTunerLayer")]
     held = [name for name, module in model.named_modules() if stands_for(module)]  # quantised stacks of matrices
+    held = [name for name in held if not is_inside(name, adapters)]
     names = [name for name in (*out_of_reach(model), *held) if name not in adapted]
     share = sum(shares_of(model, names).values())
     passed = [name for name in read_past(model) if name not in adapted]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._heads import is_a, stands_for
 from lightning_fasttrain._messages import explain, list_some
@@ -56,9 +57,10 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
         else:
             names.append(plain)
             quantized = not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
+            quantized = quantized or is_torchaos(parameter)
             whole = _whole(parameter)
             kinds.append(("q" if quantized else "", tuple(whole.shape)))
-            samples.append(_sample(whole, quantized))
+            samples.append(_sample(whole, quantized=quantized and not is_torchaos(parameter)))
     # One copy to the host for all of them, rather than one for each.
     on_host = torch.cat(samples).cpu().view(-1, _SAMPLES) if samples else torch.empty(0, _SAMPLES)
     for name, (kind, shape), numbers in zip(names, kinds, on_host, strict=True):
@@ -177,6 +179,8 @@ def _differ(a: str, b: str) -> bool:
 def _whole(parameter: nn.Parameter) -> Tensor:
     """Its values; where they are sharded, by FSDP2 or ZeRO, those of all ranks, which must all ask."""
     values = parameter.detach()
+    if is_torchaos(values):
+        return values.dequantize()
     if isinstance(values, DTensor):
         return values.to(values.device_mesh.device_type).full_tensor()
     if not hasattr(parameter, "ds_id"):
@@ -185,6 +189,11 @@ def _whole(parameter: nn.Parameter) -> Tensor:
 
     with GatheredParameters([parameter]):
         return parameter.detach().clone()
+
+
+def is_torchaos(tensor: Tensor) -> bool:
+    """Whether torchao has quantised it: a tensor of a class of its own, which stands for its floats."""
+    return type(tensor).__module__.partition(".")[0] == "torchao" and is_traceable_wrapper_subclass(tensor)
 
 
 def _sample(values: Tensor, quantized: bool) -> Tensor:

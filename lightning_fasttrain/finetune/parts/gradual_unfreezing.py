@@ -263,6 +263,10 @@ class GradualUnfreezing(Technique):
         _refuse_sharded(trainer.strategy)
         return self._undo_unfreezing
 
+    def took_hold(self, model: nn.Module) -> str:
+        held = self._unfreezing
+        return f"{held.thawed} of {len(held.groups)} groups train" if held is not None else ""
+
     def _undo_unfreezing(self) -> None:
         unfreezing, self._unfreezing = self._unfreezing, None
         if unfreezing is not None:

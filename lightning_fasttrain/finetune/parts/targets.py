@@ -10,7 +10,7 @@ from torch import nn
 
 from lightning_fasttrain._blocks import has_parameters
 from lightning_fasttrain._checks import require
-from lightning_fasttrain._heads import find_heads, is_linear, layers_of
+from lightning_fasttrain._heads import find_heads, is_linear, layers_of, stands_for
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.parts._unreached_weights import read_past
 
@@ -64,6 +64,31 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
     return {name: layer for name, layer in layers.items() if name in names}
 
 
+def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
+    """Tensors that modules multiply with in their own forward, as experts are kept, by the ends of their names.
+
+    Returns:
+        Qualified name of the tensor → that of its module.
+
+    Raises:
+        ValueError: one of ``ends`` matches nothing, or the model itself holds the tensor.
+    """
+    tensors: dict[str, str] = {}
+    for name, module in {"": model, **layers_of(model)}.items():
+        held = [child for child, layer in module.named_children() if stands_for(layer)]
+        own = [key for key, _ in module.named_parameters(recurse=False)]
+        tensors.update({f"{name}.{key}".removeprefix("."): name for key in (*own, *held)})
+    found: dict[str, str] = {}
+    for end in ends:
+        matched = {tensor: name for tensor, name in tensors.items() if tensor == end or tensor.endswith(f".{end}")}
+        if not matched or "" in matched.values():
+            why = "the model itself holds it, and a module has to" if matched else "no module has a tensor of that name"
+            near = difflib.get_close_matches(end, list(tensors), n=3, cutoff=0.3)
+            raise ValueError(explain(f"target_parameters: {end!r}", why, f"Candidates: {', '.join(near) or 'none'}"))
+        found |= matched
+    return {tensor: name for tensor, name in tensors.items() if tensor in found}
+
+
 def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
     """Refuse layers whose weight is also that of another layer: an adapter on one of them would part the two.
 
@@ -89,13 +114,17 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
     PEFT takes a layer if its name is, or ends with a dot and, one of the list. Where no list of endings means exactly
     these layers, it is a regular expression.
     """
-    everything = [name for name, _ in model.named_modules() if name]
-    for parts in range(1, 1 + max(name.count(".") + 1 for name in names)):
+    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or "|".join(map(re.escape, names))
+
+
+def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
+    """The shortest list of endings of names that means just these ``names`` of ``everything``; empty if none does."""
+    for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
         ends = tuple(f".{end}" for end in candidate)
         if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
             return sorted(candidate)
-    return "|".join(re.escape(name) for name in names)
+    return []
 
 
 def _means(target: Any, name: str, layer: nn.Module) -> bool:

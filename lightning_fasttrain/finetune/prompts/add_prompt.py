@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 from lightning_fasttrain._blocks import keep_outermost
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
-from lightning_fasttrain.finetune.adapters._float32_adapters import keep_in_float32_
-from lightning_fasttrain.finetune.adapters.add_adapter import count_parameters, has_prompt, train_mode, use_prompt_
+from lightning_fasttrain.finetune.adapters.add_adapter import has_prompt, train_mode, use_prompt_
+from lightning_fasttrain.finetune.parts._float32_adapters import keep_in_float32_
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.targets import find_targets, refuse_tied, require_peft

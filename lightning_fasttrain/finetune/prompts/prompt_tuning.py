@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.finetune.adapters.add_adapter import has_prompt
 from lightning_fasttrain.finetune.adapters.lora import Adapter
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.targets import require_peft
@@ -67,6 +68,10 @@ class PromptTuning(Adapter):
         config = require_peft().PromptTuningConfig(num_virtual_tokens=tokens, prompt_tuning_init=kind)
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
 
+    def took_hold(self, model: nn.Module) -> str:
+        there = any(has_prompt(module) for module in model.modules())
+        return f"{self.config.num_virtual_tokens} virtual tokens before the input" if there else ""
+
     def apply(self, model: nn.Module) -> None:
         root = find_language_model(model)[1]
         known = list(adapters_on(root))
@@ -118,6 +123,10 @@ class PrefixTuning(Adapter):
             num_virtual_tokens=tokens, prefix_projection=projection is not False, encoder_hidden_size=width
         )
         super().__init__(config, train=train, name=name, checkpoint=checkpoint)
+
+    def took_hold(self, model: nn.Module) -> str:
+        there = any(has_prompt(module) for module in model.modules())
+        return f"{self.config.num_virtual_tokens} virtual tokens before every layer's keys and values" if there else ""
 
     def apply(self, model: nn.Module) -> None:
         add_prompt_(model, self.config, train=self.train, name=self.name)

@@ -11,6 +11,7 @@ from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._heads import find_heads, find_skipped, is_a
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
+from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
 
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
@@ -139,6 +140,8 @@ def _unfit(layer: nn.Module) -> str:
     if type(layer) is not nn.Linear and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, not a plain nn.Linear"
     weight = layer._parameters.get("weight")
+    if weight is not None and is_torchaos(weight):
+        return "torchao has quantised it"
     if weight is None or is_traceable_wrapper_subclass(weight):
         return "its weight is not a plain parameter"
     if weight.dtype not in FLOATS:

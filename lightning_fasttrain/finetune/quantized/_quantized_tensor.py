@@ -1,6 +1,7 @@
 """A tensor that a module holds by itself, such as a stack of experts, in 4 bits: made, used, saved and loaded."""
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,13 +36,58 @@ def quantize_tensor_(owner: nn.Module, name: str, tensor: Tensor, kind: str, dou
     holder.stands_for = tuple(tensor.shape)
     quantize_layer_(holder, rows, kind, double_quant, tensor.dtype)
     keep_quantized_(holder)
-    del owner._parameters[name]
-    owner.add_module(name, holder)
+    hold_(owner, name, holder)
+    return holder
+
+
+def hold_(owner: nn.Module, name: str, holder: nn.Module) -> None:
+    """Let a layer hold ``owner``'s tensor ``name`` in place of a parameter, or of another layer."""
     if not any(wrappers_on(owner, DequantizedTensors)):
         DequantizedTensors(owner).install()
         owner.register_state_dict_post_hook(_without_the_layers_names)
         owner.register_load_state_dict_pre_hook(_with_the_layers_names)
-    return holder
+    owner._parameters.pop(name, None)
+    owner.add_module(name, holder)
+
+
+def let_go_(owner: nn.Module, name: str, tensor: Tensor) -> None:
+    """Give ``owner`` a plain parameter again, frozen, in place of what it holds in 4 bits."""
+    del owner._modules[name]
+    owner._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+    _put_in_order_(owner)
+
+
+def stand_in(holder: Any) -> Tensor:
+    """Shape, dtype and device of the tensor that a layer holds, in the memory of one number."""
+    one = torch.zeros((), dtype=holder.quant_state.dtype, device=holder.weight.device)
+    return one.expand(holder.stands_for)
+
+
+@contextmanager
+def shown_as_parameters(model: nn.Module) -> Iterator[None]:
+    """While it lasts, what is held in 4 bits looks like parameters of its modules, in the order they once had."""
+    held = [(owner, held_tensors(owner)) for owner in list(model.modules())]
+    for owner, holders in held:
+        for name, holder in holders.items():
+            del owner._modules[name]
+            owner._parameters[name] = nn.Parameter(stand_in(holder), requires_grad=False)
+        if holders:
+            _put_in_order_(owner)
+    try:
+        yield
+    finally:
+        for owner, holders in held:
+            for name, holder in holders.items():
+                del owner._parameters[name]
+                owner._modules[name] = holder
+
+
+def _put_in_order_(owner: nn.Module) -> None:
+    """As PEFT takes the order of the parameters for that of the adapters on them, which the keys in files follow."""
+    first = next(wrappers_on(owner, DequantizedTensors)).order
+    for name in [*first, *owner._parameters]:
+        if name in owner._parameters:
+            owner._parameters[name] = owner._parameters.pop(name)
 
 
 def held_tensors(owner: nn.Module) -> dict[str, nn.Module]:
@@ -49,21 +95,32 @@ def held_tensors(owner: nn.Module) -> dict[str, nn.Module]:
     return {name: child for name, child in owner.named_children() if stands_for(child)}
 
 
+def holder_under(wrapper: Any) -> Any:
+    """What holds, in 4 bits, the tensor that one of PEFT's layers has an adapter for; None if it is a parameter."""
+    return held_tensors(wrapper.get_base_layer()).get(vars(wrapper).get("parameter_name", ""))
+
+
 class DequantizedTensors(WrappedForward):
     """Gives a module's forward the tensors that are held in 4 bits, as floats; the backward dequantises them again.
 
-    While blocks are recomputed, or activations are moved, that is done by these, as for all other activations.
+    While blocks are recomputed, or activations are moved, that is done by these, as for all other activations. An
+    adapter on such a tensor leaves ``added`` with the layer that holds it, for as long as the forward takes.
     """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        self.order = list(module._parameters)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         owner, holders = self.module, held_tensors(self.module)
         dtype = _dtype_of_inputs((*args, *kwargs.values()))
-        floats = {name: dequantize_tensor(holder, dtype) for name, holder in holders.items()}
+        ways = {name: _WayBack(holder, vars(holder).get("added")) for name, holder in holders.items()}
+        floats = {name: way(dtype) for name, way in ways.items()}
         vars(owner).update(floats)  # attributes of its own are found before its children
         try:
             if torch.compiler.is_compiling() or _somebody_keeps_activations():
                 return self.inner(*args, **kwargs)
-            with torch.autograd.graph.saved_tensors_hooks(_Packer(floats, holders), _unpack):
+            with torch.autograd.graph.saved_tensors_hooks(_Packer(floats, ways), _unpack):
                 return self.inner(*args, **kwargs)
         finally:
             for name in floats:
@@ -81,24 +138,36 @@ def _dtype_of_inputs(inputs: Iterable[Any]) -> torch.dtype | None:
     return floats[0].dtype if floats and not torch.is_autocast_enabled(floats[0].device.type) else None
 
 
-class _Packer:
-    """What autograd keeps for the backward: of a dequantised tensor, where it comes from and which part of it."""
+class _WayBack:
+    """How to make a held tensor, with its adapter in it, now and in the backward."""
 
-    def __init__(self, floats: dict[str, Tensor], holders: dict[str, nn.Module]) -> None:
-        self.holders = {_storage(floats[name]): holder for name, holder in holders.items()}
+    def __init__(self, holder: nn.Module, added: Callable[[Tensor], Tensor] | None) -> None:
+        self.holder, self.added = holder, added
+
+    def __call__(self, dtype: torch.dtype | None) -> Tensor:
+        weight = dequantize_tensor(self.holder, dtype)
+        return weight if self.added is None else self.added(weight)
+
+
+class _Packer:
+    """What autograd keeps for the backward: of a dequantised tensor, how it was made and which part of it."""
+
+    def __init__(self, floats: dict[str, Tensor], ways: dict[str, _WayBack]) -> None:
+        self.ways = {_storage(floats[name]): way for name, way in ways.items()}
 
     def __call__(self, saved: Tensor) -> Any:
-        holder = self.holders.get(_storage(saved))
-        if holder is None:
+        way = self.ways.get(_storage(saved))
+        if way is None:
             return saved
-        return holder, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())
+        return way, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())
 
 
 def _unpack(packed: Any) -> Tensor:
     if isinstance(packed, Tensor):
         return packed
-    holder, dtype, part = packed
-    return dequantize_tensor(holder, dtype).as_strided(*part)
+    way, dtype, part = packed
+    with torch.no_grad():
+        return way(dtype).as_strided(*part)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ from torch import nn
 
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
@@ -19,6 +20,7 @@ from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quan
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     KINDS,
+    is_quantized,
     quantization_of,
     quantize_layer_,
     require_bitsandbytes,
@@ -92,6 +94,10 @@ def quantize_base_(
     A tensor that holds several matrices, as today's mixtures of experts have them [experts, out, in], is held in 4 bits
     too: the forward of its module gets it dequantised, and the backward dequantises it again. All experts of a layer
     are floats meanwhile.
+
+    Weights that ``torchao.quantization.quantize_`` has put into int8 or float8 are left as they are: adapters beside
+    them, their files and ``export_model`` work. They are no ``kind`` here, since they load no plain checkpoint, cannot
+    be pickled, and in float8 do not follow the model into another precision; for int4 torchao has no kernel on CPUs.
 
     Left alone, with a reason in the report: heads (:func:`~lightning_fasttrain.finetune.find_heads`), what shares its
     weight with another module or Hugging Face keeps in float32, what ``skip`` names, subclasses of ``nn.Linear`` such
@@ -255,10 +261,14 @@ class QuantizedBase(Technique):
         told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
         return told
 
+    def took_hold(self, model: nn.Module) -> str:
+        layers = sum(is_quantized(module) for module in model.modules())
+        return f"{number_of(layers, 'linear layer')} in {self.kind}" if layers else ""
+
     def apply(self, model: nn.Module) -> None:
         settings = {"double_quant": self.double_quant, "compute_dtype": self.compute_dtype, "skip": self.skip}
         self.report = quantize_base_(model, self.kind, **settings)
-        if self.report.quantized:
+        if self.report.quantized or self.report.stacks:
             say("QuantizedBase: %s", self.report)
         else:
             note_once(f"QuantizedBase: {len(self.report.already)} layers are quantised already, so nothing is done")

@@ -7,7 +7,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from enum import Enum
 from itertools import zip_longest
 from operator import gt
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
+from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._messages import explain, note_once, say
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
@@ -312,9 +312,8 @@ def _what_fits(device: torch.device, in_use: int) -> int:
     """Bytes that tensors may take on the device, with what they take now."""
     if device.type == "cuda":
         return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    available = free_bytes(device)
+    if available is None:
         why = "this system does not tell how much memory is free"
         raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
-    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(_FIT * (1024 * int(available.split()[1]) + in_use))
+    return int(_FIT * (available + in_use))

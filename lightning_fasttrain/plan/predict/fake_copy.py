@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.finetune.adapters._float32_adapters import stays_in_float32
+from lightning_fasttrain.finetune.parts._float32_adapters import stays_in_float32
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
 
@@ -30,6 +30,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
     Raises:
         TypeError: neither a module nor a function that returns one, or a module that cannot be copied.
     """
+    exists = isinstance(module, nn.Module)  # perhaps without a parameter before its configure_model
     if not isinstance(module, nn.Module):
         with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
             # Modules such as nn.TransformerEncoder copy their layers, and copying looks for an address.
@@ -40,7 +41,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
             way_out = "Give an nn.Module, or a function without arguments that returns one"
             raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", why, way_out))
         module = built
-    if any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
+    if exists or any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
         module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):

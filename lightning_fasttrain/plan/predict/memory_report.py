@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from lightning_fasttrain._counts import format_bytes
 from lightning_fasttrain.plan.predict.allocation_trace import Allocation
-from lightning_fasttrain.run.memory.memory_record import CATEGORIES, format_bytes
+from lightning_fasttrain.run.memory.memory_record import CATEGORIES
 
 LARGEST = 10  # holders that are listed
 

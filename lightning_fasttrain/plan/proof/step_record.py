@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, list_some, log
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
@@ -115,10 +116,24 @@ def record_steps(
         Exception: whatever the module, or a technique, raises.
     """
     recorder = _Recorder(len(of.batches), window, change)
+    recorder.record.warnings = run_steps(of, techniques, recorder)
+    return recorder.record
+
+
+def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:
+    """Run the batches on a copy, with copies of ``techniques`` and with ``watcher``, which is called last.
+
+    Returns:
+        What the suite warned about.
+
+    Raises:
+        TypeError: the module cannot be copied.
+        Exception: whatever the module, or a technique, raises.
+    """
     module = copy_module(of.module)
     if not of.dropout:
         without_dropout(module)
-    with isolate_rng(), quietly() as recorder.record.warnings, _only_these_techniques(module):
+    with isolate_rng(), quietly() as warned, _only_these_techniques(module):
         _seed(0)
         trainer = L.Trainer(
             **{
@@ -133,12 +148,12 @@ def record_steps(
                 "max_epochs": 1000,
                 **of.settings,
             },
-            callbacks=[*copy.deepcopy(list(techniques)), recorder],
+            callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
         loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
         with suppress(_EnoughError):
             trainer.fit(module, loader)
-    return recorder.record
+    return warned
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
@@ -147,15 +162,13 @@ def copy_module(module: L.LightningModule) -> L.LightningModule:
     Raises:
         TypeError: it cannot be copied.
     """
-    restore = patch(module, "_trainer", None)
     try:
-        return copy.deepcopy(module)
+        with without_trainer(module):
+            return copy.deepcopy(module)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
         way_out = "Give a function that builds it: lambda: MyModule(...)"
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
-    finally:
-        restore()
 
 
 def _seed(number: int) -> None:
@@ -167,6 +180,19 @@ def _seed(number: int) -> None:
 
 class _EnoughError(Exception):
     """Ends a fit before anything that belongs to the end of an epoch."""
+
+
+class _StopAfter(L.Callback):
+    """Ends a fit after so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx + 1 == self.batches:
+            raise _EnoughError
 
 
 class _Repeated(Dataset[Any]):
@@ -191,7 +217,7 @@ def copy_batch(batch: Any) -> Any:
 
 
 class _Recorder(L.Callback):
-    """Fills a record, and ends the fit after the last batch. The last in the list, so that all others have acted."""
+    """Fills a record. It comes after the techniques, so that they have acted."""
 
     def __init__(self, batches: int, window: int, change: Callable[[nn.Module], Any] | None) -> None:
         self.record = StepRecord()
@@ -267,7 +293,6 @@ class _Recorder(L.Callback):
         record.evaluation.append(self._evaluate(trainer, pl_module))
         record.training = self._evaluate(trainer, pl_module, training=True)
         record.base = self._evaluate_base(trainer, pl_module)
-        raise _EnoughError
 
     def _evaluate_base(self, trainer: L.Trainer, module: L.LightningModule) -> float | None:
         if not adapter_parameters(module) or any(is_quantized(each) for each in module.modules()):

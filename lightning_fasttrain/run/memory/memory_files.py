@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from lightning_fasttrain._checks import one_of, require
+from lightning_fasttrain._counts import UNITS, format_bytes
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.run.memory.memory_page import COLOURS, memory_page
-from lightning_fasttrain.run.memory.memory_record import UNITS, MemoryRecord, format_bytes
+from lightning_fasttrain.run.memory.memory_record import MemoryRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

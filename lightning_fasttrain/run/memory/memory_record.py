@@ -12,8 +12,9 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
+from lightning_fasttrain._counts import format_bytes
+
 CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs")
-UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
 @dataclass(slots=True)
@@ -220,16 +221,3 @@ class MemoryRecord:
         text = StringIO()
         Console(file=text, width=120).print(self)
         return text.getvalue()
-
-
-def format_bytes(nbytes: float) -> str:
-    """Bytes for people: GiB, or MiB and KiB where it is less than one.
-
-    Example:
-        >>> format_bytes(3 * 2**30), format_bytes(1536), format_bytes(7)
-        ('3.00 GiB', '1.50 KiB', '7 B')
-    """
-    for unit, size in UNITS:
-        if nbytes >= size:
-            return f"{nbytes / size:.2f} {unit}"
-    return f"{nbytes:.0f} B"

@@ -3,5 +3,5 @@
 Checkpoints are written by all ranks and load on any number.
 
 From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``shard_blocks``, ``materialize``,
-``sharded_checkpoint``, ``sharding``, ``fsdp2_fabric``, ``fsdp2_strategy``.
+``gathers_in_step``, ``sharded_checkpoint``, ``sharding``, ``fsdp2_fabric``, ``fsdp2_strategy``.
 """

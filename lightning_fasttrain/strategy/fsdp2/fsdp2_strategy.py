@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
@@ -31,6 +31,7 @@ from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.background_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
+from lightning_fasttrain.strategy.fsdp2.gathers_in_step import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
@@ -196,6 +197,26 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         with without_gradient_reduction(self.model) if self.reduce_once else nullcontext():
             yield
+
+    def try_together(self) -> FSDP2Together:
+        """For ``MicroBatching("auto")``: how the ranks try a number of parts.
+
+        Raises:
+            ValueError: this torch cannot begin a step again, or gradients are reduced more than once a step.
+        """
+        what, way_out = "MicroBatching('auto') with FSDP2Strategy", "Give a number, as MicroBatching(8)"
+        if not hasattr(FSDPModule, "reset_iter_state"):
+            why = f"torch {torch.__version__} cannot begin a step again after an error in it"
+            raise ValueError(explain(what, why, f"{way_out}, or use torch 2.13"))
+        if not self.reduce_once:
+            why = "ranks reduce gradients once all of them have the whole sum, for which reduce_once=False has no room"
+            raise ValueError(explain(f"{what}(reduce_once=False)", why, way_out))
+
+        def model() -> nn.Module:
+            assert self.model is not None
+            return self.model
+
+        return FSDP2Together(model)
 
     def scale_gradients_(self, factor: Tensor) -> None:
         """For token-weighted windows: multiply the gradients of the coming step, each rank its shards."""

@@ -125,6 +125,9 @@ def shard_blocks_(
     _refuse_unshardable(model)
     groups = own_groups(model, blocks)
     whole = {parameter for parameter in model.parameters() if stays_whole(parameter)}
+    if whole:
+        gib = sum(parameter.nbytes for parameter in whole) / 2**30
+        note_once(f"FSDP2: quantised weights, {gib:.2f} GiB, stay whole on every rank; the rest is sharded")
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy or MixedPrecisionPolicy(cast_forward_inputs=False),
@@ -254,6 +257,11 @@ def reshard_(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def is_reducing(model: nn.Module) -> bool:
+    """Whether a backward reduces gradients now."""
+    return model not in _not_reducing
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from torch.optim import LBFGS, Optimizer
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain.finetune.adapters._float32_adapters import let_round_
+from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
 from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.zero._zero_groups import leave_out_idle_groups, refuse_replaced, without_phantom_step
 

@@ -16,8 +16,8 @@ _BAD_INPUT = 2
 _POINT = "lightning_fasttrain.commands.rehearsed_script:make_callbacks"
 
 
-def add_rehearse(commands: Any) -> None:
-    """Add the command to ``fasttrain``."""
+def add(commands: Any) -> None:
+    """Add the subcommand."""
     parser = commands.add_parser(
         "rehearse",
         help="run a script up to its first step, and try out what its later hours will do",

@@ -1,0 +1,115 @@
+"""How good the plan is: beside it an exhaustive search, which runs every choice that there is.
+
+    python examples/plan_against_search.py [--models "GPT,ResNet"] [--out RESULTS.json]
+
+Four small models at three limits each, on the CPU in float32, where every choice is exact. The search runs all choices
+in turn, one step to warm up and two that are timed, twice; a limit leaves those whose measured peak is within it. A
+plan is as good as the time that the search has measured for what it chose, beside the best time of the search at that
+limit. Plans and search run in one process, within minutes. The last line is the worst ratio of all.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+import time
+from datetime import UTC, datetime
+from statistics import median
+
+import lightning_fasttrain as ft
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import log
+from lightning_fasttrain._technique import Exactness
+from lightning_fasttrain.bench import doctor, zoo
+from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.planner.axes import find_axes
+from lightning_fasttrain.planner.stopwatch import Stopwatch
+
+MODELS = {
+    "GPT": zoo.gpt("nano", batch=8),
+    "BERT like MiniLM": zoo.encoder(layers=6, width=128, batch=8, length=64),
+    "ResNet": zoo.resnet(layers=2, width=16, batch=8, pixels=32),
+    "Llama": zoo.llama(layers=3, width=128, batch=4, length=128, vocabulary=2048),
+}
+LIMITS = (0.9, 0.6, 0.4)  # of the peak of the plain step
+GIB = 2**30
+
+
+def search(specimen, module, batch):
+    """Every choice → [times in ms], peak in bytes."""
+    axes = find_axes(module, batch, doctor.facts(), Exactness.EXACT, "32-true", fast_bf16=False)
+    watch, found = Stopwatch(module, batch, {"accelerator": "cpu"}), {}
+    choices = list(axes.choices())
+    for round_ in range(2):
+        for choice in choices:
+            timed = watch.time(choice, 2, peak=round_ == 0)
+            times, peak = found.get(choice, ([], 0))
+            found[choice] = times + timed.step_ms, max(peak, timed.peak_bytes)
+    return found
+
+
+def compare(name, specimen):
+    module, batch = specimen.module(), specimen.batch()
+    began = time.monotonic()
+    found = search(specimen, module, batch)
+    searched_s = time.monotonic() - began
+    plain = next(peak for choice, (_, peak) in found.items() if not choice.techniques())
+    rows = []
+    for share in LIMITS:
+        limit = share * plain / GIB
+        fitting = {choice: median(times) for choice, (times, peak) in found.items() if peak <= limit * GIB}
+        if not fitting:
+            continue
+        plan = ft.make_plan(module, batch, limit, keep="exact", precision="32-true", device="cpu")
+        chosen, best = plan.chosen.choice, min(fitting, key=fitting.get)
+        times = found[chosen][0]
+        rows.append(
+            {
+                "model": name,
+                "limit_gib": limit,
+                "choices": len(found),
+                "search_s": searched_s,
+                "plan_s": plan.seconds,
+                "best": str(best),
+                "best_ms": fitting[best],
+                "chosen": str(chosen),
+                "chosen_ms": median(times),
+                "ratio": median(times) / fitting[best],
+                "noise": max(times) / min(times) - 1,
+                "predicted_gib": plan.chosen.predicted_bytes / GIB,
+                "measured_gib": found[chosen][1] / GIB,
+            }
+        )
+        print(as_row(rows[-1]), flush=True)
+    return rows
+
+
+def as_row(row):
+    """One line of the table in the results' README."""
+    memory = f"{1024 * row['predicted_gib']:.0f} / {1024 * row['measured_gib']:.0f} of {1024 * row['limit_gib']:.0f}"
+    times = f"{row['chosen_ms']:.0f} / {row['best_ms']:.0f}"
+    ratio = f"{row['ratio']:.2f} ({row['noise']:.0%})"
+    seconds = f"{row['plan_s']:.0f} / {row['search_s']:.0f}"
+    return f"| {row['model']} | {row['chosen'].removeprefix('32-true, ')} | {memory} | {times} | {ratio} | {seconds} |"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS), help="names, with commas between")
+    parser.add_argument("--out", metavar="JSON", help="file to write the results to")
+    options = parser.parse_args()
+    log.setLevel("WARNING")
+    rows = []
+    for name in options.models.split(","):
+        rows += compare(name, MODELS[name])
+    if options.out:
+        command = without_paths(shlex.join(["python", *sys.argv]))
+        date = datetime.now(UTC).date().isoformat()
+        result = {"command": command, "date": date, "hardware": hardware(), "versions": versions(), "rows": rows}
+        write_atomic(options.out, json.dumps(result, indent=2) + "\n")
+    print(f"worst ratio {max(row['ratio'] for row in rows):.2f}")
+
+
+if __name__ == "__main__":
+    main()

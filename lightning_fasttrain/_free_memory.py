@@ -1,0 +1,25 @@
+"""Floor: how much memory a device has left."""
+
+from pathlib import Path
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that further tensors may take on ``device``; None where the system does not tell.
+
+    On CUDA what the allocator holds without using it is free too. Nothing waits for the device.
+
+    Example:
+        >>> left = free_bytes(torch.device("cpu"))
+        >>> left is None or left > 0
+        True
+    """
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return 1024 * int(available.split()[1])

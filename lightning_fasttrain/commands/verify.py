@@ -1,0 +1,55 @@
+"""``fasttrain verify``: is it the same training, on this model?"""
+
+import argparse
+from typing import Any
+
+from lightning_fasttrain.commands.target import add_target, load_target, refuse
+
+
+def add(commands: Any) -> None:
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "verify",
+        help="run a step without and with techniques: is it the same training, on this model?",
+        description="Run the same steps without and with techniques on copies of a model, and compare loss, gradients, "
+        "updates and evaluation with what rounding alone does. The exit code is 0 if every technique keeps what it "
+        "promises, 1 if not. TARGET is imported and called, which runs its code.",
+    )
+    add_target(parser)
+    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
+    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument")
+    parser.add_argument("--precision", default="32-true", help="as for the Trainer; default: 32-true")
+    parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps; default: 1")
+    parser.add_argument("--accelerator", default="auto", help="as for the Trainer: auto (default), cpu or gpu")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> int:
+    import json
+
+    from rich.console import Console
+
+    from lightning_fasttrain._messages import wide_enough
+    from lightning_fasttrain.plan import verify
+    from lightning_fasttrain.plan.subject import techniques_named
+
+    console = wide_enough(Console())
+    try:
+        with Console(stderr=True).status("Running the same steps without and with techniques…"):
+            module, batch = load_target(options)
+            verified = verify(
+                module,
+                batch,
+                techniques_named(options.techniques) or None,
+                precision=options.precision,
+                steps=options.steps,
+                accelerator=options.accelerator,
+            )
+    except (ValueError, TypeError) as error:
+        return refuse("verify", error)
+    if options.json:
+        print(json.dumps(verified.as_dict(), indent=2))
+    else:
+        console.print(verified.as_table())
+    return 0 if verified.ok else 1

@@ -1,0 +1,200 @@
+"""A fine-tuned Hugging Face model as a plain one in a folder, for whatever reads ``from_pretrained``."""
+
+import copy
+import os
+import secrets
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._files import TEMPORARY, sync_folder
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.finetune.adapters._merged_layers import outermost
+from lightning_fasttrain.finetune.adapters.add_adapter import switches
+from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
+from lightning_fasttrain.finetune.files._adapter_folder import Folder
+from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
+from lightning_fasttrain.finetune.parts.base_fingerprint import (
+    adapter_holders,
+    adapters_on,
+    first_few,
+    is_torchaos,
+    plain_name,
+)
+from lightning_fasttrain.finetune.quantized._quantized_layer import (
+    FLOATS,
+    dequantized_weight,
+    is_quantized,
+    was_transposed,
+)
+
+
+def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None = None) -> Path:
+    """Save the Hugging Face model in ``model`` as a plain one: adapters merged, weights in floats, in safetensors.
+
+    ``from_pretrained(folder)`` gives a model with the same outputs, without PEFT, bitsandbytes or this package; so do
+    programs that read such folders, such as those that convert to GGUF. Configuration and generation settings are
+    beside it; save the tokenizer there too: ``tokenizer.save_pretrained(folder)``. The folder appears once it is
+    whole. ``model`` is left as it was, bit for bit, but for gradients of the adapters; meanwhile host memory holds
+    its weights twice. In distributed runs every process calls it, and the first one writes.
+
+    Args:
+        model: a Hugging Face model, or a module that holds one; with adapters of any kind that can be merged, with
+            some that are merged already, or without.
+        folder: which must not be there yet, or be empty.
+        dtype: of all floating-point weights; None leaves each as it is, and is refused for a quantised model.
+
+    Returns:
+        The folder.
+
+    Raises:
+        TypeError: there is no Hugging Face model in it.
+        ValueError: there are several; the folder is in use; weights are quantised and no ``dtype`` is given, or
+            sharded; the class in its configuration has other weights; adapters cannot be merged.
+
+    Example:
+        >>> import transformers, lightning_fasttrain as ft
+        >>> size = {"hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 9}
+        >>> model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size))
+        >>> undo = ft.apply(model, [ft.LoRA(rank=2)])
+        >>> sorted(path.name for path in export_model(model, getfixture("tmp_path") / "model").iterdir())
+        [...'config.json', 'generation_config.json', 'model.safetensors']
+
+    Source:
+        ``PreTrainedModel.save_pretrained`` writes the files.
+    """
+    require("transformers", extra="finetune")
+    root, target = _find_root(model), Path(folder)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        why = "it is there already, and is not overwritten"
+        raise ValueError(explain(f"{target}", why, "Name a new folder, or move that one away"))
+    if dtype is not None and dtype not in FLOATS:
+        raise ValueError(explain(f"dtype={dtype}", "weights are saved in floats", f"Use one of {FLOATS}"))
+    packed = [is_torchaos(parameter) for parameter in root.parameters()]
+    if dtype is None and (any(packed) or any(is_quantized(module) for module in root.modules())):
+        why = "its quantised weights are saved in floats, and which is a matter of size"
+        raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use dtype=torch.bfloat16, say"))
+    refuse_shards(dict(root.named_parameters()))
+    with _merged(root):
+        _write(target, _plain_twin(root, _plain_state(root, dtype)))
+    return target
+
+
+def _find_root(model: nn.Module) -> Any:
+    from transformers import PreTrainedModel
+
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(not outer or name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, PreTrainedModel) and not inside:
+            found[name] = module
+    if not found:
+        why = "there is no Hugging Face model in it, so no from_pretrained that could read it"
+        way_out = "Use unload_adapters_(model), and save its state_dict()"
+        raise TypeError(explain(f"export_model of a {type(model).__name__}", why, way_out))
+    if len(found) > 1:
+        why = f"there are several Hugging Face models in it: {', '.join(found)}"
+        way_out = f"Name one: export_model(model.{next(iter(found))}, …)"
+        raise ValueError(explain(f"export_model of a {type(model).__name__}", why, way_out))
+    return next(iter(found.values()))
+
+
+@contextmanager
+def _merged(root: nn.Module) -> Iterator[None]:
+    """Have the adapters in the weights for as long as it lasts."""
+    layers: list[Any] = list(switches(root))
+    if not layers or any(getattr(layer, "merged", False) for layer in layers):
+        yield
+        return
+    quantized = any(is_quantized(module) for layer in layers for module in layer.modules())
+    merge_adapters_(root, into="dequantized" if quantized else None)
+    try:
+        yield
+    finally:
+        unmerge_adapters_(root)
+
+
+def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """The weights under the names that they have without adapters, in floats, on the host."""
+    holders, state = adapter_holders(root), dict[str, Tensor]()
+    quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
+    for key, tensor in root.state_dict().items():
+        owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
+        plain = plain_name(key, holders)
+        if plain is not None and (owner is None or key == f"{owner}.bias"):
+            state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
+    for name, layer in quantized.items():
+        weight = dequantized_weight(layer)
+        shape = vars(layer).get("stands_for", weight.shape)
+        if plain := plain_name(f"{name}.weight", holders):
+            state[plain] = weight.T.contiguous() if was_transposed(layer) else weight.view(shape)
+    state.update(_trained_whole(root, holders))
+    for name, tensor in state.items():
+        state[name] = tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None)
+    return state
+
+
+def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor]:
+    """Of modules that trained whole beside an adapter, the copy that did."""
+    found: dict[str, Tensor] = {}
+    if not any(adapters_on(module) for module in root.modules()):
+        return found
+    for name, wrapper in outermost(root):
+        copies: Any = wrapper._modules.get("modules_to_save", {})
+        for active in wrapper.active_adapters if copies else ():
+            if active in copies:
+                place = plain_name(f"{name}.original_module", holders)
+                found.update({f"{place}.{key}": value for key, value in copies[active].state_dict().items()})
+    return found
+
+
+def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
+    """A model of the same class and configuration with these weights, as ``from_pretrained`` would make it.
+
+    Raises:
+        ValueError: the configuration makes a model with other weights.
+    """
+    config = copy.deepcopy(root.config)
+    vars(config).pop("quantization_config", None)
+    with torch.device("meta"):
+        twin = type(root)(config)
+    try:
+        twin.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        expected = twin.state_dict()
+        names = [name for name in {**expected, **state} if name not in expected or name not in state]
+        names += [name for name in expected if name in state and expected[name].shape != state[name].shape]
+        why = f"{first_few(names)} differ from what its configuration makes, so from_pretrained could not read it"
+        raise ValueError(explain(f"export_model of a {type(root).__name__}", why, "Correct model.config")) from error
+    twin.tie_weights()
+    if "generation_config" in vars(root):
+        twin.generation_config = copy.deepcopy(root.generation_config)
+    return twin
+
+
+@rank_zero_only
+def _write(target: Path, model: Any) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of generation settings, as they were loaded
+            model.save_pretrained(unfinished)
+        for path in unfinished.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        sync_folder(unfinished)
+        os.replace(unfinished, target)  # an empty folder is replaced
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    sync_folder(target.parent)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    say("export_model: %s with %s parameters in %s", type(model).__name__, f"{numbers:,}", target)

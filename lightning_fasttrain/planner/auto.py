@@ -1,0 +1,149 @@
+"""Plans at the start of a fit, and goes on with the plan."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._host import training_loader
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._technique import Exactness, techniques_of
+from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.planner.make_plan import make_plan
+
+_FILE = "fasttrain_plan.json"
+
+
+class Auto(L.Callback):
+    """Plan with :func:`~lightning_fasttrain.make_plan` at the start of ``fit``, and add what was chosen to the Trainer.
+
+    Precision and strategy are the Trainer's own and stay. Rank zero plans and all follow. The plan is kept in
+    ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, and read from there by the next run of the same model
+    on the same machine, so that a resumed run goes on as it was; its state in checkpoints says what it was. List it
+    before other techniques.
+
+    Args:
+        memory_gib: as for :func:`~lightning_fasttrain.make_plan`.
+        keep: as for :func:`~lightning_fasttrain.make_plan`, here ``"exact"`` by default.
+        seconds: as for :func:`~lightning_fasttrain.make_plan`.
+        batch: one to plan with; by default the loader's first, of an iterator of its own.
+
+    Attributes:
+        plan: what was planned, on rank zero of a run that did plan.
+        choice: what is used.
+
+    Raises:
+        ValueError: an unknown ``keep``; in ``fit``: another technique is listed before it, or there is no batch.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[ft.Auto(memory_gib=2)], logger=False,
+        ...                     enable_checkpointing=False, enable_progress_bar=False)
+
+    Source:
+        Ours.
+    """
+
+    def __init__(
+        self, memory_gib: float | str = "fit", keep: str = "exact", seconds: float = 60, batch: Any = None
+    ) -> None:
+        self.memory_gib, self.seconds, self.batch = memory_gib, seconds, batch
+        self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
+        self.plan: Any = None
+        self.choice: Choice | None = None
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: Lightning's earliest; callbacks that are added here are called right after this one."""
+        if stage != "fit":
+            return
+        if self.choice is None:
+            self._refuse_others_before(trainer)
+            known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
+            self.choice = Choice(**trainer.strategy.broadcast(known))
+        trainer.callbacks += self.choice.techniques()
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the last. A later fit adds fresh techniques."""
+        if stage == "fit" and self.choice is not None:
+            added = {type(technique) for technique in self.choice.techniques()}
+            trainer.callbacks[:] = [callback for callback in trainer.callbacks if type(callback) not in added]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is used, for whoever reads the checkpoint."""
+        return {} if self.choice is None else {"choice": asdict(self.choice)}
+
+    def _refuse_others_before(self, trainer: L.Trainer) -> None:
+        place = trainer.callbacks.index(self)
+        before = [technique for technique in techniques_of(trainer) if trainer.callbacks.index(technique) < place]
+        if before:
+            why = "it has taken its place already when the plan comes"
+            raise ValueError(explain(f"{before[0]} is listed before Auto", why, "List Auto first"))
+
+    def _choose(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
+        batch = _first_batch(trainer) if self.batch is None else self.batch
+        path, key = Path(trainer.default_root_dir, _FILE), self._key_of(trainer, module, batch)
+        kept = _read(path)
+        if kept.get("key") == key:
+            say("Auto: goes on as planned in %s: %s", path, kept["words"])
+            return kept["choice"]
+        device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
+        self.plan = make_plan(
+            module,
+            batch,
+            self.memory_gib,
+            keep=self.keep,
+            precision=trainer.precision,
+            device=device,
+            seconds=self.seconds,
+            **_clipping_of(trainer),
+        )
+        chosen = self.plan.chosen.choice
+        said = {"key": key, "choice": asdict(chosen), "words": str(chosen), "plan": self.plan.as_dict()}
+        write_atomic(path, json.dumps(said, indent=2))
+        say("Auto: %s", chosen)
+        for reason in self.plan.reasons:
+            say("Auto: %s", reason)
+        return asdict(chosen)
+
+    def _key_of(self, trainer: L.Trainer, module: L.LightningModule, batch: Any) -> str:
+        """Changes with whatever would change the plan."""
+        shapes = [(name, str(p.dtype), tuple(p.shape), p.requires_grad) for name, p in module.named_parameters()]
+        sizes: list[Any] = []
+        apply_to_collection(batch, Tensor, lambda tensor: sizes.append((str(tensor.dtype), tuple(tensor.shape))))
+        asked = self.memory_gib, self.keep, trainer.precision, trainer.world_size
+        text = json.dumps([shapes, sizes, asked, hardware(), versions()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _first_batch(trainer: L.Trainer) -> Any:
+    try:
+        loader = training_loader(trainer)
+        if loader is None or iter(loader) is loader:
+            raise TypeError("the loader can be gone through once only")
+        with isolate_rng():
+            return next(iter(loader))
+    except Exception as error:
+        why = f"no batch could be taken at the start: {type(error).__name__}: {error}"
+        raise ValueError(explain("Auto()", why, "Give one: Auto(batch=...)")) from error
+
+
+def _clipping_of(trainer: L.Trainer) -> dict[str, Any]:
+    clip = {"gradient_clip_val": trainer.gradient_clip_val, "gradient_clip_algorithm": trainer.gradient_clip_algorithm}
+    return clip if trainer.gradient_clip_val else {}
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):  # none yet, or a damaged one, which is planned again
+        return {}

@@ -1,0 +1,194 @@
+"""The fastest way to train a model within a limit of memory, at the same global batch: measured, with reasons."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._technique import Exactness
+from lightning_fasttrain.bench import doctor
+from lightning_fasttrain.bench.machine import bf16_units, hardware
+from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
+from lightning_fasttrain.plan.proof.verify import as_lightning_module
+from lightning_fasttrain.planner.axes import find_axes
+from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.plan import GIB, Plan, Tried
+from lightning_fasttrain.planner.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.search import Search, words_of
+from lightning_fasttrain.planner.several_devices import SeveralDevices
+from lightning_fasttrain.planner.stopwatch import Stopwatch
+
+_ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
+
+
+def make_plan(
+    module: nn.Module | Callable[[], nn.Module],
+    batch: Any,
+    memory_gib: float | str = "fit",
+    devices: int = 1,
+    *,
+    nodes: int = 1,
+    keep: str = "tolerance",
+    loss: Callable[[Any, Any], Any] | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    precision: str | None = None,
+    device: str | None = None,
+    steps: int = 1000,
+    seconds: float = 120,
+    tell: Callable[[str], None] = lambda what: None,
+    **settings: Any,
+) -> Plan:
+    """Choose the fastest mix of techniques that fits, for the same global batch, by measuring this model.
+
+    The memory of each choice is predicted without running it. Time is measured: a few steps as they are, in more
+    parts, and with one thing switched on at a time; from that all combinations are estimated, fastest first, until
+    nothing that is left can be faster. The best few that fit are run in turn, and the peak of the fastest is measured.
+    Of what is equally fast the simplest is chosen. Nothing is left changed.
+
+    Args:
+        module: left as it is, or a function that builds it.
+        batch: one batch, as the loader gives it.
+        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free on this one.
+        devices: that train together, each with a batch like this; with several a strategy is chosen too, see
+            :func:`~lightning_fasttrain.choose_strategy`. What they send one another is counted in bytes, not in time.
+        nodes: machines that they are in.
+        keep: ``"exact"``, ``"tolerance"`` (also bf16-mixed and compiled blocks) or ``"changes_training"`` (also LoRA
+            and QLoRA).
+        loss: (module, batch) → loss, for a module without ``training_step``.
+        optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
+        precision: of your training, which then stays; None: "32-true", or "bf16-mixed" if that is faster and ``keep``
+            allows it.
+        device: ``"cuda"`` or ``"cpu"``; by default what is here. A device that is not here is planned for by prediction
+            alone.
+        steps: of the coming run; what compiling takes is shared by them.
+        seconds: that measuring may take, about.
+        tell: called with a line on what is being done.
+        settings: of the Trainer, for the steps that are measured, such as ``gradient_clip_val=1.0``.
+
+    Returns:
+        The plan: ``plan.trainer(...)``, ``plan.callbacks``, ``plan.code()``, ``plan.yaml()``; print it for a table.
+
+    Raises:
+        TypeError: no model, no loss or no optimizer, or a model that cannot be copied.
+        ValueError: nothing fits, with the shortfall; an unknown word; a limit that is not positive.
+        Exception: whatever the plain step raises.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> def loss(net, batch):
+        ...     return nn.functional.mse_loss(net(batch[0]), batch[1])
+        >>> plan = ft.make_plan(
+        ...     nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)], nn.Linear(64, 1)),
+        ...     (torch.randn(512, 64), torch.randn(512, 1)),
+        ...     0.0005,
+        ...     keep="exact",
+        ...     loss=loss,
+        ...     optimizer=torch.optim.AdamW,
+        ...     device="cpu",
+        ... )
+        >>> plan.chosen.peak_bytes <= 0.0005 * 2**30 < plan.plain.predicted_bytes
+        True
+
+    Source:
+        Ours: bound and prune over measured single effects and predicted memory.
+    """
+    began = time.monotonic()
+    keep_class = Exactness(one_of("keep", keep, tuple(each.value for each in Exactness)))
+    if precision is not None:
+        one_of("precision", precision, tuple(PRECISIONS))
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = here if device is None else one_of("device", device, DEVICES)
+    positive_int("steps", steps)
+    if not seconds > 0:
+        raise ValueError(
+            explain(f"seconds={seconds}", "measuring takes time", "Give 120, or a device that is not here")
+        )
+    limit_gib = _limit(memory_gib, device, here)
+    plain = as_lightning_module(module, loss, optimizer)
+    facts = replace(doctor.facts(), device=device, devices=positive_int("devices", devices))
+    fast_bf16 = device == "cuda" or bool(bf16_units())
+    tell("looking at the model")
+    axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16)
+    memory = PredictedMemory(plain, batch, device, axes.parts)
+    usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
+    watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
+    several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
+    if several is not None:
+        axes.drop("adapter", "states of adapters on several devices are not predicted: plan on one device first")
+    search = Search(
+        axes,
+        memory,
+        several.fits if several is not None else lambda choice, needed: needed <= usable,
+        limit_gib,
+        watch,
+        steps=steps,
+        seconds=seconds,
+        tell=tell,
+    )
+    chosen = search.run()
+    if watch is None:
+        search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
+    strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
+    tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
+    return Plan(
+        chosen,
+        search.plain(),
+        tuple(tried),
+        tuple(_explain(chosen, search)),
+        axes.left_out,
+        limit_gib,
+        device,
+        watch is not None,
+        strategy,
+        time.monotonic() - began,
+        tuple(search.notes),
+    )
+
+
+def _limit(memory_gib: float | str, device: str, here: str) -> float:
+    if memory_gib == "fit":
+        if device != here:
+            why = f"there is no {device} here to be asked"
+            raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
+        if device == "cuda":
+            return torch.cuda.mem_get_info()[0] / GIB
+        return float(hardware()["ram_gib"] or 0)
+    if isinstance(memory_gib, str) or not memory_gib > 0:
+        raise ValueError(
+            explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", "Give a number above 0, or 'fit'")
+        )
+    return float(memory_gib)
+
+
+def _explain(chosen: Tried, search: Search) -> list[str]:
+    """A sentence for each thing that is switched on: what there would be without it."""
+    choice, reasons = chosen.choice, []
+    for other, name in _one_less(choice, search.axes.precisions[0]):
+        needed = search.memory.of(other)
+        ms = search.costs.estimate(other, search.steps)
+        now = search.costs.estimate(choice, search.steps)
+        if not search.fits(other, needed):
+            reasons.append(f"{name}: without it {needed / GIB:.3f} GiB would not fit.")
+        elif ms > now:
+            reasons.append(f"{name}: without it a step takes about {ms / now:.2f} times as long.")
+        else:
+            saved = (needed - chosen.predicted_bytes) / GIB
+            reasons.append(f"{name}: it costs nothing that could be measured, and saves {max(0.0, saved):.3f} GiB.")
+    return reasons
+
+
+def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
+    """The choice without each of what is switched on, and the name of that."""
+    if choice.parts > 1:
+        yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
+    for axis, word in words_of(choice):
+        if axis != "precision":
+            yield replace(choice, **{axis: ""}), SWITCHES[axis][word].code.removeprefix("ft.")
+        elif word != precision:
+            yield replace(choice, precision=precision), word

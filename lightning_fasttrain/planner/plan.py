@@ -1,0 +1,200 @@
+"""What was planned: the choice, what else was tried, and how to use it."""
+
+import json
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.planner.several_devices import strategy_code
+from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One choice, and what is known of it.
+
+    Attributes:
+        choice: what.
+        predicted_bytes: its peak.
+        estimated_ms: of a step, from steps that switch on one thing each.
+        step_ms: each step that was measured; empty if none was.
+        peak_bytes: measured; 0 if not.
+        why_not: why it was not chosen; "" for the chosen one.
+    """
+
+    choice: Choice
+    predicted_bytes: float
+    estimated_ms: float
+    step_ms: tuple[float, ...] = ()
+    peak_bytes: int = 0
+    why_not: str = ""
+
+    @property
+    def ms(self) -> float:
+        """The median of what was measured, or the estimate."""
+        return sorted(self.step_ms)[len(self.step_ms) // 2] if self.step_ms else self.estimated_ms
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The fastest of what fits; print it for a table.
+
+    Attributes:
+        chosen: the choice with what is known of it.
+        plain: the same of the plain step.
+        tried: all that were looked at, the chosen one too, fastest first.
+        reasons: a sentence for each technique that is used.
+        left_out: what could not be chosen → why.
+        limit_gib: of memory.
+        device: that it was planned for.
+        measured: whether steps were run there; else all is predicted.
+        strategy: for several devices; None for one.
+        seconds: that planning took.
+        notes: what was assumed.
+    """
+
+    chosen: Tried
+    plain: Tried
+    tried: tuple[Tried, ...]
+    reasons: tuple[str, ...]
+    left_out: Mapping[str, str]
+    limit_gib: float
+    device: str
+    measured: bool
+    strategy: StrategyChoice | None = None
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def callbacks(self) -> list[Technique]:
+        """Fresh techniques, for the Trainer or :func:`~lightning_fasttrain.apply`."""
+        return self.chosen.choice.techniques()
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What else the Trainer is given."""
+        settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
+        if self.strategy is not None:
+            settings["strategy"] = self.strategy.strategy()
+        return {**settings, **self._devices()}
+
+    def trainer(self, **settings: Any) -> L.Trainer:
+        """A Trainer that follows the plan.
+
+        Args:
+            settings: more of the Trainer's; its ``callbacks`` come beside the plan's.
+        """
+        callbacks = [*settings.pop("callbacks", []), *self.callbacks]
+        return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)
+
+    def code(self) -> str:
+        """Python that makes that Trainer."""
+        lines = ["import lightning as L", "import lightning_fasttrain as ft", "", "trainer = L.Trainer("]
+        lines.append(f"    precision={self.chosen.choice.precision!r},")
+        if self.strategy is not None:
+            lines.append(f"    strategy={strategy_code(self.strategy.name)[0]},")
+        lines += [f"    {name}={number}," for name, number in self._devices().items()]
+        made = ", ".join(self.chosen.choice.code())
+        return "\n".join([*lines, f"    callbacks=[{made}],", ")"])
+
+    def yaml(self) -> str:
+        """The same for LightningCLI."""
+        trainer: dict[str, Any] = {"precision": self.chosen.choice.precision, **self._devices()}
+        if self.strategy is not None:
+            trainer["strategy"] = strategy_code(self.strategy.name)[1]
+        trainer["callbacks"] = [dict(config) for config in self.chosen.choice.configs()]
+        return yaml.safe_dump({"trainer": trainer}, sort_keys=False)
+
+    def _devices(self) -> dict[str, int]:
+        if self.strategy is None:
+            return {}
+        nodes = self.strategy.nodes
+        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        strategy = None if self.strategy is None else self.strategy.as_dict()
+        return {**asdict(replace(self, strategy=None)), "strategy": strategy, "code": self.code()}
+
+    def save(self, path: str | Path) -> Path:
+        """Write :meth:`as_dict` as JSON: to a temporary file first."""
+        return write_atomic(path, json.dumps(self.as_dict(), indent=2))
+
+    def as_table(self) -> Table:
+        """For ``rich``: what was tried, predicted, measured, and why it was not taken."""
+        how = "measured" if self.measured else "predicted alone"
+        if self.strategy is not None:
+            how += f", {self.strategy.devices} devices with {self.strategy.name}"
+        said = [*self.reasons, *(f"{name}: {why}" for name, why in self.left_out.items()), *self.notes]
+        table = Table(
+            title=f"Plan for {self.limit_gib:.4g} GiB on {self.device}, {how}: {self.chosen.choice}",
+            caption="\n".join(said) or None,
+            title_justify="left",
+            caption_justify="left",
+        )
+        for name in ("choice", "predicted GiB", "measured GiB", "ms/step", "why not"):
+            table.add_column(name, justify="right" if "GiB" in name or "ms" in name else "left")
+        for tried in self.tried:
+            peak = f"{tried.peak_bytes / GIB:.3f}" if tried.peak_bytes else ""
+            about = "" if tried.step_ms else "≈"
+            cells = [f"{tried.predicted_bytes / GIB:.3f}", peak, f"{about}{tried.ms:,.1f}", tried.why_not or "chosen"]
+            table.add_row(str(tried.choice), *cells)
+        return table
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=FULL_WIDTH).print(self.as_table())
+        return text.getvalue().rstrip()
+
+    def save_picture(self, path: str | Path) -> Path:
+        """Draw time against memory: all that was tried, the frontier, the limit and the choice.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is missing.
+        """
+        pyplot: Any = require("matplotlib.pyplot", extra="plots")
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        axes.scatter(*_places(self.tried), color="0.7", label="tried")
+        axes.plot(*_places(sorted(_frontier(self.tried), key=_gib)), label="frontier")
+        axes.scatter(*_places([self.chosen]), marker="*", s=180, label="chosen")
+        axes.axvline(self.limit_gib, linestyle="--", color="0.4", label="limit")
+        axes.set(xlabel="peak memory, GiB", ylabel="ms a step", title=str(self.chosen.choice))
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(path, dpi=120)
+        pyplot.close(figure)
+        return Path(path)
+
+
+def _gib(tried: Tried) -> float:
+    return (tried.peak_bytes or tried.predicted_bytes) / GIB
+
+
+def _places(tried: Sequence[Tried]) -> tuple[list[float], list[float]]:
+    """Across and up in a picture."""
+    return list(map(_gib, tried)), list(map(operator.attrgetter("ms"), tried))
+
+
+def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
+    """Those that nothing else beats in both."""
+    kept = []
+    for one in tried:
+        better = [t for t in tried if t.ms < one.ms and _gib(t) <= _gib(one)]
+        if not better:
+            kept.append(one)
+    return kept

@@ -1,0 +1,311 @@
+"""Looks for the fastest choice that fits: predicts memory, measures single switches, and then the best few in turn."""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import first_line
+from lightning_fasttrain.planner.axes import Axes
+from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.plan import GIB, Tried
+from lightning_fasttrain.planner.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.stopwatch import Stopwatch, Timed
+
+_STEPS = 2  # that are timed in a run
+_ROUNDS = 3  # in which finalists are run in turn
+_FINALISTS = 4
+_NEAR = 1.15  # by how much single switches may mislead about several
+_TELLS = 0.05  # of a step: what one switch does below that is noise
+_PER_PART = 0.01  # of a step, until it is measured
+_BF16 = 0.5
+
+
+@dataclass
+class Costs:
+    """What is known about time, in ms for a step.
+
+    Attributes:
+        whole: of a batch in one part.
+        per_part: that each part adds.
+        factors: (axis, word) → by what a switch multiplies.
+        compile_ms: once.
+    """
+
+    whole: float = 1.0
+    per_part: float = _PER_PART
+    factors: dict[tuple[str, str], float] = field(default_factory=dict)
+    compile_ms: float = 0.0
+
+    def estimate(self, choice: Choice, steps: int) -> float:
+        """Of a step, with its share of what is compiled for a run of ``steps``."""
+        ms = self.whole + self.per_part * choice.parts
+        for axis, word in words_of(choice):
+            ms *= self.factors.get((axis, word), _assumed(axis, word))
+        return ms + (self.compile_ms / steps if choice.compile else 0.0)
+
+
+class Search:
+    """Looks for the fastest choice that fits.
+
+    Args:
+        axes: what may be chosen.
+        memory: predicts.
+        fits: bytes → whether that is within the limit.
+        limit_gib: for messages.
+        watch: measures; None if the device is not here.
+        steps: of the coming run, which share the time that compiling takes.
+        seconds: that measuring may take, about.
+        tell: called with what is being done.
+    """
+
+    def __init__(
+        self,
+        axes: Axes,
+        memory: PredictedMemory,
+        fits: Callable[[Choice, float], bool],
+        limit_gib: float,
+        watch: Stopwatch | None,
+        *,
+        steps: int,
+        seconds: float,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.axes, self.memory, self.fits, self.limit_gib, self.watch = axes, memory, fits, limit_gib, watch
+        self.steps, self.deadline, self.tell = steps, time.monotonic() + seconds, tell
+        self.costs = Costs()
+        self.tried: dict[Choice, Tried] = {}
+        self.notes: list[str] = []
+
+    def run(self) -> Tried:
+        """The chosen one; all others are in ``tried``.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        base = self._find_base()
+        if self.watch is not None:
+            self._measure_switches(base)
+        finalists = self._find_finalists()
+        if self.watch is not None:
+            return self._run_off(finalists)
+        chosen = finalists[0]
+        for other in finalists[1:]:
+            self._note(replace(other, why_not="a slower one, by estimate"))
+        return self._note(chosen)
+
+    def plain(self) -> Tried:
+        """What is known of the plain step."""
+        choice = Choice(precision=self.axes.precisions[0])
+        return self.tried.get(choice) or self._look_at(choice)
+
+    def _look_at(self, choice: Choice) -> Tried:
+        return Tried(choice, self.memory.of(choice), self.costs.estimate(choice, self.steps))
+
+    def _note(self, tried: Tried) -> Tried:
+        self.tried[tried.choice] = tried
+        return tried
+
+    def _find_base(self) -> Choice:
+        """A choice that fits, with as little switched on as that takes."""
+        leanest, least = Choice(), float("inf")
+        precision = self.axes.precisions[0]
+        for switched in self._ever_leaner():
+            for parts in self.axes.parts:
+                choice = replace(switched, parts=parts, precision=precision)
+                if choice.gradients == "in backward" and parts > 1:
+                    continue
+                needed = self.memory.of(choice)
+                if self.fits(choice, needed):
+                    return choice
+                if needed < least:
+                    leanest, least = choice, needed
+        way_out = "Give more memory, several devices, or a smaller batch"
+        if not any(switch in self.axes.words["adapter"] for switch in ("lora", "qlora")):
+            way_out += "; or keep='changes_training', with which adapters are trained instead of all weights"
+        over = least / GIB - self.limit_gib
+        why = f"the leanest choice ({leanest}) takes {least / GIB:.3f} GiB, {over:.3f} too much"
+        raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, way_out))
+
+    def _ever_leaner(self) -> Iterator[Choice]:
+        """Nothing, then what recomputes, then also the head, the gradients, offload, and adapters."""
+        choice = Choice()
+        yield choice
+        for axis in ("recompute", "head", "gradients", "offload", "adapter"):
+            words = self.axes.words[axis]
+            if len(words) > 1:
+                if axis == "gradients":
+                    yield replace(choice, gradients=words[-1])
+                    words = words[:2]
+                choice = replace(choice, **{axis: words[-1]})
+                yield choice
+
+    def _measure_switches(self, base: Choice) -> None:
+        first = self._measure(base)
+        if first is None and base.parts > 1:  # its loss cannot be cut, and the reason is noted
+            return
+        if first is None:
+            raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
+        ms = median(first.step_ms)
+        self.costs.whole, self.costs.per_part = ms * (1 - _PER_PART * base.parts), ms * _PER_PART
+        for axis, word in words_of(base):
+            self.costs.whole /= _assumed(axis, word)
+            self.costs.per_part /= _assumed(axis, word)
+        self._measure_parts(base, ms)
+        for axis, words in self.axes.words.items():
+            for word in words[1:]:
+                self._measure_switch(base, ms, axis, word)
+        for precision in self.axes.precisions[1:]:
+            self._measure_switch(base, ms, "precision", precision)
+
+    def _measure_parts(self, base: Choice, ms: float) -> None:
+        more = [parts for parts in self.axes.parts if parts > base.parts]
+        if not more:
+            return
+        other = replace(base, parts=more[min(1, len(more) - 1)])
+        timed = self._measure(other)
+        if timed is None:
+            if base.parts == 1 and other in self.tried:
+                self.axes.drop("parts", self.tried[other].why_not)
+            return
+        added = max(0.0, (median(timed.step_ms) - ms) / (other.parts - base.parts))
+        self.costs.whole += (self.costs.per_part - added) * base.parts
+        self.costs.per_part = added
+
+    def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
+        if getattr(base, axis) == word or (word == "in backward" and base.parts > 1):
+            return
+        choice = replace(base, **{axis: word})
+        if not self.fits(choice, self.memory.of(choice)):
+            return
+        timed = self._measure(choice)
+        if timed is not None:
+            factor = median(timed.step_ms) / ms * self._factor_of(base, axis)
+            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < _TELLS else factor
+            if axis == "compile":
+                self.costs.compile_ms = max(0.0, timed.first_ms - median(timed.step_ms))
+        elif choice in self.tried:
+            words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
+            self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
+            words.remove(word)
+
+    def _factor_of(self, base: Choice, axis: str) -> float:
+        """What the base itself has switched on there."""
+        word = getattr(base, axis)
+        return _assumed(axis, word) if (axis, word) in words_of(base) else 1.0
+
+    def _measure(self, choice: Choice) -> Timed | None:
+        """Time a choice; None if it fails, which is noted, or if there is no time."""
+        assert self.watch is not None
+        if time.monotonic() > self.deadline:
+            self._say_late()
+            return None
+        self.tell(f"measuring {choice}")
+        try:
+            timed = self.watch.time(choice, _STEPS)
+        except Exception as error:
+            self._note(replace(self._look_at(choice), why_not=first_line(error)))
+            return None
+        tried = self._look_at(choice)
+        self._note(replace(tried, step_ms=tuple(timed.step_ms), why_not="slower than others that fit"))
+        return timed
+
+    def _say_late(self) -> None:
+        note = "There was no time to measure everything: what was not is estimated. Give more seconds."
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _find_finalists(self) -> list[Tried]:
+        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
+        looked_at = [(self.costs.estimate(choice, self.steps), choice) for choice in self.axes.choices()]
+        looked_at.sort(key=lambda pair: (pair[0], len(words_of(pair[1])), pair[1].parts))
+        finalists: list[Tried] = []
+        for ms, choice in looked_at:
+            if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
+                break
+            needed = self.memory.of(choice)
+            if self.fits(choice, needed):
+                needed = self.memory.exactly(choice)
+            if self.fits(choice, needed):
+                finalists.append(Tried(choice, needed, ms))
+            elif len(self.tried) < 40:
+                known = self.tried.get(choice, Tried(choice, needed, ms))
+                self._note(replace(known, why_not=f"does not fit: {needed / GIB:.3f} GiB"))
+        if not finalists:
+            why = "what would fit does not run here"
+            raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
+        return finalists
+
+    def _run_off(self, finalists: list[Tried]) -> Tried:
+        """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken."""
+        assert self.watch is not None
+        times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
+        for round_ in range(_ROUNDS):
+            for tried in finalists:
+                if times.get(tried.choice) is None or (round_ > 0 and time.monotonic() > self.deadline):
+                    continue
+                self.tell(f"comparing {tried.choice}")
+                try:
+                    times[tried.choice] += self.watch.time(tried.choice, _STEPS).step_ms
+                except Exception as error:
+                    del times[tried.choice]
+                    self._note(replace(tried, why_not=first_line(error)))
+        ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
+        share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
+        ranked.sort(key=lambda tried: tried.ms + share(tried))
+        ranked = _simplest_of_equals_first(ranked)
+        chosen: Tried | None = None
+        for tried in ranked:
+            if chosen is not None:
+                self._note(replace(tried, why_not=_why_slower(tried, chosen)))
+                continue
+            confirmed = self._confirm(tried)
+            if confirmed.why_not:
+                self._note(confirmed)
+            else:
+                chosen = self._note(confirmed)
+        if chosen is None:
+            why = "everything that should fit takes more when it is measured"
+            raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give a lower limit, to leave more room"))
+        return chosen
+
+    def _confirm(self, tried: Tried) -> Tried:
+        """Measure the peak of one step."""
+        assert self.watch is not None
+        self.tell(f"measuring the memory of {tried.choice}")
+        try:
+            peak = self.watch.time(tried.choice, 1, peak=True).peak_bytes
+        except Exception as error:
+            return replace(tried, why_not=first_line(error))
+        if not self.fits(tried.choice, peak):
+            return replace(tried, peak_bytes=peak, why_not=f"does not fit: measured {peak / GIB:.3f} GiB")
+        return replace(tried, peak_bytes=peak)
+
+
+def words_of(choice: Choice) -> list[tuple[str, str]]:
+    """(axis, word) wherever a choice is not the plain step, precision too."""
+    found = [(axis, getattr(choice, axis)) for axis in SWITCHES if getattr(choice, axis)]
+    return [*found, ("precision", choice.precision)] if choice.precision != "32-true" else found
+
+
+def _assumed(axis: str, word: str) -> float:
+    if axis == "precision":
+        return _BF16
+    return SWITCHES[axis][word].cost
+
+
+def _simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
+    """What is not told from the fastest comes in the order of how much is switched on."""
+    slowest = max(ranked[0].step_ms, default=0.0) if ranked else 0.0
+    equal = [tried for tried in ranked if tried.ms <= max(slowest, ranked[0].ms * (1 + _TELLS))]
+    simplest = sorted(equal, key=lambda tried: (len(words_of(tried.choice)), tried.choice.parts))
+    return [*simplest, *ranked[len(equal) :]]
+
+
+def _why_slower(tried: Tried, chosen: Tried) -> str:
+    slower = tried.ms / chosen.ms - 1
+    spread = max(tried.step_ms) / min(tried.step_ms) - 1
+    if abs(slower) > max(spread, _TELLS):
+        return f"{slower:+.0%}"
+    return f"{slower:+.0%}, which its noise of {spread:.0%} does not tell, and no simpler"

@@ -1,0 +1,93 @@
+"""What choices take on each of several devices, and the strategy that spreads them."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
+
+_GIB = 2**30
+_ANYTHING = 1e9  # GiB: what all strategies fit into
+
+
+class SeveralDevices:
+    """Knows for each choice what the strategies make of it.
+
+    Args:
+        module: the model.
+        devices: all of them.
+        nodes: machines they are in.
+        usable: bytes of each device.
+    """
+
+    def __init__(self, module: L.LightningModule, devices: int, nodes: int, usable: float) -> None:
+        self.module, self.devices, self.nodes, self.usable = module, devices, nodes, usable
+        self.known: dict[str, StrategyChoice] = {}
+
+    def fits(self, choice: Choice, needed: float) -> bool:
+        """Whether any strategy fits.
+
+        Args:
+            choice: what.
+            needed: bytes that it takes on one device alone.
+        """
+        return self._least(choice, needed) <= self.usable
+
+    def choose(self, choice: Choice, needed: float) -> StrategyChoice:
+        """The strategy of those that fit which moves the fewest bytes in a step."""
+        compared = self._compare(choice.precision)
+        activations = self._activations(choice, needed)
+        fitting = [c for c in compared.candidates if self._goes_with(choice, c.name) and not c.rounds]
+        fitting = [c for c in fitting if c.states.device + activations <= self.usable]
+        best = min(fitting, key=lambda candidate: candidate.traffic.total)
+        return replace(compared, name=best.name, activation_bytes=int(activations), usable_bytes=int(self.usable))
+
+    def _least(self, choice: Choice, needed: float) -> float:
+        activations = self._activations(choice, needed)
+        candidates = self._compare(choice.precision).candidates
+        sizes = [c.states.device for c in candidates if self._goes_with(choice, c.name) and not c.rounds]
+        return min(sizes, default=math.inf) + activations
+
+    def _activations(self, choice: Choice, needed: float) -> float:
+        """What is left of a step on one device without its states, which DDP keeps whole on each."""
+        whole = next(c for c in self._compare(choice.precision).candidates if c.name == "ddp")
+        return max(0.0, needed - whole.states.device)
+
+    def _goes_with(self, choice: Choice, strategy: str) -> bool:
+        return choice.parts == 1 or not strategy.startswith("zero")  # ZeRO counts parts by itself
+
+    def _compare(self, precision: str) -> StrategyChoice:
+        if precision not in self.known:
+            self.known[precision] = choose_strategy(
+                self.module,
+                None,
+                self.devices,
+                memory_gib=_ANYTHING,
+                nodes=self.nodes,
+                precision=precision,
+                activation_gib=0.0,
+                headroom=0.0,
+            )
+        return self.known[precision]
+
+
+def strategy_code(name: str) -> tuple[str, Any]:
+    """The Python that makes a strategy of the name that ``choose_strategy`` gives it, and the same for LightningCLI.
+
+    Example:
+        >>> strategy_code("fsdp2+offload")[0]
+        "ft.FSDP2Strategy(offload='cpu')"
+    """
+    kind, _, stage = name.partition("-")
+    if kind == "ddp":
+        return "'ddp'", "ddp"
+    if kind == "zero":
+        config = {"class_path": "lightning_fasttrain.ZeROStrategy", "init_args": {"stage": stage}}
+        return f"ft.ZeROStrategy(stage={stage!r})", config
+    config = {"class_path": "lightning_fasttrain.FSDP2Strategy"}
+    if not kind.endswith("offload"):
+        return "ft.FSDP2Strategy()", config
+    return "ft.FSDP2Strategy(offload='cpu')", {**config, "init_args": {"offload": "cpu"}}

@@ -1,0 +1,214 @@
+"""A plan fits, is the fastest of what was tried, says why, and leaves everything as it was."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+
+import lightning_fasttrain as ft
+from lightning_fasttrain._technique import techniques_of
+from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.search import Costs
+from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+
+BATCH = lm_batches(1, size=32, length=24)[0]
+GIB = 2**30
+
+
+def plan(memory_gib, module=None, batch=BATCH, **settings):
+    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 20, **settings})
+
+
+@pytest.fixture(scope="module")
+def tight():
+    """A plan for three fifths of what the plain step takes."""
+    whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
+    return plan(0.6 * whole, keep="exact")
+
+
+def test_it_fits_and_the_plain_step_does_not(tight):
+    limit = tight.limit_gib * GIB
+    assert tight.plain.predicted_bytes > limit
+    assert 0 < tight.chosen.peak_bytes <= limit
+    assert tight.chosen.predicted_bytes == pytest.approx(tight.chosen.peak_bytes, rel=0.1)
+    assert tight.measured
+
+
+def test_nothing_that_was_measured_and_fits_is_clearly_faster(tight):
+    fitting = [t for t in tight.tried if t.step_ms and t.predicted_bytes <= tight.limit_gib * GIB]
+    assert min(min(t.step_ms) for t in fitting) <= tight.chosen.ms
+    assert len(tight.tried) > 3
+
+
+def test_every_technique_has_a_reason_and_everything_left_out_too(tight):
+    assert len(tight.reasons) == len(tight.callbacks) > 0
+    assert "keep='exact'" in tight.left_out["compile blocks"]
+    assert "already" in tight.left_out["loader prefetched"]
+    refused = [t for t in tight.tried if t is not tight.chosen and not t.why_not]
+    assert not refused
+
+
+def test_code_yaml_json_and_the_trainer_say_the_same(tight, tmp_path):
+    made = {}
+    exec(tight.code().replace("L.Trainer(", "L.Trainer(accelerator='cpu', logger=False,"), made)
+    of_code = [repr(callback) for callback in made["trainer"].callbacks if isinstance(callback, ft.Technique)]
+    assert of_code == list(map(repr, techniques_of(tight.trainer(accelerator="cpu", logger=False))))
+    assert of_code
+    read = yaml.safe_load(tight.yaml())["trainer"]
+    assert [entry["class_path"].split(".")[-1] for entry in read["callbacks"]] == [r.split("(")[0] for r in of_code]
+    assert json.loads(tight.save(tmp_path / "plan.json").read_text())["chosen"]["why_not"] == ""
+    assert tight.save_picture(tmp_path / "plan.png").stat().st_size > 1000
+
+
+def test_what_is_planned_is_the_same_training_and_leaves_no_trace():
+    net, numbers = TinyLM(), torch.get_rng_state()
+    before = weights(net)
+    found = plan(0.001, net, keep="exact", seconds=5)
+    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    if found.callbacks:
+        assert ft.verify(net, BATCH, found.callbacks, accelerator="cpu").ok
+
+
+def test_with_room_for_everything_nothing_is_recomputed():
+    found = plan(1.0, keep="exact")
+    assert found.chosen.choice.recompute == ""
+    assert found.chosen.choice.parts == 1
+
+
+def test_what_does_not_fit_is_said_with_the_shortfall():
+    with pytest.raises(
+        ValueError, match=r"memory_gib=1e-05: the leanest choice .* too much. Give more memory.*adapters"
+    ):
+        plan(1e-5, keep="exact")
+
+
+def test_a_loss_that_cannot_be_cut_is_not_cut():
+    class Contrastive(TinyLM):
+        def loss(self, batch):
+            x = F.normalize(self(batch["input_ids"]).mean(1), dim=1)
+            return F.cross_entropy(x @ x.T, torch.arange(len(x)))
+
+    found = plan(1.0, Contrastive(), keep="exact")
+    assert found.chosen.choice.parts == 1
+    assert "ValueError" in found.left_out["parts"]
+
+
+def test_batch_norm_is_not_cut_unless_training_may_change():
+    net = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+    batch = torch.randn(8, 6), torch.randint(3, (8,))
+    settings = {"loss": lambda n, b: F.cross_entropy(n(b[0]), b[1]), "optimizer": torch.optim.AdamW}
+    assert "BatchNorm" in plan(1.0, net, batch, keep="exact", **settings).left_out["parts"]
+
+
+def test_a_device_that_is_not_here_is_planned_for_by_prediction():
+    if torch.cuda.is_available():
+        pytest.skip("it is here")
+    found = plan(0.05, device="cuda", keep="tolerance")
+    assert not found.measured
+    assert found.chosen.predicted_bytes <= 0.05 * GIB
+    assert any("nothing was measured" in note for note in found.notes)
+
+
+def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
+    batch = torch.randn(4, 512)
+    settings = {"loss": lambda n, b: n(b).square().mean(), "optimizer": torch.optim.AdamW, "keep": "exact"}
+    states = 4 * 4 * sum(p.numel() for p in net.parameters()) / GIB
+    roomy = plan(2 * states, net, batch, devices=4, **settings)
+    assert roomy.strategy.name == "ddp"
+    found = plan(0.6 * states, net, batch, devices=4, **settings)
+    assert found.strategy.name in ("fsdp2", "zero-3")
+    assert found.strategy.chosen.states.device < 0.6 * states * GIB
+    assert "devices=4" in found.code()
+    assert yaml.safe_load(found.yaml())["trainer"]["devices"] == 4
+    assert found.as_dict()["strategy"]["chosen"] == found.strategy.name
+    assert plan(0.6 * states, net, batch, devices=4, nodes=2, **settings).settings["num_nodes"] == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"memory_gib": 0}, "memory_gib=0: it is a limit in GiB"),
+        ({"memory_gib": "most"}, "memory_gib='most'"),
+        ({"keep": "roughly"}, "keep='roughly'"),
+        ({"seconds": 0}, "seconds=0"),
+        ({"precision": "8-bit"}, "precision='8-bit'"),
+    ],
+)
+def test_bad_input_is_refused_at_once(settings, error):
+    with pytest.raises(ValueError, match=error):
+        plan(**{"memory_gib": 1.0, **settings})
+
+
+def test_a_line_through_two_predictions_meets_the_others():
+    memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
+    choice = Choice(parts=4)
+    guessed = memory.of(choice)
+    assert guessed == pytest.approx(memory.exactly(choice), rel=0.05)
+
+
+def test_costs_multiply_and_compiling_is_shared_by_the_steps():
+    costs = Costs(
+        whole=100.0, per_part=2.0, factors={("recompute", "all"): 1.3, ("compile", "blocks"): 0.5}, compile_ms=1000
+    )
+    choice = Choice(parts=4, recompute="all")
+    assert costs.estimate(choice, 100) == pytest.approx(108 * 1.3)
+    assert costs.estimate(replace(choice, compile="blocks"), 100) == pytest.approx(108 * 1.3 * 0.5 + 10)
+
+
+@pytest.mark.parametrize(("axis", "word"), [(axis, word) for axis, words in SWITCHES.items() for word in words])
+def test_code_config_and_technique_of_a_switch_are_the_same(axis, word):
+    switch = SWITCHES[axis][word]
+    made = switch.make()
+    assert repr(eval(switch.code)) == repr(made)
+    assert switch.config["class_path"] == f"lightning_fasttrain.{type(made).__name__}"
+    assert switch.exactness is made.exactness
+
+
+# Auto
+
+
+def fit_with(auto, folder, callbacks=(), net=None):
+    t = trainer([auto, *callbacks], default_root_dir=folder, max_epochs=1)
+    module = net or TinyLM()
+    torch.manual_seed(11)
+    t.fit(module, as_loader(lm_batches(2, size=32, length=24)))
+    return t, module
+
+
+def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
+    whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
+    auto = ft.Auto(0.6 * whole, seconds=10)
+    t, module = fit_with(auto, tmp_path)
+    assert auto.choice != Choice()
+    assert auto.plan is not None
+    assert not [callback for callback in t.callbacks if isinstance(callback, ft.Technique)]
+    plain = TinyLM()
+    torch.manual_seed(11)
+    trainer().fit(plain, as_loader(lm_batches(2, size=32, length=24)))
+    for name, value in weights(plain).items():
+        assert torch.allclose(value, module.state_dict()[name], atol=1e-4)
+    again = ft.Auto(0.6 * whole, seconds=10)
+    fit_with(again, tmp_path)
+    assert again.plan is None
+    assert again.choice == auto.choice
+    assert again.state_dict()["choice"]["parts"] == auto.choice.parts
+    other = ft.Auto(0.7 * whole, seconds=10)
+    fit_with(other, tmp_path)
+    assert other.plan is not None
+
+
+def test_auto_comes_first_and_needs_a_batch(tmp_path):
+    t = trainer([ft.StepMeter(), ft.Auto()], default_root_dir=tmp_path)
+    with pytest.raises(ValueError, match="StepMeter.* is listed before Auto"):
+        t.fit(TinyLM(), as_loader(lm_batches(1)))
+    with pytest.raises(ValueError, match="can be gone through once only"):
+        trainer([ft.Auto()], default_root_dir=tmp_path).fit(TinyLM(), iter(lm_batches(1)))
+    with pytest.raises(ValueError, match="keep='no'"):
+        ft.Auto(keep="no")
