@@ -1,6 +1,7 @@
 """A rehearsal leaves no trace, and finds in the first minute what would end a run in its tenth hour."""
 
 import copy
+import itertools
 import shutil
 from collections import namedtuple
 
@@ -46,6 +47,7 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            self.log("rows", float(len(batch["labels"])))  # by a method that Lightning gives it
             numbers.setdefault(self, []).append((repr(random_state()), pl_module.losses[:], batch["input_ids"].sum()))
 
     caplog.set_level("INFO", logger="lightning_fasttrain")
@@ -54,7 +56,8 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
         torch.manual_seed(11)
         watch, net = Watch(), TinyLM(dropout=0.2)
         t = trainer([ft.MicroBatching(2), *rehearsal, watch], default_root_dir=tmp_path, accumulate_grad_batches=2)
-        t.fit(net, DataLoader(BATCHES, batch_size=None, shuffle=True), as_loader(BATCHES[:1]))
+        order = torch.Generator().manual_seed(5)
+        t.fit(net, DataLoader(BATCHES, batch_size=None, shuffle=True, generator=order), as_loader(BATCHES[:1]))
         runs.append((watch, net, t))
     (plain, net, _), (watched, rehearsed, t) = runs
     assert [entry[0] for entry in numbers[plain]] == [entry[0] for entry in numbers[watched]]
@@ -87,6 +90,11 @@ def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     class Net(ft.FastTrainMixin, TinyLM):
         techniques = [ft.ActivationCheckpointing(), ft.ExactResume(), ft.AtomicCheckpoints()]
 
+        prepared = []
+
+        def prepare_data(self):
+            self.prepared.append(1)
+
         def setup(self, stage):
             assert self.trainer.datamodule.rows == 6
 
@@ -114,7 +122,7 @@ def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     trainer([rehearsal, checkpoints], default_root_dir=tmp_path, enable_checkpointing=True).fit(
         Net2(dropout=0.1), datamodule=data
     )
-    assert data.set_up == 1
+    assert data.set_up == len(Net.prepared) == 1
     assert rehearsal.report.resumed_exactly
     assert "this run lacks" not in rehearsal.report.lines["resume"]
     assert "all, 3 at most are kept" in rehearsal.report.lines["checkpoint"]
@@ -137,6 +145,11 @@ def test_what_cannot_be_copied_is_left_out_and_said(tmp_path):
 
     report, *_ = rehearse(tmp_path, [Holder(), L.pytorch.callbacks.LambdaCallback()], saves=False)
     assert ["Holder" in note or "LambdaCallback" in note for note in report.notes] == [True, True]
+
+
+def test_where_no_copy_can_be_run_beside_it_says_so(tmp_path):
+    report, *_ = rehearse(tmp_path, strategy="fasttrain_fsdp2")
+    assert report.lines["step"].startswith("not rehearsed: under FSDP2Strategy no copy can be run beside")
 
 
 def longer(rows=3):
@@ -218,6 +231,32 @@ def test_state_of_a_callback_that_is_not_saved(tmp_path):
     assert rehearse(tmp_path, [Warmup(keeps=True)])[0].resumed_exactly
 
 
+class Scales(L.Callback):
+    """Changes gradients by next to nothing: by its count, or by what no two runs have."""
+
+    def __init__(self, counts):
+        self.counts, self.steps = counts, 0
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.steps += 1
+        by = self.steps if self.counts else 1 + next(COUNTER)
+        for parameter in pl_module.parameters():
+            parameter.grad.mul_(1 + 3e-7 * by)
+
+
+COUNTER = itertools.count()
+
+
+def test_the_least_difference_counts_where_a_step_is_the_same_twice(tmp_path):
+    refused(tmp_path, "perhaps .*Scales.steps", [Scales(counts=True)])
+
+
+def test_rounding_is_allowed_where_no_step_is_the_same_twice(tmp_path):
+    report, *_ = rehearse(tmp_path, [Scales(counts=False)])
+    assert report.resumed_exactly is False
+    assert "as near as two equal steps are here" in report.lines["resume"]
+
+
 def test_a_buffer_that_is_not_saved(tmp_path):
     class Scaled(TinyLM):
         def __init__(self):
@@ -295,3 +334,23 @@ def test_a_loader_that_can_be_read_once_only(tmp_path):
 def test_a_time_that_is_none():
     with pytest.raises(ValueError, match="seconds=-1"):
         ft.Rehearsal(seconds=-1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_run_waits_in_host_memory(tmp_path):
+    class Large(TinyLM):
+        def __init__(self):
+            super().__init__()
+            self.ballast = torch.nn.Linear(4096, 8192)  # 128 MiB
+
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) + 0.0 * self.ballast.weight.sum()
+
+        def on_train_batch_start(self, batch, batch_idx):
+            assert self.ballast.weight.is_cuda
+            self.peak = torch.cuda.max_memory_allocated()
+
+    torch.cuda.reset_peak_memory_stats()
+    report, module, _ = rehearse(tmp_path, module=Large(), accelerator="gpu", devices=1)
+    assert report.resumed_exactly is not None
+    assert module.peak < 128 * 2**20 * 6  # weight, gradient, two moments, what a step of Adam needs; no second weight

@@ -113,9 +113,8 @@ class Rehearsal(Onlooker):
     Acts in ``on_train_start``, when optimizers are there and a checkpoint is restored; copies are taken in ``setup``,
     before any technique acts, so they begin with the weights that the module was made with. It comes first whatever its
     place in the list. A ``LambdaCallback``, and what cannot be copied, is left out, which ``report.notes`` says.
-    Loggers are replaced by one that takes every call and does nothing. ``on_train_end``, ``on_exception`` of your
-    callbacks, and ``prepare_data`` are not called; files that module or callbacks write by themselves within an epoch
-    are written.
+    Loggers are replaced by one that takes every call and does nothing. ``prepare_data``, ``on_train_end`` and your
+    callbacks' ``on_exception`` are not called; files that module or callbacks write within an epoch are written.
 
     Under strategies that shard no copy can be run beside: only folders and room are asked about, which is said.
 
