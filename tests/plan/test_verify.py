@@ -88,6 +88,11 @@ def test_what_changes_training_is_reported_and_the_others_are_held_to_it():
     assert rest.verdict == "the same"
 
 
+def test_kernels_of_quantised_layers_round_otherwise_in_evaluation():
+    verified = verify([ft.QuantizedBase("int8")], TinyLM(lr=1e-3))
+    assert verified.ok, str(verified)
+
+
 def test_a_window_of_batches_is_held_against_one_large_batch():
     verified = verify([ft.TokenWeightedAccumulation(2)])
     assert verified.ok, str(verified)

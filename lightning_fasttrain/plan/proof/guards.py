@@ -14,6 +14,7 @@ from lightning_fasttrain.plan.proof.yardstick import Distances
 _MOST_STUCK = 0.05  # of the numbers in weights: more that do not move are small updates lost to rounding
 _LITTLE, _MUCH = 1e-4, 0.05  # relative
 _SEEN_ALIKE = 1e-4  # of the loss: where training and evaluation are this near, neither has a layer of its own
+_QUANTIZED = 1e-2  # of the loss
 _FAR = 64 * torch.finfo(torch.float32).eps
 
 
@@ -94,6 +95,8 @@ def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distance
     found = _gap(other)
     if gap is None or found is None or gap > _SEEN_ALIKE * size:
         return []
+    if other.quantized:  # whose kernels for evaluation round in another way
+        bound += _QUANTIZED
     allowed = 16 * max(gap, *noise.evaluation, 0.0) + (_FAR + bound) * size
     if found <= allowed:
         return []

@@ -51,6 +51,7 @@ class StepRecord:
         base: its loss in evaluation with the adapters switched off, at the end; None if there are none.
         trains: names of the parameters that require a gradient.
         unheld: those of them that no optimizer has.
+        quantized: whether the model has quantised layers.
         draws: whether the first step drew random numbers.
         idle: name of a technique that did nothing → why.
         warnings: what the suite warned about.
@@ -68,6 +69,7 @@ class StepRecord:
     base: float | None = None
     trains: list[str] = field(default_factory=list)
     unheld: list[str] = field(default_factory=list)
+    quantized: bool = False
     draws: bool = False
     idle: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -240,6 +242,7 @@ class _Recorder(L.Callback):
             raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
         record.unheld = _unheld(trainer, pl_module)
         record.left = _left_in_floats(pl_module)
+        record.quantized = any(is_quantized(each) for each in pl_module.modules())
 
     def _arrive(self, name: str) -> Callable[[Tensor], None]:
         """An optimizer may use a gradient up as it arrives, so what arrives is added up here."""
