@@ -1,5 +1,6 @@
 """What a run says at its start and at its end: where, when, to whom, and what is left of it in between."""
 
+import copy
 import logging
 
 import lightning as L
@@ -120,6 +121,18 @@ def test_nothing_of_it_is_left_between_the_first_batch_and_the_end_or_after():
     run([release, technique, probe])
     assert set(probe.seen) == {None}
     assert not {name for name in vars(release) if name.startswith("on_")}
+
+
+def test_a_copy_made_in_mid_run_reports_on_its_own_run():
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            self.copied = copy.deepcopy(next(one for one in trainer.callbacks if isinstance(one, ft.Technique)))
+
+    copies = Copies()
+    run([ft.ActivationCheckpointing(), copies])
+    said, t = run([copies.copied], batches=lm_batches(2))
+    assert (len(said), t.global_step) == (2, 2)
+    assert end_of(said).startswith("2 steps, ")
 
 
 def test_the_end_has_time_and_what_was_measured_anyway():
