@@ -41,7 +41,8 @@ class PredictedMemory:
     def exactly(self, choice: Choice) -> float:
         """As :meth:`of`, without the line."""
         key = replace(choice, compile="")
-        self.known[key] = float(self._predict(key))
+        if self._is_between(key) or key not in self.known:
+            self.known[key] = float(self._predict(key))
         return self.known[key]
 
     def _is_between(self, choice: Choice) -> bool:

@@ -76,6 +76,7 @@ class Search:
         self.steps, self.deadline, self.tell = steps, time.monotonic() + seconds, tell
         self.costs = Costs()
         self.tried: dict[Choice, Tried] = {}
+        self.refused: set[Choice] = set()  # by a run, whatever was predicted
         self.notes: list[str] = []
 
     def run(self) -> Tried:
@@ -85,15 +86,18 @@ class Search:
             ValueError: nothing fits.
         """
         base = self._find_base()
-        if self.watch is not None:
-            self._measure_switches(base)
-        finalists = self._find_finalists()
-        if self.watch is not None:
-            return self._run_off(finalists)
-        chosen = finalists[0]
+        if self.watch is None:
+            return self._take_first(self._find_finalists())
+        self._measure_switches(base)
+        chosen: Tried | None = None
+        while chosen is None:  # what a run refuses is no finalist again, and in the end there is none
+            chosen = self._run_off(self._find_finalists())
+        return chosen
+
+    def _take_first(self, finalists: list[Tried]) -> Tried:
         for other in finalists[1:]:
             self._note(replace(other, why_not="a slower one, by estimate"))
-        return self._note(chosen)
+        return self._note(finalists[0])
 
     def plain(self) -> Tried:
         """What is known of the plain step."""
@@ -218,7 +222,8 @@ class Search:
 
     def _find_finalists(self) -> list[Tried]:
         """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
-        looked_at = [(self.costs.estimate(choice, self.steps), choice) for choice in self.axes.choices()]
+        left = [choice for choice in self.axes.choices() if choice not in self.refused]
+        looked_at = [(self.costs.estimate(choice, self.steps), choice) for choice in left]
         looked_at.sort(key=lambda pair: (pair[0], len(words_of(pair[1])), pair[1].parts))
         finalists: list[Tried] = []
         for ms, choice in looked_at:
@@ -233,12 +238,15 @@ class Search:
                 known = self.tried.get(choice, Tried(choice, needed, ms))
                 self._note(replace(known, why_not=f"does not fit: {needed / GIB:.3f} GiB"))
         if not finalists:
-            why = "what would fit does not run here"
+            why = "what should fit does not run, or takes more when it is measured"
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
         return finalists
 
-    def _run_off(self, finalists: list[Tried]) -> Tried:
-        """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken."""
+    def _run_off(self, finalists: list[Tried]) -> Tried | None:
+        """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken.
+
+        None if none of them runs within the limit.
+        """
         assert self.watch is not None
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         for round_ in range(_ROUNDS):
@@ -250,6 +258,7 @@ class Search:
                     times[tried.choice] += self.watch.time(tried.choice, _STEPS).step_ms
                 except Exception as error:
                     del times[tried.choice]
+                    self.refused.add(tried.choice)
                     self._note(replace(tried, why_not=first_line(error)))
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
@@ -262,12 +271,10 @@ class Search:
                 continue
             confirmed = self._confirm(tried)
             if confirmed.why_not:
+                self.refused.add(tried.choice)
                 self._note(confirmed)
             else:
                 chosen = self._note(confirmed)
-        if chosen is None:
-            why = "everything that should fit takes more when it is measured"
-            raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give a lower limit, to leave more room"))
         return chosen
 
     def _confirm(self, tried: Tried) -> Tried:

@@ -394,3 +394,18 @@ def test_half_a_gradient():
             return super().attach(trainer, pl_module)
 
     assert not verify([Half(2, count="samples", check=False)]).ok
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_in_each_precision():
+    batch = lm_batches(1)[0]
+    for precision in ("32-true", "bf16-mixed"):
+        verified = ft.verify(
+            TinyLM(), batch, [ft.MicroBatching(3), ft.DevicePrefetch()], precision=precision, accelerator="gpu"
+        )
+        assert verified.ok, str(verified)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_batches_that_are_prefetched_are_the_right_ones():
+    assert ft.verify(TinyLM(), as_loader(lm_batches(4)), [ft.DevicePrefetch()], steps=3, accelerator="gpu").ok

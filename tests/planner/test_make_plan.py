@@ -122,13 +122,13 @@ def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
     states = 4 * 4 * sum(p.numel() for p in net.parameters()) / GIB
     roomy = plan(2 * states, net, batch, devices=4, **settings)
     assert roomy.strategy.name == "ddp"
-    found = plan(0.6 * states, net, batch, devices=4, **settings)
+    found = plan(0.6 * states, net, batch, devices=4, nodes=2, **settings)
     assert found.strategy.name in ("fsdp2", "zero-3")
     assert found.strategy.chosen.states.device < 0.6 * states * GIB
-    assert "devices=4" in found.code()
-    assert yaml.safe_load(found.yaml())["trainer"]["devices"] == 4
+    assert "devices=2,\n    num_nodes=2," in found.code()
+    assert yaml.safe_load(found.yaml())["trainer"]["devices"] == 2
     assert found.as_dict()["strategy"]["chosen"] == found.strategy.name
-    assert plan(0.6 * states, net, batch, devices=4, nodes=2, **settings).settings["num_nodes"] == 2
+    assert found.settings["num_nodes"] == 2
 
 
 @pytest.mark.parametrize(
@@ -212,3 +212,13 @@ def test_auto_comes_first_and_needs_a_batch(tmp_path):
         trainer([ft.Auto()], default_root_dir=tmp_path).fit(TinyLM(), iter(lm_batches(1)))
     with pytest.raises(ValueError, match="keep='no'"):
         ft.Auto(keep="no")
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_plan_fits_and_what_was_predicted_is_measured():
+    batch = lm_batches(1, size=256, length=128)[0]
+    whole = ft.predict_memory(TinyLM(), batch, device="cuda").peak_bytes / GIB
+    found = ft.make_plan(TinyLM(), batch, 0.9 * whole, keep="exact", seconds=30)
+    assert found.measured
+    assert found.device == "cuda"
+    assert found.chosen.peak_bytes <= found.limit_gib * GIB
