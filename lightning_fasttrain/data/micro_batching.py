@@ -56,9 +56,9 @@ class MicroBatching(Technique):
 
     Example:
         >>> import lightning as L
-        >>> from lightning_fasttrain import ActivationCheckpointing
-        >>> fits = MicroBatching("auto", then=[ActivationCheckpointing()])
-        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[fits], logger=False,
+        >>> import lightning_fasttrain as ft
+        >>> fixed, fitting = MicroBatching(4), MicroBatching("auto", then=[ft.ActivationCheckpointing()])
+        >>> trainer = L.Trainer(accelerator="cpu", callbacks=[fitting], logger=False,
         ...                     enable_checkpointing=False, enable_progress_bar=False)
 
     Source:
@@ -127,7 +127,7 @@ class MicroBatching(Technique):
         return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
-        if self.parts > 1 or self.n == 1:
+        if self.adaptive or self.parts > 1 or self.n == 1:
             return None
         if self.parts == 0:
             return "no batch was split", "Do not replace the closure of automatic optimisation"
