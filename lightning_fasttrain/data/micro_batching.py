@@ -86,11 +86,11 @@ class MicroBatching(Technique):
         self.count: Count = named_count(count)
         self.split = split or split_batch
         self.check = check
-        self.then = then
+        self.then = list(then)
         self.savings = FurtherSavings(then)
         if then and not self.adaptive:
             why, way_out = "a given number is never tried again", "List them among the callbacks, or use n='auto'"
-            raise ValueError(explain(f"then={list(then)} with n={n}", why, way_out))
+            raise ValueError(explain(f"then={self.then} with n={n}", why, way_out))
         self.found: CountTargets | None = None
         self.found_before: CountRule | None = None
         self.parts = 0  # of the last batch

@@ -11,9 +11,10 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import facts_of_machine
+from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
-from lightning_fasttrain.bench.machine import bf16_units, hardware
+from lightning_fasttrain.bench.machine import bf16_units
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
@@ -163,9 +164,11 @@ def _limit(memory_gib: float | str, device: str, here: str) -> float:
         if device != here:
             why = f"there is no {device} here to be asked"
             raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
-        if device == "cuda":
-            return torch.cuda.mem_get_info()[0] / GIB
-        return float(hardware()["ram_gib"] or 0)
+        free = free_bytes(torch.device(device))
+        if free is None:
+            why = "this system does not tell what is free"
+            raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
+        return free / GIB
     if isinstance(memory_gib, str) or not memory_gib > 0:
         raise ValueError(
             explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", "Give a number above 0, or 'fit'")

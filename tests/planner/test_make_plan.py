@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._technique import techniques_of
 from lightning_fasttrain.planner.choice import SWITCHES, Choice
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
@@ -79,6 +80,12 @@ def test_with_room_for_everything_nothing_is_recomputed():
     found = plan(1.0, keep="exact")
     assert found.chosen.choice.recompute == ""
     assert found.chosen.choice.parts == 1
+
+
+def test_by_default_the_limit_is_what_is_free():
+    found = plan("fit", keep="exact", seconds=2)
+    assert 0 < found.limit_gib <= free_bytes(torch.device("cpu")) / GIB * 1.5
+    assert not found.chosen.choice.recompute
 
 
 def test_what_does_not_fit_is_said_with_the_shortfall():
