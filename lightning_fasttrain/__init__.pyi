@@ -62,6 +62,7 @@ from lightning_fasttrain.planner import Auto as Auto
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
+from lightning_fasttrain.run import FiniteGuard as FiniteGuard
 from lightning_fasttrain.run import HangWatch as HangWatch
 from lightning_fasttrain.run import MatmulPrecision as MatmulPrecision
 from lightning_fasttrain.run import MemoryMeter as MemoryMeter

@@ -3,8 +3,10 @@
 A function is given the technique's class, makes one as it likes, runs it, and asserts what must be seen.
 """
 
+import copy
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -256,6 +258,19 @@ def a_run_that_is_told_to_go_saves_and_goes(kind: Kind) -> None:
 def a_thread_watches(kind: Kind) -> None:
     names = probed(kind(), "on_train_batch_start", lambda *_: [thread.name for thread in threading.enumerate()])
     assert all("fasttrain-hang-watch" in those for those in names)
+
+
+def a_step_with_nan_is_not_made(kind: Kind) -> None:
+    spoilt = copy.deepcopy(BATCHES)
+    guard, net = kind(), TinyLM()
+    loss_of = net.loss
+    net.loss = lambda batch: loss_of(batch) * batch.get("times", 1.0)  # type: ignore[method-assign]
+    spoilt[2]["times"] = torch.tensor(float("nan"))
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        fit(net, spoilt, [guard])
+    without = fit(TinyLM(), [*BATCHES[:2], *BATCHES[3:]])
+    assert largest_difference(weights(without), weights(net)) == 0
 
 
 # a stranger's

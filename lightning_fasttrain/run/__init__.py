@@ -1,8 +1,8 @@
 """Keeps a run going, and measures it.
 
-The two meters are here; what they and others need in ``memory``, ``resume`` and ``guard``.
+The two meters are here; what they and others need in ``memory``, ``resume``, ``guard`` and ``steady``.
 
-From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``step_meter``,
+From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``steady``, ``step_meter``,
 ``memory_meter``, ``memory``.
 """
 
@@ -22,4 +22,5 @@ from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
 from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader, resumable
+from lightning_fasttrain.run.steady.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
 from lightning_fasttrain.run.step_meter import StepMeter, StepTimer

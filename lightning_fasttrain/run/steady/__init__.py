@@ -1,0 +1,4 @@
+"""Keeps training steady: steps that would spoil the weights are not made.
+
+From the bottom up: ``_step_gate``, ``_first_unfinite``, ``_schedules``, ``finite_guard``.
+"""
