@@ -68,6 +68,7 @@ from lightning_fasttrain.run import MatmulPrecision as MatmulPrecision
 from lightning_fasttrain.run import MemoryMeter as MemoryMeter
 from lightning_fasttrain.run import MemoryTimeline as MemoryTimeline
 from lightning_fasttrain.run import Preemption as Preemption
+from lightning_fasttrain.run import SpikeGuard as SpikeGuard
 from lightning_fasttrain.run import StepMeter as StepMeter
 from lightning_fasttrain.run import resumable as resumable
 from lightning_fasttrain.strategy import FabricFSDP2Strategy as FabricFSDP2Strategy

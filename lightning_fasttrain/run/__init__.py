@@ -23,4 +23,5 @@ from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader, resumable
 from lightning_fasttrain.run.steady.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
+from lightning_fasttrain.run.steady.spike_guard import SpikeGuard, SteadySteps
 from lightning_fasttrain.run.step_meter import StepMeter, StepTimer
