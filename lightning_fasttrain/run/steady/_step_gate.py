@@ -8,6 +8,7 @@ busy with the update. All other optimizers have to be kept from stepping, so the
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import Any
 
 import torch
@@ -62,11 +63,12 @@ class _Gate:
 
     def install(self, scaler: GradScaler | None) -> Undo:
         @functools.wraps(self.own_step)  # a schedule looks for its mark on it
-        def step(closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             return self.step(closure, **kwargs)
 
         undo = ExitStack()
-        undo.callback(patch(self.optimizer, "step", step))
+        # a method, since schedules that are made later take it apart
+        undo.callback(patch(self.optimizer, "step", MethodType(step, self.optimizer)))
         if scaler is not None:
             own = scaler.step
 
