@@ -16,9 +16,11 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers
-from lightning_fasttrain._messages import say
+from lightning_fasttrain._messages import say, warn
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.data.trial.find_count import is_sharded
+from lightning_fasttrain.run.slow_ranks import UNTIL_BACKWARD, compare_ranks
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 _KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step
@@ -167,6 +169,8 @@ class StepMeter(Technique):
 
     Args:
         warmup: steps at the start that are left out.
+        compare_ranks_every: optimizer steps between two comparisons of the ranks, which warn of one that the others
+            wait for; see :func:`~lightning_fasttrain.run.compare_ranks`. 0 for none; the ranks wait for each one.
 
     Example:
         >>> meter = StepMeter(warmup=10)
@@ -182,8 +186,11 @@ class StepMeter(Technique):
     in_a_loop: ClassVar[str] = "run.StepTimer(device)"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, warmup: int = 5) -> None:
+    def __init__(self, warmup: int = 5, compare_ranks_every: int = 0) -> None:
         self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.compare_ranks_every = compare_ranks_every
+        if compare_ranks_every != 0:
+            positive_int("compare_ranks_every", compare_ranks_every)
         self._profiler: _StepProfiler | None = None
         self._result: dict[str, float] = {}
 
@@ -218,11 +225,20 @@ class StepMeter(Technique):
         samples, tokens = count_batch(batch)
         profiler.samples += samples
         profiler.tokens += tokens
+        if profiler.stepped and self.compare_ranks_every and trainer.global_step % self.compare_ranks_every == 0:
+            self._compare_ranks(profiler.timer, pl_module)
         if profiler.stepped and trainer.loggers and is_time_to_log(trainer):
             summary = profiler.timer.summary(last=int(trainer.log_every_n_steps), wait=False)
             metrics = {f"step_meter/{name}": value for name, value in summary.items()}
             for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, step=step_for_loggers(trainer))
+
+    def _compare_ranks(self, timer: StepTimer, module: L.LightningModule) -> None:
+        phases = UNTIL_BACKWARD[:2] if is_sharded(module) else UNTIL_BACKWARD
+        since = timer.summary(last=self.compare_ranks_every, wait=False)
+        slow = compare_ranks(since, module.device, phases)
+        if slow:
+            warn(f"StepMeter: {slow}.")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook, like ``on_train_epoch_end``: until the next training batch is asked for, nothing is timed."""

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader
 import lightning_fasttrain as ft
 from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain.run import StepMeter, StepTimer, step_meter
+from lightning_fasttrain.run.slow_ranks import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -359,3 +360,16 @@ def test_no_wait_within_a_step_on_cuda():
         torch.cuda.set_sync_debug_mode("default")
     found = timer.summary()
     assert 0 < found["forward_ms"] <= found["step_ms"]
+
+
+def test_only_a_rank_that_costs_time_is_named():
+    usual = {"host": "a", "data_wait": 2.0, "transfer": 1.0, "forward": 10.0, "step": 40.0}
+    phases = ("data_wait", "transfer", "forward")
+    slow = {**usual, "host": "b", "forward": 20.0}
+    said = describe_slowest([usual, usual, slow, usual], phases, 1.2)
+    assert said.startswith("rank 2 (b) takes 23 ms until its backward where the others take 13 (1.77 times as long")
+    assert said.endswith("most of it forward); they wait for it 10 ms of a step of 40 ms")
+    assert describe_slowest([usual, usual, {**usual, "forward": 12.0}], phases, 1.2) == ""  # not much slower
+    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # nor is much of the step lost
+    with pytest.raises(ValueError, match="compare_ranks_every=-1"):
+        ft.StepMeter(compare_ranks_every=-1)
