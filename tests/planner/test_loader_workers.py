@@ -89,6 +89,6 @@ def test_a_plan_says_it():
 
     (batch,) = lm_batches(1, size=4, length=8)
     found = ft.make_plan(
-        TinyLM(), batch, 1.0, keep="exact", device="cpu", seconds=1, loader=DataLoader(Late(), batch_size=2)
+        TinyLM(), batch, 1.0, keep="exact", device="cpu", seconds=0.01, loader=DataLoader(Late(), batch_size=2)
     )
     assert any("A batch takes the loader" in note and "num_workers" in note for note in found.notes)
