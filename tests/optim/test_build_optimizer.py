@@ -5,24 +5,22 @@ import io
 import lightning as L
 import pytest
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.optim import (
-    HostOptimizer,
-    optimizer_state_bytes,
-)
+from lightning_fasttrain.optim import HostOptimizer, hand_over_state_, layer_decay_groups, optimizer_state_bytes
 from lightning_fasttrain.optim.named._known import KNOWN
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
-from tests.nets import as_loader, fit, largest_difference, trainer, weights
+from lightning_fasttrain.strategy import predict_model_states
+from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named, refuse_unshardable
+from tests.nets import TinyLM, as_loader, fit, largest_difference, trainer, weights
 
 pytest.importorskip("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 
 CONFIG = GPTConfig(vocabulary=17, context=16, layers=2, heads=2, width=64)  # matrices large enough for 8 bits
 SETTINGS = {"galore": {"rank": 2, "update_every": 2}}
-OFFLOADED = tuple(name for name, known in KNOWN.items() if "offload" not in known.refuses and name != "adamw4bit")
-LOW = ("sgd", "adamw", "adafactor", "lion", "muon", "adamw8bit")
 NEEDS = {"adamw4bit": "torchao", "schedule-free": "schedulefree"}
 
 
@@ -129,3 +127,210 @@ def test_its_state_has_the_bytes_that_were_predicted(name):
     assert held_bytes(optimizer) == predicted > 0 or name == "sgd"
     report = ft.predict_memory(NamedLM(name), BATCHES[0], device="cpu")
     assert report.at_peak.get("optimizer state", 0) == predicted
+
+
+# State in other precision
+
+FAMILY = ("adamw8bit", "adamw4bit", "paged-adamw", "paged-adamw8bit")
+ROUNDED = {"adamw8bit": 0.02, "paged-adamw8bit": 0.02, "adamw4bit": 0.2, "paged-adamw": 0.0, "lion8bit": 0.02}
+
+
+@pytest.mark.parametrize("name", each_name((*FAMILY, "lion8bit")))
+def test_state_goes_to_the_plain_optimizer_and_back(name):
+    plain = "lion" if "lion" in name else "adamw"
+    net = NamedLM(name)
+    optimizer = net.optimizer(net)
+    loop(net, optimizer, BATCHES)
+    full = ft.build_optimizer(net, plain)
+    count = len(list(net.parameters()))
+    assert hand_over_state_(optimizer, full) == count
+    again = ft.build_optimizer(net, name)
+    assert hand_over_state_(full, again) == count
+    third = ft.build_optimizer(net, plain)
+    hand_over_state_(again, third)
+    for parameter in net.parameters():
+        if plain == "adamw":
+            assert full.state[parameter]["step"] == third.state[parameter]["step"] == len(BATCHES)
+        assert full.state[parameter]["exp_avg"].count_nonzero() > 0
+        one, other = ({"": each.state[parameter]["exp_avg"]} for each in (full, third))
+        assert largest_difference(one, other) <= ROUNDED[name]
+    loop(net, again, BATCHES)  # and it goes on
+
+
+def test_eight_bits_follow_the_moments_of_the_plain_optimizer():
+    nets = NamedLM("adamw"), NamedLM("adamw8bit")
+    full, low = (net.optimizer(net) for net in nets)
+    for net, optimizer in zip(nets, (full, low), strict=True):
+        loop(net, optimizer, BATCHES)
+    read = ft.build_optimizer(nets[1], "adamw")
+    hand_over_state_(low, read)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        pair = {"": full.state[one]["exp_avg"]}, {"": read.state[other]["exp_avg"]}
+        assert largest_difference(*pair) < 0.1
+
+
+def test_a_state_of_another_family_is_refused():
+    net = NamedLM()
+    adamw, lion, sgd = (ft.build_optimizer(net, name) for name in ("adamw", "lion", "sgd"))
+    with pytest.raises(ValueError, match="AdamW → Lion.*taken no step"):
+        hand_over_state_(adamw, lion)
+    loop(net, adamw, BATCHES[:1])
+    with pytest.raises(ValueError, match="one keeps a mean of squares, the other none"):
+        hand_over_state_(adamw, lion)
+    other = NamedLM()
+    with pytest.raises(ValueError, match="28 parameters of the first are unknown"):
+        hand_over_state_(adamw, ft.build_optimizer(other))
+    momentum = ft.build_optimizer(net, "sgd", momentum=0.9)
+    loop(net, momentum, BATCHES[:1])
+    with pytest.raises(ValueError, match="it keeps momentum_buffer, which the other does not know"):
+        hand_over_state_(momentum, adamw)
+
+
+# What it is given, and what it refuses
+
+
+def rates(optimizer, key="lr"):
+    return {group["name"]: group[key] for group in optimizer.param_groups}
+
+
+def test_groups_are_those_of_the_function_that_is_asked_for():
+    net = NamedLM()
+    assert rates(ft.build_optimizer(net, weight_decay=0.3), "weight_decay") == {"decay": 0.3, "no_decay": 0.0}
+    layered = ft.build_optimizer(net, "muon", lr=0.1, layer_decay=0.5)
+    expected = {group["name"]: group["lr"] for group in layer_decay_groups(net, 0.1, 0.5)}
+    assert {name.removesuffix("/muon"): rate for name, rate in rates(layered).items()} == expected
+    own = [{"params": list(net.parameters()), "name": "mine"}]
+    assert list(rates(ft.build_optimizer(net, "lion", groups=own))) == ["mine"]
+    galore = ft.build_optimizer(net, "galore", rank=3, blocks="gpt.blocks.0")
+    assert rates(galore, "rank") == {"decay/galore": 3, "decay": None, "no_decay": None}
+    assert [len(group["params"]) for group in galore.param_groups[:2]] == [4, 4]
+
+
+def test_lora_plus_rates_and_frozen_parameters_are_left_out():
+    net = NamedLM()
+    ft.apply(net, [ft.LoRA(rank=2)])
+    optimizer = ft.build_optimizer(net, lr=0.1, lora_plus=8)
+    assert rates(optimizer) == {"A": 0.1, "B": 0.8}
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert sum(len(group["params"]) for group in ft.build_optimizer(net).param_groups) == len(trained)
+
+
+def test_names_are_joined_as_one_likes_and_settings_reach_the_optimizer():
+    net = NamedLM()
+    for name in ("adamw8bit", "AdamW_8bit", "adamw-8-bit"):
+        assert type(ft.build_optimizer(net, name)).__name__ == "AdamW8bit"
+    assert ft.build_optimizer(net, "sgd", momentum=0.7).defaults["momentum"] == 0.7
+    assert ft.build_optimizer(net, "lion").defaults["lr"] == 1e-4
+    assert ft.build_optimizer(net, "sgd").param_groups[0]["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "message"),
+    [
+        ({"name": "adamw9"}, ValueError, "'adamw9'.*Use one of sgd, adagrad.*schedule-free"),
+        ({"momentum": 0.9}, TypeError, "momentum for 'adamw': AdamW has no such setting. It has betas, eps"),
+        ({"rank": 2}, TypeError, "rank for 'adamw'"),
+        ({"offload": "disk"}, ValueError, "offload='disk'"),
+        ({"updates": "kahn"}, ValueError, "updates='kahn'"),
+        ({"updates": "kahan"}, ValueError, "parameters of torch.float32: only bfloat16.*bf16-true"),
+        ({"layer_decay": 0.9, "lora_plus": 2}, ValueError, "layer_decay and lora_plus: each makes all groups"),
+        ({"layer_decay": 0.9, "groups": [{}]}, ValueError, "layer_decay and groups"),
+        ({"name": "paged-adamw", "offload": "cpu"}, ValueError, "offload='cpu' with 'paged-adamw'.*by itself"),
+        ({"name": "schedule-free", "updates": "kahan"}, ValueError, "updates='kahan' with 'schedule-free'"),
+        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
+        ({"name": "muon", "blocks": "Conv2d"}, ValueError, "matches nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_asked_for(asked, kind, message):
+    with pytest.raises(kind, match=message):
+        ft.build_optimizer(NamedLM(), **asked)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("adamw4bit", "ao"), ("schedule-free", "schedule-free")])
+def test_a_package_that_is_missing_is_named_with_what_installs_it(name, extra):
+    if is_there(NEEDS[name]):
+        pytest.skip("it is there")
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'lightning-fasttrain\[{extra}\]'"):
+        ft.build_optimizer(NamedLM(), name)
+
+
+def test_a_recipe_refuses_an_unknown_name_before_there_is_a_model():
+    with pytest.raises(ValueError, match="Use one of"):
+        ft.NamedOptimizer("adamw9")
+
+
+# Company
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "muon", "adamw8bit"])
+def test_in_the_backward_it_is_the_same_bit_for_bit(name):
+    plain, net = NamedLM(name), NamedLM(name)
+    loop(plain, plain.optimizer(plain), BATCHES)
+    fit(net, BATCHES, [ft.OptimizerInBackward()])
+    assert largest_difference(weights(plain), weights(net)) == 0
+
+
+def test_schedules_and_clipping_reach_every_group_of_muon():
+    net = NamedLM("muon")
+    optimizer = net.optimizer(net)
+    schedule = LambdaLR(optimizer, lambda step: 0.0)
+    before = weights(net)
+    loop(net, optimizer, BATCHES[:1])
+    assert largest_difference(before, weights(net)) == 0
+    schedule.step()
+    clipped = fit(NamedLM("muon"), BATCHES, gradient_clip_val=1e-3)
+    assert largest_difference(weights(fit(NamedLM("muon"), BATCHES)), weights(clipped)) > 0
+
+
+def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
+    net = NamedLM("adamw")
+    net.optimizer = ft.NamedOptimizer("adamw", settings={"fused": True})
+    fit(net, BATCHES, gradient_clip_val=1.0, precision="bf16-mixed")  # Lightning refuses one made by hand
+
+
+@pytest.mark.parametrize("name", ["muon", "galore", "adafactor"])
+def test_zero_is_refused_to_what_needs_whole_matrices(name):
+    net = NamedLM(name)
+    with pytest.raises(ValueError, match="with ZeRO.*flat pieces"):
+        refuse_unshardable(net.optimizer(net))
+
+
+def test_zero_is_refused_to_an_optimizer_in_host_memory():
+    net = NamedLM("adamw", offload="cpu")
+    with pytest.raises(ValueError, match="HostOptimizer with ZeRO: its copy of the weights"):
+        refuse_unshardable(net.optimizer(net))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adamw8bit", "lion8bit"])
+def test_zero_takes_what_treats_each_number_alike(name):
+    net = NamedLM(name)
+    refuse_unshardable(net.optimizer(net))
+
+
+def test_the_planner_and_the_shard_command_know_the_names():
+    net = NamedLM()
+    bytes_of = {}
+    for name in ("muon", "lion", "adamw8bit", "adamw"):
+        (states,) = predict_model_states(net, optimizer_named(name), world_size=1, stages=("0",))
+        bytes_of[name] = states.optimizer
+        assert states.optimizer == optimizer_state_bytes(ft.build_optimizer(net, name))
+    assert bytes_of["adamw8bit"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
+    given = ft.NamedOptimizer("muon")
+    report = ft.predict_memory(net, BATCHES[0], optimizer=given, device="cpu")
+    assert report.at_peak["optimizer state"] == bytes_of["muon"]
+
+
+def test_a_module_that_names_no_optimizer_says_so():
+    class Bare(ft.FastTrainMixin, L.LightningModule):
+        def training_step(self, batch):
+            return None
+
+    with pytest.raises(ValueError, match="Bare names no optimizer and has no configure_optimizers.*NamedOptimizer"):
+        Bare().configure_optimizers()
+
+
+def test_a_module_with_its_own_configure_optimizers_keeps_it():
+    class Own(ft.FastTrainMixin, TinyLM):
+        pass
+
+    assert type(Own().configure_optimizers()) is torch.optim.AdamW

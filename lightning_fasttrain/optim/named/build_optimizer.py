@@ -14,6 +14,7 @@ from lightning_fasttrain.optim.named._known import Known, find_known, is_known, 
 from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
+from lightning_fasttrain.optim.named.plain_state import save_as_plain_tensors_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
 
 __all__ = ["NamedOptimizer", "build_optimizer", "is_known"]
@@ -87,7 +88,7 @@ def build_optimizer(
     made = groups or _make_groups(model, rate, decay, layer_decay, lora_plus)
     own = dict(settings)
     if known.marks == "muon":
-        matrices = set(block_matrices(model, own.pop("blocks", None)).values())
+        matrices: set[Tensor] = set(block_matrices(model, own.pop("blocks", None)).values())
         made = _mark(made, matrices, {"muon": True}, "muon")
     elif known.marks == "galore":
         given = {key: own.pop(key) for key in _OF_GALORE if key in own}
@@ -99,6 +100,8 @@ def build_optimizer(
 
     def make(parameters: Groups) -> Optimizer:
         optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
+        if kind.__module__.startswith("torchao"):
+            save_as_plain_tensors_(optimizer)
         return optimizer if updates is None else LowPrecisionUpdates(optimizer, updates)
 
     optimizer = make(made) if offload is None else HostOptimizer(made, make)

@@ -14,6 +14,7 @@ from lightning_fasttrain._messages import explain
 
 UPDATES = ("kahan", "stochastic")
 _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
+_APART = 15_485_863  # from the draws of one parameter to those of the next: a prime, as seeds count to 2³² on a CPU
 
 
 class LowPrecisionUpdates(Optimizer):
@@ -79,7 +80,7 @@ class LowPrecisionUpdates(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = dict(self.state[parameter])
-        draw = state.pop(_DRAW, len(self.state) << 32)  # parameters are 2³² draws apart
+        draw = state.pop(_DRAW, len(self.state) * _APART)
         low = state.pop(_LOW, None)
         is_low = parameter.dtype is torch.bfloat16
         whole = parameter
