@@ -320,6 +320,13 @@ def test_the_planner_and_the_shard_command_know_the_names():
     assert report.at_peak["optimizer state"] == bytes_of["muon"]
 
 
+def test_the_proof_of_techniques_takes_a_named_optimizer():
+    net = NamedLM().gpt
+    loss = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())  # noqa: E731
+    proof = ft.verify(net, BATCHES[0], [ft.ActivationCheckpointing()], loss=loss, optimizer=ft.NamedOptimizer("muon"))
+    assert proof.ok
+
+
 def test_a_module_that_names_no_optimizer_says_so():
     class Bare(ft.FastTrainMixin, L.LightningModule):
         def training_step(self, batch):

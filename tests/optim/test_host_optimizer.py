@@ -80,8 +80,10 @@ def test_the_device_holds_none_of_its_state():
     net = Offloaded()
     optimizer = net.recipe(net)
     assert optimizer_state_bytes(optimizer) == optimizer_state_bytes(ft.build_optimizer(net))
-    fit_report = ft.predict_memory(net, BATCHES[0], device="cpu", optimizer=net.recipe)
-    assert fit_report.at_peak.get("optimizer state", 0) == 0
+    predicted = ft.predict_memory(net, BATCHES[0], device="cuda", optimizer=net.recipe)
+    plain = ft.predict_memory(net, BATCHES[0], device="cuda", optimizer=ft.NamedOptimizer("adamw"))
+    assert plain.at_peak["optimizer state"] > predicted.at_peak.get("optimizer state", 0) == 0
+    assert plain.peak_bytes > predicted.peak_bytes
 
 
 @pytest.mark.gpu

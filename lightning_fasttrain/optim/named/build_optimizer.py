@@ -1,6 +1,6 @@
 """An optimizer by its name, over groups of parameters that are made right."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,14 +10,12 @@ from torch.optim import Optimizer
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
-from lightning_fasttrain.optim.named._known import Known, find_known, is_known, refuse_settings
+from lightning_fasttrain.optim.named._known import Known, find_known, refuse_settings
 from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
 from lightning_fasttrain.optim.named.plain_state import save_as_plain_tensors_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
-
-__all__ = ["NamedOptimizer", "build_optimizer", "is_known"]
 
 Groups = list[dict[str, Any]]
 _OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
@@ -162,6 +160,11 @@ class NamedOptimizer:
             updates=self.updates,
             **self.settings,
         )
+
+
+def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
+    """What ``make`` makes: a recipe of the model, since names decide, and any other function of its parameters."""
+    return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
 
 
 def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any) -> None:

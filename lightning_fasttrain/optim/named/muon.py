@@ -77,7 +77,8 @@ class MuonAdamW(Optimizer):
         super().add_param_group(param_group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if [group.get("muon") for group in state_dict["param_groups"]] != [g["muon"] for g in self.param_groups]:
+        saved = [group.get("muon") for group in state_dict["param_groups"]]
+        if saved != [group["muon"] for group in self.param_groups]:
             why = "it was saved by another optimizer, or with other matrices in Muon's groups"
             way_out = "Load the weights alone, and start with a fresh optimizer"
             raise ValueError(explain("a state that is not this MuonAdamW's", why, way_out))

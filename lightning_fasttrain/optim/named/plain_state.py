@@ -151,14 +151,14 @@ def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> N
 
 def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     """What the optimizer makes in its first step, without a step."""
-    group = next(group for group in optimizer.param_groups if any(p is parameter for p in group["params"]))
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
     kind: Any = type(optimizer)
     twin = kind.__new__(kind)
     vars(twin).update(vars(optimizer))
     stand_in = torch.nn.Parameter(parameter.detach().clone())
     stand_in.grad = torch.zeros_like(stand_in)
     state: Any = type(optimizer.state)(dict)
-    twin.param_groups, twin.state = [{**group, "params": [stand_in]}], state
+    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
     with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
         kind.step(twin)
     return state[stand_in]

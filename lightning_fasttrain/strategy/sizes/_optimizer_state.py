@@ -7,17 +7,20 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import Muon, Optimizer
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer, is_known
+from lightning_fasttrain.optim.named._known import is_known
+from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.muon import MuonAdamW
 from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
 
 MakeOptimizer = Callable[[Any], Optimizer]
 
+_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels know no DTensor, which FSDP2's parameters are
 _BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which no state shows
 _PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
 
@@ -62,6 +65,21 @@ def refuse_unshardable(optimizer: Optimizer) -> None:
     if why is not None:
         way_out = "Use an optimizer that treats each number alike (AdamW, SGD, Lion, AdamW8bit), or DDP (stage 0)"
         raise ValueError(explain(f"{name} with ZeRO", f"{why}, and ZeRO gives it flat pieces of many layers", way_out))
+
+
+def unfit_family(optimizer: Optimizer) -> tuple[str, str]:
+    """``"zero"`` or ``"fsdp2"`` if ``optimizer`` does not work under those strategies, and a line that says why.
+
+    Raises:
+        ValueError: it works under neither.
+    """
+    kind = type(optimizer)
+    if issubclass(kind, MuonAdamW | Muon):  # FSDP2 cuts matrices in rows, which it puts together
+        return "zero", f"ZeRO is left out: {kind.__name__} needs whole matrices, and ZeRO gives it flat pieces."
+    refuse_unshardable(optimizer)
+    if any(base.__module__.split(".")[0] in _FOREIGN for base in kind.__mro__):
+        return "fsdp2", f"FSDP2 is left out: the kernels of {kind.__name__} do not work on its parameters."
+    return "", ""
 
 
 def _unshardable_because(optimizer: Optimizer) -> str | None:
