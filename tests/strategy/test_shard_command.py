@@ -143,7 +143,6 @@ def test_the_stored_table_is_what_the_command_prints(capsys):
         (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
         (["--size", "nano", "--optimizer", "magic"], "optimizer='magic'"),
         (["--size", "nano", "--optimizer", "adafactor"], "Adafactor with ZeRO"),
-        (["--size", "nano", "--optimizer", "muon"], "Muon"),
         (["--size", "gpt2-small", "--memory", "0.01"], "Nothing fits, the nearest is"),
         (["{module}:Absent"], "has no attribute 'Absent'"),
         (["{module}:Net", "--arg", "width"], "not of the form key=value"),
