@@ -52,7 +52,7 @@ class FastTrainMixin:
 
     def configure_optimizers(self) -> Any:
         """Hook: builds the optimizer that is named; where none is, the next class in line does."""
-        if self.optimizer is not None:
+        if isinstance(self.optimizer, NamedOptimizer):  # classes below may keep another thing of this name
             return self.optimizer(cast(nn.Module, self))
         following: Any = super()
         if following.configure_optimizers.__func__ is L.LightningModule.configure_optimizers:

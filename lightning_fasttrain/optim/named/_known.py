@@ -1,6 +1,5 @@
 """The optimizers that are known by name: where each comes from, what it is given, what it cannot."""
 
-import importlib
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,20 +37,14 @@ class Known:
         Raises:
             ModuleNotFoundError: no package that brings it is installed; names the extra.
         """
-        for place in self.places[:-1]:
+        missing = []
+        for place in self.places:
             module, _, name = place.rpartition(".")
             try:
-                return getattr(importlib.import_module(module), name)
-            except ModuleNotFoundError:
-                continue
-        module, _, name = self.places[-1].rpartition(".")
-        if self.extra and len(self.places) == 1:
-            return getattr(require(module, self.extra), name)
-        try:
-            return getattr(importlib.import_module(module), name)
-        except ModuleNotFoundError:
-            first = self.places[0].rpartition(".")[0]
-            return getattr(require(first, self.extra), name)
+                return getattr(require(module, self.extra), name)
+            except ModuleNotFoundError as error:
+                missing.append(error)
+        raise missing[0]
 
 
 _PAGED = {"offload": "its state moves to host memory by itself, when the device is full"}

@@ -14,7 +14,7 @@ from lightning_fasttrain.optim.named._known import Known, find_known, refuse_set
 from lightning_fasttrain.optim.named.decay_groups import decay_groups
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
-from lightning_fasttrain.optim.named.plain_state import save_as_plain_tensors_
+from lightning_fasttrain.optim.named.plain_state import page_again_after_loading_, save_as_plain_tensors_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
 
 Groups = list[dict[str, Any]]
@@ -40,7 +40,7 @@ def build_optimizer(
     the matrices of the blocks, AdamW for the rest, in one optimizer); ``galore``; ``adamw8bit``, ``adamw4bit`` and
     ``lion8bit``, whose state has so few bits; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state
     goes to host memory where a GPU is full; ``schedule-free``, whose weights are an average: call its ``eval()`` before
-    evaluation and its ``train()`` after it.
+    evaluation (in a LightningModule's ``on_validation_start``) and at the end, and its ``train()`` to go on.
 
     Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, a frozen one
     not at all. On CUDA, SGD, Adam and AdamW are fused, and clipping works all the same.
@@ -100,6 +100,8 @@ def build_optimizer(
         optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
         if kind.__module__.startswith("torchao"):
             save_as_plain_tensors_(optimizer)
+        if getattr(optimizer, "is_paged", False):
+            page_again_after_loading_(optimizer)
         return optimizer if updates is None else LowPrecisionUpdates(optimizer, updates)
 
     optimizer = make(made) if offload is None else HostOptimizer(made, make)
@@ -114,7 +116,7 @@ def build_optimizer(
 class NamedOptimizer:
     """What :func:`build_optimizer` is to build, for a YAML file, a module's argument, or the mixin's ``optimizer``.
 
-    Call it with a model to have it built. Wherever this package takes a function that makes the optimizer
+    Call it with a model to have it built. Where this package takes a function that makes the optimizer of parameters
     (:func:`~lightning_fasttrain.predict_memory`, :func:`~lightning_fasttrain.choose_strategy`), it takes this too.
 
     Args:
@@ -170,10 +172,10 @@ def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimi
 def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any) -> None:
     if asked["offload"] is not None:
         one_of("offload", asked["offload"], ("cpu",))
-    grouped = [key for key in ("layer_decay", "lora_plus") if asked[key] is not None]
-    if len(grouped) + (groups is not None) > 1:
-        what = " and ".join([*grouped, *["groups"][: groups is not None]])
-        raise ValueError(explain(what, "each makes all groups of parameters", "Use one of them"))
+    ways = {"layer_decay": asked["layer_decay"], "lora_plus": asked["lora_plus"], "groups": groups}
+    grouped = [key for key, value in ways.items() if value is not None]
+    if len(grouped) > 1:
+        raise ValueError(explain(" and ".join(grouped), "each makes all groups of parameters", "Use one of them"))
     for key, why in known.refuses.items():
         if asked.get(key) is not None:
             raise ValueError(explain(f"{key}={asked[key]!r} with {name!r}", why, f"Leave {key} out, or use 'adamw'"))

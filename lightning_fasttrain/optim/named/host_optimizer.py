@@ -49,6 +49,9 @@ class HostOptimizer(Optimizer):
             group.update({**inner, "params": group["params"]})
         self.defaults = self.inner.defaults
 
+    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+        return {**super().__getstate__(), "inner": self.inner, "_hosted": self._hosted, "_versions": self._versions}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

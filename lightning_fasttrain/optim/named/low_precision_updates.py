@@ -66,6 +66,9 @@ class LowPrecisionUpdates(Optimizer):
         self.inner = optimizer
         super().__init__(optimizer.param_groups, optimizer.defaults)
 
+    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+        return {**super().__getstate__(), "inner": self.inner, "updates": self.updates}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

@@ -84,6 +84,9 @@ class MuonAdamW(Optimizer):
             raise ValueError(explain("a state that is not this MuonAdamW's", why, way_out))
         super().load_state_dict(state_dict)
 
+    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
+
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         loss = None

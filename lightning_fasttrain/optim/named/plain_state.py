@@ -58,6 +58,22 @@ def _whole(value: Any) -> Any:
     return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
 
 
+def page_again_after_loading_(optimizer: Any) -> None:
+    """Have state of bitsandbytes' paged optimizers paged again once it was loaded: that, or Lightning, has moved it."""
+    seen = [optimizer.state]
+
+    def page_again(*_: Any) -> None:
+        if optimizer.state is seen[0]:
+            return
+        seen[0] = optimizer.state  # loading makes a new one
+        for parameter, state in optimizer.state.items():
+            for key in ("state1", "state2"):
+                if key in state and not getattr(state[key], "is_paged", False):
+                    state[key] = optimizer.get_state_buffer(parameter, dtype=state[key].dtype).copy_(state[key])
+
+    optimizer.register_step_pre_hook(page_again)
+
+
 def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
     """Give one optimizer's state to another of the same family over the same parameters, in whatever precision.
 
