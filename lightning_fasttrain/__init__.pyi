@@ -50,6 +50,7 @@ from lightning_fasttrain.model import offload_activations as offload_activations
 from lightning_fasttrain.optim import EagerGradientRelease as EagerGradientRelease
 from lightning_fasttrain.optim import FusedClipping as FusedClipping
 from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
+from lightning_fasttrain.optim import build_schedule as build_schedule
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget

@@ -1,10 +1,11 @@
 """Changes the batch: its split, its order, its way to the device.
 
-What parts of a batch weigh is found, and checked, in ``trial``; how many of them fit, in ``fitting``.
+What parts of a batch weigh is found, and checked, in ``trial``; how many of them fit, in ``fitting``; how much a step
+holds over the run, in ``sizes``.
 
 From the bottom up: ``_part_weights``, ``device_prefetch``, ``split_batch``, ``_part_logs``, ``count_targets``,
 ``trial``, ``accumulate_gradients``, ``fitting``, ``_closure``, ``micro_batching``,
-``token_weighted_accumulation``.
+``token_weighted_accumulation``, ``sizes``.
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
