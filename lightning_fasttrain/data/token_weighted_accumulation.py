@@ -119,11 +119,15 @@ class TokenWeightedAccumulation(Technique):
         """
         windows = 0
         while batches > 0:
-            if self.by == "epoch" or before + windows >= max(self.schedule):
+            if self._stays_from(before + windows):
                 return windows + math.ceil(batches / self.factor_in(epoch, before + windows))
             batches -= self.factor_in(epoch, before + windows)
             windows += 1
         return windows
+
+    def _stays_from(self, step: int) -> bool:
+        """Whether the factor is the same from there to the end of an epoch."""
+        return self.by == "epoch" or step >= max(self.schedule)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:

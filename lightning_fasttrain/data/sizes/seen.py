@@ -1,23 +1,19 @@
-"""How many samples and tokens a run has seen, over all its processes."""
+"""Counts of all the processes of a run."""
 
 from typing import Any
 
 import torch
 from lightning.pytorch.strategies import Strategy
 
-from lightning_fasttrain._counts import count_batch
 
+def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int) -> list[int]:
+    """The sums of each of the ``counts`` over all ranks.
 
-def count_on_all_ranks(batch: Any, strategy: Strategy, world_size: int) -> tuple[int, int]:
-    """Samples and tokens of a batch, as :func:`~lightning_fasttrain._counts.count_batch` counts them, of all ranks.
-
-    One process asks nobody. Several add up in one small all-reduce, whose result the host waits for: all must go on
-    with the same numbers.
+    One process asks nobody. Several do it in one small all-reduce, whose result the host waits for: all must go on with
+    the same numbers.
     """
-    samples, tokens = count_batch(batch)
-    if world_size == 1:
-        return samples, tokens
-    here = torch.tensor([samples, tokens], dtype=torch.float64, device=strategy.root_device)
+    if strategy is None or world_size == 1:
+        return counts
+    here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
     total: Any = strategy.reduce(here, reduce_op="sum")
-    samples, tokens = (int(number) for number in total.tolist())
-    return samples, tokens
+    return [int(count) for count in total.tolist()]

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import FabricOptimizer, see_training_batches, trainer_of, when_loaders_are_made
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
-from lightning_fasttrain.data.sizes.seen import count_on_all_ranks
+from lightning_fasttrain.data.sizes.seen import sum_over_ranks
 from lightning_fasttrain.optim.schedule.rate_plan import RatePlan, RateRequest, read_request
 
 
@@ -216,7 +217,7 @@ class Schedule(LRScheduler):
         self._set_rates()
 
     def _see(self, trainer: L.Trainer, batch: Any) -> None:
-        samples, tokens = count_on_all_ranks(batch, trainer.strategy, trainer.world_size)
+        samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.strategy, trainer.world_size)
         self.count(samples=samples, tokens=tokens)
 
 
