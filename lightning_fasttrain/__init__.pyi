@@ -60,6 +60,7 @@ from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
 from lightning_fasttrain.plan import why_not as why_not
 from lightning_fasttrain.planner import Auto as Auto
+from lightning_fasttrain.planner import AutoBatchSize as AutoBatchSize
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
