@@ -80,14 +80,17 @@ def training_loaders(trainer: L.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
-def when_loaders_are_made(trainer: L.Trainer, act: Callable[[], None]) -> None:
-    """Call ``act`` once, as soon as Lightning has made the training loaders of the coming run."""
+def when_loaders_are_made(trainer: L.Trainer, act: Callable[[], bool]) -> None:
+    """Call ``act`` as soon as Lightning has made the training loaders; if it is not done, again when it asks for them.
+
+    It asks for them before each epoch.
+    """
     setup_data = trainer.fit_loop.setup_data
 
     def setup_then_act() -> None:
-        restore()
         setup_data()
-        act()
+        if act():
+            restore()
 
     restore = patch(trainer.fit_loop, "setup_data", setup_then_act)
 

@@ -5,7 +5,7 @@ import math
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateMonitor
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, LearningRateMonitor
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim import lr_scheduler as torchs
 from torch.utils.data import DataLoader, IterableDataset
@@ -294,6 +294,34 @@ def test_a_clock_of_tokens_in_a_loop():
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
     assert rates == pytest.approx([0.5, 1.0, 1 - 5 / 30, 1 - 15 / 30])
+
+
+def test_a_finder_of_rates_finds_as_without_it_and_the_schedule_begins_afterwards():
+    """It steps the same optimizer with a schedule of its own, in a short run within the run."""
+
+    class Plain(TinyLM):
+        lr = 1.0
+
+    class WithRate(Scheduled):
+        lr = 1.0
+
+    def finder():
+        return LearningRateFinder(num_training_steps=8, min_lr=1e-4, max_lr=1e-2, early_stop_threshold=None)
+
+    plain, beside, module = finder(), finder(), WithRate("linear")
+    fit(Plain(), BATCHES, [plain], max_epochs=2)
+    fit(module, BATCHES, [beside], max_epochs=2)
+    assert beside.optimal_lr.results["lr"] == plain.optimal_lr.results["lr"]
+    assert module.rates[-10:] == line(10)
+
+
+def test_a_schedule_that_lightning_was_not_given_is_refused_since_it_would_not_resume():
+    class Keeps(Scheduled):
+        def configure_optimizers(self):
+            return super().configure_optimizers()["optimizer"]
+
+    with pytest.raises(RuntimeError, match=r"return ft.build_schedule\(...\).configured\(\)"):
+        fit(Keeps("linear"), BATCHES)
 
 
 def test_in_the_backward_the_rates_are_those_of_the_plain_step():

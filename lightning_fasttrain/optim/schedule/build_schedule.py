@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import FabricOptimizer, see_training_batches, trainer_of, when_loaders_are_made
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._messages import explain, note_once, say
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
 from lightning_fasttrain.data.sizes.seen import sum_over_ranks
@@ -100,7 +100,8 @@ class Schedule(LRScheduler):
     It counts by a hook of the optimizer, after each update. So accumulation counts windows; a step that a loss scaler
     skips is none; and it does not matter how often, or whether, ``step`` is called: Lightning's ``interval`` and
     ``frequency``, which by default would step it once an epoch, change nothing. Samples and tokens of a skipped step
-    were seen, so they count.
+    were seen, so they count. A fused optimizer under a loss scaler skips on the device, which is waited for once a
+    step then, as the scaler does for all others.
 
     Args:
         optimizer, request, module: see :func:`build_schedule`.
@@ -129,7 +130,7 @@ class Schedule(LRScheduler):
         if not request.needs_run or (trainer is not None and is_length_known(trainer)):
             self._settle()
         elif trainer is not None:
-            when_loaders_are_made(trainer, self._settle)
+            when_loaders_are_made(trainer, self._settle_for_run)
 
     def configured(self) -> dict[str, Any]:
         """What ``configure_optimizers`` is to return."""
@@ -167,6 +168,26 @@ class Schedule(LRScheduler):
         self._say_what_differs()
         self._set_rates()
 
+    def _is_in_charge(self) -> bool:
+        """Whether the Trainer has this schedule, and none that a finder of rates has put in its place."""
+        trainer = None if self.module is None else trainer_of(self.module)
+        if trainer is None:
+            return True
+        if not trainer.lr_scheduler_configs:
+            what = "a schedule that configure_optimizers did not return"
+            why = "checkpoints would not say how far it is"
+            raise RuntimeError(explain(what, why, "End with: return ft.build_schedule(...).configured()"))
+        in_charge = any(config.scheduler is self for config in trainer.lr_scheduler_configs)
+        if not in_charge:
+            note_once("a schedule does nothing while the Trainer has another one, as a finder of rates has")
+        return in_charge
+
+    def _settle_for_run(self) -> bool:
+        """Once the loaders are made; not yet, if it is for a run of a finder, which is shorter."""
+        if self._is_in_charge():
+            self._settle()
+        return self.plan is not None
+
     def _settle(self) -> None:
         """Fix the numbers, now that the length of the run is known."""
         trainer = None if self.module is None else trainer_of(self.module)
@@ -197,6 +218,8 @@ class Schedule(LRScheduler):
                 group["lr"] = rate
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_in_charge():
+            return
         if self.plan is not None:
             self._set_rates()
         elif not isinstance(optimizer.param_groups[0]["params"][0], FakeTensor):  # a prediction needs no rate
@@ -204,10 +227,10 @@ class Schedule(LRScheduler):
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
     def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        overflow = getattr(optimizer, "found_inf", None)  # given by a loss scaler to optimizers that skip by themselves
-        if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device, as the scaler does for all others
+        overflow = getattr(optimizer, "found_inf", None)  # what a loss scaler tells optimizers that skip by themselves
+        if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device
             return
-        if not self.is_told:
+        if not self.is_told and self._is_in_charge():
             self.end_update()
 
     def end_update(self) -> None:
