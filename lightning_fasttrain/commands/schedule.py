@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from lightning_fasttrain.optim.schedule.picture import draw_text, sample_rates, save_picture
-    from lightning_fasttrain.optim.schedule.rate_plan import read_request
+    from lightning_fasttrain.optim.schedule.rate_request import read_request
 
     marks = [mark for mark in options.at.split(",") if mark]
     try:
@@ -51,7 +51,7 @@ def _run(options: argparse.Namespace) -> int:
         console = Console(highlight=False)
         columns = min(100, console.width - 12) if console.is_terminal else 88
         print(draw_text(sample_rates(plan, options.lr, columns)))
-        title = f"{plan.shape}: {plan.place.total:,.0f} {plan.clock}, warm-up {plan.place.warmup:,.0f}"
+        title = f"{plan.shape}: {plan.total:,.0f} {plan.clock}, warm-up {plan.warmup:,.0f}"
         print(f"{'':9}{title}, rate {options.lr:g} → {sample_rates(plan, options.lr, 2)[-1][1]:.3g}")
         if options.out:
             written = save_picture(sample_rates(plan, options.lr, 1000), title, plan.clock, options.out)

@@ -122,6 +122,13 @@ def test_resumed_while_it_grows_is_uninterrupted(tmp_path, make, at):
     assert second.state_dict() == first.state_dict()
 
 
+def test_a_checkpoint_within_a_window_changes_nothing(tmp_path):
+    plain, saves = TinyLM(), TinyLM()
+    fit(plain, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear")])
+    fit(saves, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear"), Save(tmp_path / "a.ckpt", 4)])
+    assert largest_difference(weights(plain), weights(saves)) == 0
+
+
 @pytest.mark.parametrize(("rule", "expected"), [("linear", [1 / 3, 2 / 3, 1]), ("sqrt", [3**-0.5, (2 / 3) ** 0.5, 1])])
 def test_rates_follow_the_size_and_it_is_said(rule, expected):
     """Updates of plain SGD tell the rate that was used: beside a schedule, which goes on as without."""
@@ -177,7 +184,7 @@ def test_a_schedule_knows_how_many_steps_there_will_be():
     module = Scheduled()
     t = trainer([BatchSizeWarmup(full=4, over=6)], max_epochs=2)
     t.fit(module, as_loader(RAGGED))
-    assert module.schedule.plan.place.total == t.global_step == 9  # 1 1 2 2 3 3 and 4 4 4
+    assert module.schedule.plan.total == t.global_step == 9  # 1 1 2 2 3 3 and 4 4 4
     with pytest.raises(ValueError, match="Give the total in tokens, or the growth in steps"):
         fit(Scheduled(), RAGGED, [BatchSizeWarmup(full=4, over="100tok")])
 

@@ -95,6 +95,15 @@ def test_inverse_square_root_falls_as_one_over_the_root_of_the_step():
     assert all(rate * math.sqrt(step) == pytest.approx(2.0) for step, rate in enumerate(rates[4:], start=5))
 
 
+@pytest.mark.parametrize("shape", ["inverse-sqrt", "one-cycle", "cosine"])
+def test_a_share_of_a_short_run_is_one_step_at_least(shape):
+    optimizer = sgd(1.0)
+    build_schedule(optimizer, shape, warmup="1%", total=9)
+    rates = rates_of(optimizer, 9)
+    assert max(rates) == rates[0] == 1.0
+    assert 0 <= rates[-1] < 0.5
+
+
 def test_wsd_is_flat_and_falls_at_the_end():
     optimizer = sgd(1.0)
     build_schedule(optimizer, "wsd", warmup=2, total=10, decay="40%", final=0.2)
@@ -181,7 +190,7 @@ def test_the_total_is_the_trainers(settings, callbacks, total, listed):
     module = Scheduled("linear", listed=listed)
     t = trainer([make(value) for make, value in callbacks], **settings)
     t.fit(module, as_loader(BATCHES))
-    assert t.global_step == total == module.schedule.updates == module.schedule.plan.place.total
+    assert t.global_step == total == module.schedule.updates == module.schedule.plan.total
     assert module.rates == line(total)
     assert "setup_data" not in vars(t.fit_loop)
 
@@ -189,7 +198,7 @@ def test_the_total_is_the_trainers(settings, callbacks, total, listed):
 def test_epochs_become_steps():
     module = Scheduled("constant", warmup="1.5ep")
     fit(module, BATCHES, max_epochs=2, accumulate_grad_batches=2)
-    assert module.schedule.plan.place.warmup == 4  # 3 steps an epoch
+    assert module.schedule.plan.warmup == 4  # 3 steps an epoch
 
 
 def test_loaders_are_asked_for_once_and_read_as_without_a_schedule():

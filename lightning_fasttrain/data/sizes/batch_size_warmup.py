@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Exactness
@@ -103,10 +104,10 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         super().__init__({0: full}, "step", count, check)
         self.rate = None if rate is None else one_of("rate", rate, tuple(RULES))
         self._hooks = ExitStack()
-        self._said = 0
+        self._said: int | None = None  # the size; None before the run begins
 
     @classmethod
-    def why_not(cls, facts: Any) -> str | None:
+    def why_not(cls, facts: Facts) -> str | None:
         return None
 
     def took_hold(self, model: nn.Module) -> str:
@@ -131,12 +132,12 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         if trainer.state.fn != "fit":
             return None
         self.growth.begin()
-        self._said = 0
         leave = super().attach(trainer, pl_module)
         assert leave is not None
 
         def undo() -> None:
             self._hooks.close()
+            self._said = None
             leave()
 
         return undo
@@ -147,26 +148,32 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         if self.growth.clock != "steps" and self.growth.goes_on:
             self.growth.agree(trainer.strategy, trainer.world_size)
         self.growth.steps = trainer.global_step
-        if trainer.training and self.growth.size != self._said:
-            self._said = self.growth.size
-            self._say()
-        return self.growth.size
+        size = self.growth.size
+        if self._said is not None and size != self._said:
+            self._said = size
+            follows = "" if self.rate is None else f", with {self._rate_at(size):.3g} of the learning rate"
+            say(
+                "BatchSizeWarmup: from step %d on %d of %d batches%s",
+                self.growth.steps,
+                size,
+                self.growth.full,
+                follows,
+            )
+        return size
 
-    def _say(self) -> None:
-        growth = self.growth
-        follows = "" if self.rate is None else f", with {self._rate_factor():.3g} of the learning rate"
-        say("BatchSizeWarmup: from step %d on %d of %d batches%s", growth.steps, growth.size, growth.full, follows)
-
-    def _rate_factor(self) -> float:
-        return RULES[self.rate](self.growth.size / self.growth.full) if self.rate is not None else 1.0
+    def _rate_at(self, size: int) -> float:
+        assert self.rate is not None
+        return RULES[self.rate](size / self.growth.full)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the optimizers are there, and a checkpoint is read."""
         super().on_train_start(trainer, pl_module)
-        if self.rate is not None:
-            for optimizer in trainer.optimizers:
-                inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer
-                self._hooks.callback(scale_rates_(inner, self._rate_factor))
+        self._said = 0
+        if self.rate is None:
+            return
+        for optimizer in trainer.optimizers:
+            inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer  # of DeepSpeed's
+            self._hooks.callback(scale_rates_(inner, lambda: self._rate_at(self._factor)))
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

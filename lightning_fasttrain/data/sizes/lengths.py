@@ -40,7 +40,7 @@ class Length:
         return "steps" if self.unit == "epochs" else self.unit
 
     def __str__(self) -> str:
-        return f"{self.amount:.4g} of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
+        return f"{100 * self.amount:.4g}% of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
 
 
 def read_length(name: str, value: Any) -> Length:

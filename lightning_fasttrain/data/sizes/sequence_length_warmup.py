@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Exactness, Technique
 from lightning_fasttrain.data.sizes.growth import Growth
@@ -139,7 +140,7 @@ class SequenceLengthWarmup(Technique):
         self.cut = cut or cut_sequences
         self._trainer: L.Trainer | None = None
 
-    def predict(self, step: Any) -> None:
+    def predict(self, step: PredictedStep) -> None:
         """Whole sequences make the peak."""
 
     def took_hold(self, model: nn.Module) -> str:

@@ -17,7 +17,8 @@ from lightning_fasttrain._messages import explain, note_once, say
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
 from lightning_fasttrain.data.sizes.seen import sum_over_ranks
-from lightning_fasttrain.optim.schedule.rate_plan import RatePlan, RateRequest, read_request
+from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
+from lightning_fasttrain.optim.schedule.rate_request import RateRequest, read_request
 
 
 def build_schedule(
@@ -35,7 +36,7 @@ def build_schedule(
     """Let the rates of ``optimizer`` run as ``shape`` over the run, one value for each update.
 
     Each group keeps its own rate, and a common factor runs over all. The formulas are in
-    :mod:`~lightning_fasttrain.optim.schedule.shapes`. In a LightningModule::
+    :mod:`~lightning_fasttrain.optim.schedule.rate_plan`. In a LightningModule::
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)

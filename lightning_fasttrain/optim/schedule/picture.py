@@ -24,7 +24,7 @@ def sample_rates(plan: RatePlan, rate: float, points: int) -> list[Point]:
     Returns:
         (steps, samples or tokens before it, the rate).
     """
-    last = int(plan.place.total) - 1
+    last = int(plan.total) - 1
     places = sorted({round(i * last / (points - 1)) for i in range(points)})
     return [(place, rate * plan.factor(place, place + 1)) for place in places]
 

@@ -1,163 +1,126 @@
-"""What was asked for about a rate, and the same in numbers once the length of the run is known."""
+"""How a rate runs over a training: closed forms, each a function of the place in the run, and of nothing before it.
+
+The factor of step k (from 0) of n, with w steps of warm-up, is (k + 1) / w within the warm-up, whose last step has the
+whole rate; after it, with p = (k - w) / (n - w) from 0 to 1, and f the factor at the end:
+
+    linear        1 - (1 - f) p
+    cosine        f + (1 - f) (1 + cos πp) / 2
+    exponential   f^p
+    inverse-sqrt  √(w / (k + 1))
+    step          by^m, with m the marks that k has passed
+    wsd           1, and over the last `decay` steps of the run linearly down to f
+    one-cycle     from 1/25 up along a cosine within the warm-up, then down along one to f at the last step
+
+On a clock of samples or tokens, k is what was seen before the step, and k + 1 that with the step's own.
+"""
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain.data.sizes.lengths import Length, read_length
-from lightning_fasttrain.optim.schedule.shapes import ENDLESS, SHAPES, Place, factor_at
+_START_OF_CYCLE = 1 / 25
 
 
 @dataclass(frozen=True)
 class RatePlan:
-    """A course of the rate, in numbers of one clock.
+    """A course of the rate over a run, in the numbers of one clock.
 
     Attributes:
         shape: its name.
         clock: what is counted: ``"steps"``, ``"samples"`` or ``"tokens"``.
-        place: of the first step, with all lengths.
+        warmup: when the warm-up ends; 0: there is none.
+        total: when the run ends.
+        final: the factor at the end.
+        marks: of ``step``: when the rate falls.
+        by: of ``step``: the factor at each mark.
+        decay: of ``wsd``: how long the decay at the end lasts.
     """
 
     shape: str
-    clock: str
-    place: Place
+    clock: str = "steps"
+    warmup: float = 0.0
+    total: float = math.inf
+    final: float = 0.0
+    marks: tuple[float, ...] = ()
+    by: float = 0.1
+    decay: float = 0.0
 
     def factor(self, before: float, after: float) -> float:
-        """By what the rate is multiplied in a step before which, and with which, so much was counted."""
-        return factor_at(self.shape, replace(self.place, before=before, after=after))
+        """By what the rate is multiplied in a step before which, and with which, so much was counted.
+
+        Example:
+            >>> plan = RatePlan("linear", warmup=2, total=6)
+            >>> [plan.factor(k, k + 1) for k in range(6)]
+            [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+        """
+        if self.shape != "one-cycle" and before < self.warmup:
+            return min(1.0, after / self.warmup)
+        return SHAPES[self.shape](self, before, after)
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for a checkpoint."""
-        place = asdict(self.place)
-        place["marks"] = list(self.place.marks)
-        return {"shape": self.shape, "clock": self.clock, **place}
+        return {**asdict(self), "marks": list(self.marks)}
 
 
-@dataclass(frozen=True)
-class RateRequest:
-    """What was asked for. See :func:`~lightning_fasttrain.build_schedule` for the arguments."""
-
-    shape: str
-    warmup: Length
-    total: Length | None
-    final: float
-    at: tuple[Length, ...]
-    by: float
-    decay: Length
-
-    @property
-    def clock(self) -> str:
-        """What has to be counted."""
-        return next(iter(self.clocks), "steps")
-
-    @property
-    def clocks(self) -> dict[str, Length]:
-        """What would have to be counted → the last length that asks for it."""
-        return {length.clock: length for length in self.lengths if length.clock is not None and length.amount}
-
-    @property
-    def lengths(self) -> list[Length]:
-        """All that mean something for the shape."""
-        used = [self.warmup, *self.at]
-        if self.shape == "wsd":
-            used.append(self.decay)
-        return used if self.total is None else [self.total, *used]
-
-    @property
-    def needs_run(self) -> bool:
-        """Whether only a Trainer knows its numbers: how long the run is, or an epoch."""
-        shares = any(length.unit == "share" for length in self.lengths)
-        epochs = any(length.unit == "epochs" for length in self.lengths)
-        return epochs or (self.total is None and (shares or self.shape not in ENDLESS))
-
-    def plan(self, total: float = math.inf, steps_of_epochs: Callable[[float], float] | None = None) -> RatePlan:
-        """The numbers.
-
-        Args:
-            total: of the run, where none was asked for.
-            steps_of_epochs: epochs → optimizer steps, where epochs were asked for.
-        """
-
-        def number(length: Length, whole: float) -> float:
-            if length.unit == "share":
-                return round(length.amount * whole)
-            if length.unit == "epochs":
-                assert steps_of_epochs is not None
-                return round(steps_of_epochs(length.amount))
-            return length.amount
-
-        end = total if self.total is None else number(self.total, total)
-        warmup = number(self.warmup, end) if self.warmup.amount else 0.0
-        if warmup > end:
-            warn(f"the warm-up ({warmup:,.0f} {self.clock}) is longer than the run ({end:,.0f}): it will not end.")
-        if self.shape == "one-cycle":
-            warmup = warmup or round(0.3 * end)
-        marks = tuple(number(mark, end) for mark in self.at)
-        decay = number(self.decay, end) if self.shape == "wsd" else 0.0
-        place = Place(0.0, 0.0, warmup, end, self.final, marks, self.by, decay)
-        return RatePlan(self.shape, self.clock, place)
+Shape = Callable[[RatePlan, float, float], float]
 
 
-def read_request(
-    shape: str, warmup: Any, total: Any, final: float, at: Iterable[Any], by: float, decay: Any
-) -> RateRequest:
-    """Understand what was asked for, and refuse what cannot be.
-
-    Raises:
-        ValueError: what was wrong · why · the way out.
-    """
-    one_of("shape", shape, tuple(SHAPES))
-    listed = (at,) if isinstance(at, str) else at
-    marks = [read_length("at", mark) for mark in listed]
-    whole = None if total is None else read_length("total", total)
-    request = RateRequest(
-        shape, read_length("warmup", warmup), whole, final, tuple(marks), by, read_length("decay", decay)
-    )
-    _refuse_two_clocks(request)
-    of_total = request.total
-    unfit = [
-        (not 0 <= final <= 1, f"final={final}", "it is a share of the rate", "Use a number from 0 to 1"),
-        (not 0 < by <= 1, f"by={by}", "the rate is multiplied by it at each mark", "Use a number above 0, up to 1"),
-        (
-            of_total is not None and (of_total.unit == "share" or of_total.amount == 0),
-            f"total={total!r}",
-            "shares are taken of it, so it must be a length itself",
-            "Use total=10_000",
-        ),
-        (
-            shape == "exponential" and final == 0,
-            "'exponential' with final=0",
-            "a rate that is multiplied by the same factor in each step never reaches 0",
-            "Use final=0.01",
-        ),
-        (
-            shape == "inverse-sqrt" and request.warmup.amount == 0,
-            "'inverse-sqrt' without warmup",
-            "it falls as √(warmup / step), so the length of the warm-up sets how fast",
-            "Use warmup=1000",
-        ),
-        (shape == "step" and not request.at, "'step' without at", "nothing says when", "Use at=['50%', '75%']"),
-        (
-            shape != "step" and bool(request.at),
-            f"at={at} with {shape!r}",
-            "only 'step' falls at marks",
-            "Leave it out",
-        ),
-    ]
-    for is_so, what, why, way_out in unfit:
-        if is_so:
-            raise ValueError(explain(what, why, way_out))
-    return request
+def _share(now: float, start: float, end: float) -> float:
+    """How much of the way lies behind, from 0 to 1."""
+    return min(1.0, max(0.0, now - start) / (end - start)) if end > start else 1.0
 
 
-def _refuse_two_clocks(request: RateRequest) -> None:
-    if len(request.clocks) > 1:
-        both = " and ".join(str(length) for length in request.clocks.values())
-        why = "how much one is of the other differs from batch to batch"
-        raise ValueError(explain(both, why, "Give all lengths in one of them, or as shares: warmup='5%'"))
-    if request.clock != "steps" and request.total is None and request.shape not in ENDLESS:
-        why = "the Trainer knows how many steps it takes, but not how many samples or tokens"
-        raise ValueError(explain(f"{request.clock} without total", why, "Give total='1e9tok'"))
+def _fall(share: float, to: float) -> float:
+    """From 1 along half a cosine."""
+    return to + (1 - to) * (1 + math.cos(math.pi * share)) / 2
+
+
+def _constant(plan: RatePlan, before: float, after: float) -> float:
+    return 1.0
+
+
+def _linear(plan: RatePlan, before: float, after: float) -> float:
+    return 1 - (1 - plan.final) * _share(before, plan.warmup, plan.total)
+
+
+def _cosine(plan: RatePlan, before: float, after: float) -> float:
+    return _fall(_share(before, plan.warmup, plan.total), plan.final)
+
+
+def _exponential(plan: RatePlan, before: float, after: float) -> float:
+    return plan.final ** _share(before, plan.warmup, plan.total)
+
+
+def _inverse_sqrt(plan: RatePlan, before: float, after: float) -> float:
+    return math.sqrt(plan.warmup / max(after, plan.warmup))
+
+
+def _step(plan: RatePlan, before: float, after: float) -> float:
+    passed = [mark for mark in plan.marks if mark <= before]
+    return plan.by ** len(passed)
+
+
+def _wsd(plan: RatePlan, before: float, after: float) -> float:
+    start = max(plan.warmup, plan.total - plan.decay)
+    return 1 - (1 - plan.final) * _share(before, start, plan.total)
+
+
+def _one_cycle(plan: RatePlan, before: float, after: float) -> float:
+    top, last = plan.warmup - 1, plan.total - 1  # the steps of the whole rate, and of the least
+    if before < top:
+        return 1 - (1 - _START_OF_CYCLE) * _fall(before / top, 0.0)
+    return _fall(_share(before, top, last), plan.final)
+
+
+SHAPES: dict[str, Shape] = {
+    "constant": _constant,
+    "linear": _linear,
+    "cosine": _cosine,
+    "inverse-sqrt": _inverse_sqrt,
+    "exponential": _exponential,
+    "step": _step,
+    "one-cycle": _one_cycle,
+    "wsd": _wsd,
+}
+ENDLESS = ("constant", "inverse-sqrt")  # these need no total
