@@ -89,8 +89,8 @@ class AutoBatchSize(L.Callback):
     are as they were, and loggers have heard nothing. The parts run as in
     :class:`~lightning_fasttrain.MicroBatching`, which is added to the Trainer.
 
-    The batch is the largest of a sample of the loader's. Under DDP the ranks agree on the number, by the one with the
-    least room. A resumed run goes on with what was found.
+    The batch is the largest of a sample of the loader's, with sequences and windows as they are once they have grown.
+    Under DDP the ranks agree on the number, by the one with the least room. A resumed run goes on with what was found.
 
     Acts in ``on_train_start``, when loaders and optimizers are there, and takes its copies in ``setup``: list it
     before techniques.

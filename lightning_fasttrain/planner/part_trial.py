@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain.data import MicroBatching
+from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.plan.rehearsal.rehearsed import fill_up
 from lightning_fasttrain.plan.rehearsal.run_copy import EnoughError, RunCopy
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again
@@ -52,11 +52,21 @@ def try_parts(
     """
     adaptive = MicroBatching("auto")
     adaptive.n = parts
-    others = [callback for callback in run.callbacks if not isinstance(callback, MicroBatching)]
     watch = _Watch(steps, window)
     batches = fill_up([batch], steps * window + 1)  # so that none of the steps is the last of an epoch
-    replace(run, callbacks=[*others, adaptive]).fit(batches, [], watch, devices_again(trainer))
+    replace(run, callbacks=[*_at_full_size(run), adaptive]).fit(batches, [], watch, devices_again(trainer))
     return Tried(min(watch.parts, limit_of_parts), watch.peak_bytes)
+
+
+def _at_full_size(run: RunCopy) -> list[L.Callback]:
+    """The callbacks as they act once nothing grows any more, which takes most."""
+    grown: list[L.Callback] = []
+    for callback in run.callbacks:
+        if isinstance(callback, BatchSizeWarmup):
+            grown.append(TokenWeightedAccumulation(callback.growth.full, count=callback.count, check=callback.check))
+        elif not isinstance(callback, MicroBatching | SequenceLengthWarmup):
+            grown.append(callback)
+    return grown
 
 
 class _Watch(Checkpoint):
