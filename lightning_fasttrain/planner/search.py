@@ -1,21 +1,20 @@
 """Looks for the fastest choice that fits: predicts memory, measures single switches, and then the best few in turn."""
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain.planner.axes import Axes
-from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.choice import SWITCHES, Choice, is_budget, switch_of
 from lightning_fasttrain.planner.plan import GIB, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.stopwatch import Stopwatch, Timed
 
-_STEPS = 2  # that are timed in a run
 _ROUNDS = 3  # in which finalists are run in turn
-_FINALISTS = 4
+_FINALISTS = 6
 _NEAR = 1.15  # by how much single switches may mislead about several
 _TELLS = 0.05  # of a step: what one switch does below that is noise
 _PER_PART = 0.01  # of a step, until it is measured
@@ -105,7 +104,17 @@ class Search:
         return self.tried.get(choice) or self._look_at(choice)
 
     def _look_at(self, choice: Choice) -> Tried:
-        return Tried(choice, self.memory.of(choice), self.costs.estimate(choice, self.steps))
+        return Tried(choice, self.memory.of(choice), self.estimate(choice))
+
+    def estimate(self, choice: Choice) -> float:
+        """Of a step, in ms. What recomputes as much as it must takes its share of what all would take."""
+        least = self.costs.estimate(choice, self.steps)
+        if not is_budget(choice.recompute):
+            return least
+        low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
+        share = (high - self.memory.of(choice)) / max(high - low, 1.0)
+        most = self.costs.estimate(replace(choice, recompute="all"), self.steps)
+        return least + share * (most - least)
 
     def _note(self, tried: Tried) -> Tried:
         self.tried[tried.choice] = tried
@@ -146,12 +155,12 @@ class Search:
                 yield choice
 
     def _measure_switches(self, base: Choice) -> None:
-        first = self._measure(base)
+        first = self._measure(base, at_all_costs=True)
         if first is None and base.parts > 1:  # its loss cannot be cut, and the reason is noted
             return
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
-        ms = median(first.step_ms)
+        ms = first.ms
         self.costs.whole, self.costs.per_part = ms * (1 - _PER_PART * base.parts), ms * _PER_PART
         for axis, word in words_of(base):
             self.costs.whole /= _assumed(axis, word)
@@ -173,22 +182,22 @@ class Search:
             if base.parts == 1 and other in self.tried:
                 self.axes.drop("parts", self.tried[other].why_not)
             return
-        added = max(0.0, (median(timed.step_ms) - ms) / (other.parts - base.parts))
+        added = max(0.0, (timed.ms - ms) / (other.parts - base.parts))
         self.costs.whole += (self.costs.per_part - added) * base.parts
         self.costs.per_part = added
 
     def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
-        if getattr(base, axis) == word or (word == "in backward" and base.parts > 1):
+        if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
         if not self.fits(choice, self.memory.of(choice)):
             return
         timed = self._measure(choice)
         if timed is not None:
-            factor = median(timed.step_ms) / ms * self._factor_of(base, axis)
+            factor = timed.ms / ms * self._factor_of(base, axis)
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < _TELLS else factor
             if axis == "compile":
-                self.costs.compile_ms = max(0.0, timed.first_ms - median(timed.step_ms))
+                self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)
         elif choice in self.tried:
             words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
@@ -199,20 +208,20 @@ class Search:
         word = getattr(base, axis)
         return _assumed(axis, word) if (axis, word) in words_of(base) else 1.0
 
-    def _measure(self, choice: Choice) -> Timed | None:
+    def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
         assert self.watch is not None
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline and not at_all_costs:
             self._say_late()
             return None
         self.tell(f"measuring {choice}")
         try:
-            timed = self.watch.time(choice, _STEPS)
+            timed = self.watch.time(choice)
         except Exception as error:
             self._note(replace(self._look_at(choice), why_not=first_line(error)))
             return None
         tried = self._look_at(choice)
-        self._note(replace(tried, step_ms=tuple(timed.step_ms), why_not="slower than others that fit"))
+        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower than others that fit"))
         return timed
 
     def _say_late(self) -> None:
@@ -221,14 +230,25 @@ class Search:
             self.notes.append(note)
 
     def _find_finalists(self) -> list[Tried]:
-        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
-        left = [choice for choice in self.axes.choices() if choice not in self.refused]
-        looked_at = [(self.costs.estimate(choice, self.steps), choice) for choice in left]
-        looked_at.sort(key=lambda pair: (pair[0], len(words_of(pair[1])), pair[1].parts))
+        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest.
+
+        Where an estimate needs a prediction, which takes a second, there is a lower bound first, and the estimate once
+        that comes to its turn.
+        """
+        queue: list[tuple[float, int, int, int, bool, Choice]] = []
+        for number, choice in enumerate(self.axes.choices()):
+            if choice not in self.refused:
+                bound = self.costs.estimate(choice, self.steps)
+                rank = len(words_of(choice)), choice.parts, number
+                heapq.heappush(queue, (bound, *rank, is_budget(choice.recompute), choice))
         finalists: list[Tried] = []
-        for ms, choice in looked_at:
+        while queue:
+            ms, *rank, is_bound, choice = heapq.heappop(queue)
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
                 break
+            if is_bound:
+                heapq.heappush(queue, (self.estimate(choice), rank[0], rank[1], rank[2], False, choice))
+                continue
             needed = self.memory.of(choice)
             if self.fits(choice, needed):
                 needed = self.memory.exactly(choice)
@@ -255,7 +275,7 @@ class Search:
                     continue
                 self.tell(f"comparing {tried.choice}")
                 try:
-                    times[tried.choice] += self.watch.time(tried.choice, _STEPS).step_ms
+                    times[tried.choice].append(self.watch.time(tried.choice).ms)
                 except Exception as error:
                     del times[tried.choice]
                     self.refused.add(tried.choice)
@@ -282,7 +302,7 @@ class Search:
         assert self.watch is not None
         self.tell(f"measuring the memory of {tried.choice}")
         try:
-            peak = self.watch.time(tried.choice, 1, peak=True).peak_bytes
+            peak = self.watch.time(tried.choice, peak=True).peak_bytes
         except Exception as error:
             return replace(tried, why_not=first_line(error))
         if not self.fits(tried.choice, peak):
@@ -299,13 +319,13 @@ def words_of(choice: Choice) -> list[tuple[str, str]]:
 def _assumed(axis: str, word: str) -> float:
     if axis == "precision":
         return _BF16
-    return SWITCHES[axis][word].cost
+    return switch_of(axis, word).cost
 
 
 def _simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
     """What is not told from the fastest comes in the order of how much is switched on."""
-    slowest = max(ranked[0].step_ms, default=0.0) if ranked else 0.0
-    equal = [tried for tried in ranked if tried.ms <= max(slowest, ranked[0].ms * (1 + _TELLS))]
+    slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + _TELLS)) if ranked else 0.0
+    equal = [tried for tried in ranked if tried.ms <= slowest]
     simplest = sorted(equal, key=lambda tried: (len(words_of(tried.choice)), tried.choice.parts))
     return [*simplest, *ranked[len(equal) :]]
 

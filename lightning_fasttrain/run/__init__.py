@@ -2,7 +2,7 @@
 
 The two meters are here; what they and others need in ``memory``, ``resume`` and ``guard``.
 
-From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``step_meter``,
+From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``peak_flops``, ``step_meter``,
 ``memory_meter``, ``memory``.
 """
 
@@ -20,6 +20,7 @@ from lightning_fasttrain.run.memory.memory_record import MemoryRecord
 from lightning_fasttrain.run.memory.memory_recording import MemoryRecording
 from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
 from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
+from lightning_fasttrain.run.peak_flops import peak_flops
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader, resumable
 from lightning_fasttrain.run.step_meter import StepMeter, StepTimer

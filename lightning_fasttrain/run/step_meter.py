@@ -16,9 +16,10 @@ from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers
-from lightning_fasttrain._messages import say
+from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.run.peak_flops import dtype_of, peak_flops
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 _KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step
@@ -167,6 +168,12 @@ class StepMeter(Technique):
 
     Args:
         warmup: steps at the start that are left out.
+        flops: floating-point operations of a whole step on one device, if steps are alike: those that
+            :func:`~lightning_fasttrain.plan.count_flops` counts for its batches. With them the summary has ``mfu``,
+            the share of :func:`~lightning_fasttrain.run.peak_flops` that they make use of.
+
+    Raises:
+        TypeError, ValueError: no number of steps; no number of operations.
 
     Example:
         >>> meter = StepMeter(warmup=10)
@@ -182,18 +189,27 @@ class StepMeter(Technique):
     in_a_loop: ClassVar[str] = "run.StepTimer(device)"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, warmup: int = 5) -> None:
+    def __init__(self, warmup: int = 5, flops: float | None = None) -> None:
         self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        if flops is not None and not flops > 0:
+            raise ValueError(
+                explain(f"{flops=}", "a step computes something", "Use ft.plan.count_flops(module, batch)")
+            )
+        self.flops = flops
+        self._peak_flops: float | None = None
         self._profiler: _StepProfiler | None = None
         self._result: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
         """The medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
-        return self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
+        found = self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
+        if self._peak_flops is None or self.flops is None or "step_ms" not in found:
+            return found
+        return {**found, "mfu": self.flops / (found["step_ms"] / 1e3) / self._peak_flops}
 
     def measured(self) -> dict[str, float]:
         found = self.summary()
-        return {name: found[name] for name in ("step_ms", "tokens_per_s") if name in found}
+        return {name: found[name] for name in ("step_ms", "tokens_per_s", "mfu") if name in found}
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         if trainer.state.fn != "fit":
@@ -234,7 +250,10 @@ class StepMeter(Technique):
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the last in which the device still has all it needs."""
         if self._profiler is not None:
-            found = self._profiler.timer.summary()
+            self._profiler.timer.summary()  # once the device has done what it was given
+            if self.flops is not None:
+                self._peak_flops = peak_flops(trainer.strategy.root_device, dtype_of(trainer.precision))
+            found = self.summary()
             values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
             say("StepMeter: %s", values or f"nothing measured, the fit ended within the first {self.warmup} steps")
 

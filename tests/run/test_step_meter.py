@@ -1,3 +1,5 @@
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -359,3 +361,44 @@ def test_no_wait_within_a_step_on_cuda():
         torch.cuda.set_sync_debug_mode("default")
     found = timer.summary()
     assert 0 < found["forward_ms"] <= found["step_ms"]
+
+
+def test_what_a_step_makes_use_of(capsys):
+    class Net(BoringModel):
+        def train_dataloader(self):
+            return DataLoader(torch.zeros(64, 32), batch_size=8)
+
+    flops = ft.plan.count_flops(Net(), torch.zeros(8, 32))
+    assert flops == 2 * 8 * 32 * 2 * 2  # forward, and the gradient of the weight
+    meter = StepMeter(warmup=1, flops=flops)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[meter], logger=False, enable_checkpointing=False)
+    trainer.fit(Net())
+    found = meter.summary()
+    expected = flops / (found["step_ms"] / 1e3) / meter._peak_flops
+    assert found["mfu"] == pytest.approx(expected)
+    assert 0 < found["mfu"] < 1
+    assert meter.measured()["mfu"] == found["mfu"]
+
+
+def test_what_can_be_reached_is_the_speed_of_a_product(clock, monkeypatch):
+    def mm(one, other):
+        clock.passes(4)
+
+    monkeypatch.setattr(sys.modules[ft.run.peak_flops.__module__], "perf_counter", clock)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert ft.run.peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 1024**3 / 4e-3)
+
+
+def test_no_operations():
+    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.plan\.count_flops"):
+        StepMeter(flops=0)
+
+
+@pytest.mark.gpu
+@gpu
+def test_gpu_a_product_is_as_fast_as_itself():
+    device = torch.device("cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        fastest, again = (ft.run.peak_flops(device, dtype) for _ in range(2))
+        assert 0.5 < fastest / again < 2
+        assert fastest > 1e12

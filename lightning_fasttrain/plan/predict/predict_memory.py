@@ -110,7 +110,7 @@ def predict_memory(
     for truth in (True, False):
         trace = AllocationTrace(granule, workspace, KEPT, truth)
         try:
-            with isolate_rng(include_cuda=False), _explain_errors():
+            with isolate_rng(include_cuda=False), explaining_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
             notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
             return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
@@ -165,7 +165,7 @@ def _trace_steps(
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
             undo.enter_context(AsOnCuda())  # for the backward too, which runs blocks once more
-        forward = _forward(net, loss, plugin)
+        forward = forward_of(net, loss, plugin)
         since = 0
         for _ in range(2):
             since = trace.now
@@ -208,7 +208,8 @@ def _backward(loss: Tensor) -> None:
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _forward(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
+def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
+    """What makes a loss of a batch: ``loss``, or the ``training_step`` of ``net``."""
     if loss is None and not isinstance(net, L.LightningModule):
         why = "only a LightningModule has a training_step"
         way_out = "Give loss=, a function of (module, batch)"
@@ -254,7 +255,7 @@ def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) ->
 
 
 @contextmanager
-def _explain_errors() -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """Say what to do where the code needs what a prediction does not have."""
     try:
         yield
