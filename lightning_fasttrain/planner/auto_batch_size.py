@@ -1,11 +1,9 @@
 """The largest part of a batch that fits, found before the first step, at the same global batch."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._checks import positive_int
@@ -16,21 +14,16 @@ from lightning_fasttrain._reading import first_line
 from lightning_fasttrain._technique import techniques_of
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.plan import predict_memory
-from lightning_fasttrain.plan.proof.step_record import quietly
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsing, is_rehearsing
 from lightning_fasttrain.plan.rehearsal.rehearsed import find_window, read_batches
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
 from lightning_fasttrain.planner.auto import Auto
-from lightning_fasttrain.planner.part_trial import Tried, try_parts
+from lightning_fasttrain.planner.part_trial import PartTrial
 from lightning_fasttrain.planner.plan import GIB
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
-
-_ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
-_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 
 
 def possible_parts(size: int) -> list[int]:
@@ -216,13 +209,13 @@ class AutoBatchSize(L.Callback):
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
         most = max(_of_all_ranks(trainer, batch_size(batch)))
-        limit = self._limit(trainer)
-        possible, asked = possible_parts(most), self.memory_gib != "fit"
-        parts = max(_of_all_ranks(trainer, self._predict(trainer, run, batch, limit, possible)))
+        trial = PartTrial(trainer, run, batch, most, self.steps, window)
+        limit, possible = self._limit(trainer), possible_parts(most)
+        parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))
         while True:
-            tried = self._try(trainer, run, batch, parts, window=window, most=most)
+            tried = trial.take_steps(parts)
             peak = max(_of_all_ranks(trainer, tried.peak_bytes))
-            if tried.parts == parts and not (asked and peak > limit):
+            if tried.parts == parts and (self.memory_gib == "fit" or peak <= limit):
                 break
             say("AutoBatchSize: batches in %s do not fit", number_of(parts, "part"))
             failed = parts
@@ -234,7 +227,8 @@ class AutoBatchSize(L.Callback):
                 way_out = "Give more memory, or ActivationCheckpointing and other techniques beside"
                 raise ValueError(explain(f"memory_gib={self.memory_gib}", why, way_out))
             parts = left[0]
-        self._found.parts, self._found.measured_bytes = parts, tried.peak_bytes
+        found = self._found
+        found.parts, found.measured_bytes, found.predicted_bytes = parts, tried.peak_bytes, trial.predicted.get(parts)
         in_parts = f"{number_of(parts, 'part')} of {number_of(-(-batch_size(batch) // parts), 'sample')}"
         took = f"{format_bytes(tried.peak_bytes)} of {format_bytes(limit)}"
         say("AutoBatchSize: batches run in %s; a step took %s", in_parts, took)
@@ -244,44 +238,16 @@ class AutoBatchSize(L.Callback):
         if not isinstance(self.memory_gib, str):
             return self.memory_gib * GIB
         free = free_bytes(trainer.strategy.root_device)
-        least = min(_of_all_ranks(trainer, float("inf") if free is None else float(free)))
-        return least
+        return min(_of_all_ranks(trainer, float("inf") if free is None else float(free)))
 
-    def _predict(self, trainer: L.Trainer, run: RunCopy, batch: Any, limit: float, possible: list[int]) -> int:
-        """The fewest parts that should fit this rank; 1 where that cannot be predicted."""
-        module, device = run.fresh_module(), trainer.strategy.root_device.type
-        precision = _AS_LARGE.get(str(trainer.precision), str(trainer.precision))
-        usable = limit * (_ROOM if device == "cuda" else 1.0)
-        if trainer.world_size > 1:  # DDP's buckets hold the gradients once more
-            usable -= sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        peaks: dict[int, float] = {}
 
-        def peak_of(parts: int) -> float:
-            techniques = [*run.techniques, MicroBatching(parts)]
-            with quietly():
-                report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device)
-            peaks[parts] = report.peak_bytes
-            return report.peak_bytes
-
-        try:
-            parts = predict_parts(peak_of, usable, possible)
-        except Exception as error:  # of the module's own too: without tensors' values it may go another way
-            say("AutoBatchSize: parts are only tried, since a step cannot be predicted: %s", first_line(error))
-            return possible[0]
-        self._found.predicted_bytes = peaks.get(parts)
-        return parts
-
-    def _try(self, trainer: L.Trainer, run: RunCopy, batch: Any, parts: int, *, window: int, most: int) -> Tried:
-        try:
-            return try_parts(trainer, run, batch, parts, steps=self.steps, window=window, limit_of_parts=most)
-        except torch.OutOfMemoryError:
-            if trainer.world_size > 1 or parts == most:  # the others would wait, or there is nothing left to try
-                raise
-        finally:
-            gc.collect()  # a trainer and its model know one another
-            if torch.cuda.is_initialized():
-                torch.cuda.empty_cache()
-        return Tried(parts + 1, 0)  # outside of forward and backward, where MicroBatching cannot try again
+def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
+    """The fewest parts that should fit this rank; the fewest of all where that cannot be predicted."""
+    try:
+        return predict_parts(trial.predict, limit, possible)
+    except Exception as error:
+        say("AutoBatchSize: parts are only tried, since a step cannot be predicted: %s", first_line(error))
+        return possible[0]
 
 
 def _of_all_ranks(trainer: L.Trainer, answer: Any) -> list[Any]:

@@ -255,6 +255,17 @@ def test_a_step_that_overflows_is_none(fused):
     assert sorted({round(1000 * rate) for rate in module.rates}) == list(range(11 - taken, 11))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_overflows_on_a_gpu_is_none(fused):
+    module = Scheduled("linear", total=40, rate=0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cuda", init_scale=2.0**24)
+    t = trainer(max_epochs=4, accelerator="gpu", devices=1, plugins=[MixedPrecision("16-mixed", "cuda", scaler)])
+    t.fit(module, as_loader(BATCHES))
+    taken = max(int(state["step"]) for state in t.optimizers[0].state.values())
+    assert 0 < taken == module.schedule.updates < t.global_step == 20
+
+
 class Save(L.Callback):
     def __init__(self, path, step):
         self.path, self.at = path, step

@@ -63,10 +63,12 @@ def test_the_fewest_parts_within_a_limit_are_found_with_few_questions(size):
         assert len(asked) <= 1 + len(parts).bit_length()
 
 
-def test_where_all_fits_nothing_is_changed():
+@pytest.mark.parametrize("beside", [(), (ft.ExactResume,)])
+def test_where_all_fits_nothing_is_changed(beside):
+    """The loader draws its order: with ExactResume by a state of its own."""
     auto = ft.AutoBatchSize(memory_gib=1)
-    expected, plain = train(TinyLM(dropout=0.2), [])
-    found, t = train(TinyLM(dropout=0.2), [auto])
+    expected, plain = train(TinyLM(dropout=0.2), [make() for make in beside])
+    found, t = train(TinyLM(dropout=0.2), [auto, *(make() for make in beside)])
     assert auto.parts == 1
     assert largest_difference(expected, found) == 0
     assert [type(callback) for callback in t.callbacks] == [ft.AutoBatchSize, *map(type, plain.callbacks)]

@@ -166,6 +166,19 @@ def counts_steps_in_fabric(found, folder):
         found["schedule unknown"] = str(error)
 
 
+def refuses_a_late_schedule(found, folder):
+    """One that is made when DeepSpeed has cut the optimizer into pieces, each of which it would count as a step."""
+
+    class Late(Grouped):
+        def on_fit_start(self):
+            build_schedule(self.trainer.optimizers[0].optimizer, "cosine", module=self)
+
+    try:
+        trainer(strategy=ZeROStrategy(stage=2)).fit(Late("adamw", "one"), as_loader(inputs()))
+    except RuntimeError as error:
+        found["late schedule"] = str(error)
+
+
 def refuses_adagrad(found, folder):
     """With its defaults in one group it is right; otherwise DeepSpeed would train something else."""
 

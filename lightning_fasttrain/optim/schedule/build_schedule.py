@@ -6,6 +6,7 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
@@ -174,6 +175,10 @@ class Schedule(LRScheduler):
         trainer = None if self.module is None else trainer_of(self.module)
         if trainer is None:
             return True
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.is_told:
+            what = f"a schedule under {type(trainer.strategy).__name__} that its engine does not tell of updates"
+            why = "DeepSpeed steps an optimizer piece by piece, and each piece would be counted as an update"
+            raise RuntimeError(explain(what, why, "Use ft.ZeROStrategy, and make it in configure_optimizers"))
         if not trainer.lr_scheduler_configs:
             what = "a schedule that configure_optimizers did not return"
             why = "checkpoints would not say how far it is"
