@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
-from lightning_fasttrain.commands import plan, rehearse, verify, why_not
+from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
 from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
 
 INTERRUPTED = 130
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rehearse.add(commands)
     plan.add(commands)
     why_not.add(commands)
+    schedule.add(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)

@@ -1,9 +1,9 @@
-"""Changes gradients, updates and optimizer state.
+"""Changes gradients, updates, optimizer state, and the rates of a run.
 
 Parameter groups are made here too; optimizers that are asked for by name, in ``named``.
 
 From the bottom up: ``eager_gradient_release``, ``fused_clipping``, ``galore``, ``optimizer_in_backward``,
-``parameter_groups``, ``galore_groups``, ``named``.
+``parameter_groups``, ``galore_groups``, ``named``, ``schedule``.
 """
 
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
@@ -20,3 +20,4 @@ from lightning_fasttrain.optim.named.plain_state import hand_over_state_
 from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
+from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
