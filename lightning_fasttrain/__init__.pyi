@@ -67,11 +67,13 @@ from lightning_fasttrain.planner import AutoBatchSize as AutoBatchSize
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
+from lightning_fasttrain.run import FiniteGuard as FiniteGuard
 from lightning_fasttrain.run import HangWatch as HangWatch
 from lightning_fasttrain.run import MatmulPrecision as MatmulPrecision
 from lightning_fasttrain.run import MemoryMeter as MemoryMeter
 from lightning_fasttrain.run import MemoryTimeline as MemoryTimeline
 from lightning_fasttrain.run import Preemption as Preemption
+from lightning_fasttrain.run import SpikeGuard as SpikeGuard
 from lightning_fasttrain.run import StepMeter as StepMeter
 from lightning_fasttrain.run import resumable as resumable
 from lightning_fasttrain.strategy import FabricFSDP2Strategy as FabricFSDP2Strategy

@@ -3,9 +3,10 @@
 Parameter groups are made here too; optimizers that are asked for by name, in ``named``.
 
 From the bottom up: ``eager_gradient_release``, ``fused_clipping``, ``galore``, ``optimizer_in_backward``,
-``parameter_groups``, ``galore_groups``, ``named``, ``schedule``.
+``adaptive_clipping``, ``weight_clipping``, ``parameter_groups``, ``galore_groups``, ``named``, ``schedule``.
 """
 
+from lightning_fasttrain.optim.adaptive_clipping import AdaptiveClipping, clip_adaptively_
 from lightning_fasttrain.optim.eager_gradient_release import EagerGradientRelease, release_gradients_
 from lightning_fasttrain.optim.fused_clipping import FusedClipping, allow_fused_clipping_
 from lightning_fasttrain.optim.galore import GaLoreAdamW
@@ -21,3 +22,4 @@ from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
+from lightning_fasttrain.optim.weight_clipping import WeightClipping, clip_weights_
