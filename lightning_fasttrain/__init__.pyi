@@ -52,8 +52,8 @@ from lightning_fasttrain.optim import FusedClipping as FusedClipping
 from lightning_fasttrain.optim import NamedOptimizer as NamedOptimizer
 from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
 from lightning_fasttrain.optim import build_optimizer as build_optimizer
-from lightning_fasttrain.optim import decay_groups as decay_groups
 from lightning_fasttrain.optim import build_schedule as build_schedule
+from lightning_fasttrain.optim import decay_groups as decay_groups
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
