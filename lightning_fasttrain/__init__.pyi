@@ -49,7 +49,11 @@ from lightning_fasttrain.model import multiply_in_low_precision_ as multiply_in_
 from lightning_fasttrain.model import offload_activations as offload_activations
 from lightning_fasttrain.optim import EagerGradientRelease as EagerGradientRelease
 from lightning_fasttrain.optim import FusedClipping as FusedClipping
+from lightning_fasttrain.optim import NamedOptimizer as NamedOptimizer
 from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
+from lightning_fasttrain.optim import build_optimizer as build_optimizer
+from lightning_fasttrain.optim import build_schedule as build_schedule
+from lightning_fasttrain.optim import decay_groups as decay_groups
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
@@ -59,6 +63,7 @@ from lightning_fasttrain.plan import predict_memory as predict_memory
 from lightning_fasttrain.plan import verify as verify
 from lightning_fasttrain.plan import why_not as why_not
 from lightning_fasttrain.planner import Auto as Auto
+from lightning_fasttrain.planner import AutoBatchSize as AutoBatchSize
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume

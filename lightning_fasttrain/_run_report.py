@@ -120,6 +120,8 @@ class RunReport:
         elif step_s and self._explanation.tokens:
             about = self._explanation.tokens_per_step / step_s
             figures.append(f"about {about:,.0f} tokens/s, if all batches are as the first")
+        if "mfu" in measured:
+            figures.append(f"{measured['mfu']:.0%} of what a matrix product reaches here (MFU)")
         return [*figures, *_peak(trainer.strategy.root_device, measured)]
 
 

@@ -149,7 +149,7 @@ class Technique(L.Callback):
         return ""
 
     def measured(self) -> Mapping[str, float]:
-        """Of ``step_ms``, ``tokens_per_s`` and ``peak_bytes``, what it measured in the run."""
+        """Of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``, what it measured in the run."""
         return {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:

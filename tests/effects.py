@@ -61,6 +61,18 @@ def steps_once_for_two_batches(kind: Kind) -> None:
     assert t.global_step == 3
 
 
+def the_first_step_is_one_batch(kind: Kind) -> None:
+    steps = probed(kind(full=2, over=1), "on_train_batch_end", lambda t, _: t.global_step)
+    assert steps == [1, 1, 2, 2, 3]
+
+
+def sequences_are_short_at_first(kind: Kind) -> None:
+    lengths, net = [], TinyLM()
+    net.embed.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
+    fit(net, BATCHES, [kind(2, 5, over=3, grid=1)])
+    assert lengths == [2, 3, 4, 5, 5]
+
+
 def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
     """There is nothing to copy; that it copies is shown where there is a GPU, in ``test_device_prefetch.py``."""
     note_once.cache_clear()

@@ -59,7 +59,8 @@ def test_every_technique_has_a_row():
     classes = {name for name in ft.__all__ if inspect.isclass(getattr(ft, name))}
     public = {name for name in classes if issubclass(getattr(ft, name), Technique)}
     need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
-    assert public - {"Technique"} - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
+    in_rooms = {name for name in BY_NAME if hasattr(ft.data, name)} - public
+    assert public - {"Technique"} - need_hugging_face == set(BY_NAME) - in_rooms - {"WeightAverage"}  # of examples/
 
 
 @each
@@ -146,7 +147,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
 
 @each
 def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
-    if case.optimizer or "TokenWeighted" in case.name or case.by_hand:
+    if case.optimizer or case.regroup is not list or case.by_hand:
         pytest.skip("the model, the optimizer, or what makes a step, is another one without it")
     _, t = train(case)
     t.save_checkpoint(tmp_path / "with.ckpt")
@@ -267,7 +268,7 @@ def reference_for(cases):
     batches, settings, by_hand = BATCHES, {}, by_hand_of(cases)
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
-    key = len(batches), str(settings), *map(type, by_hand)
+    key = tuple(case.regroup for case in cases), str(settings), *map(type, by_hand)
     if key not in PLAIN_RUNS:
         PLAIN_RUNS[key] = weights(train(replace(CASES[0], settings=settings), by_hand, batches=batches)[0])
     return PLAIN_RUNS[key]
@@ -292,8 +293,9 @@ def test_every_pair_together(pair):
     assert largest_difference(reference_for(pair), weights(module)) <= tolerance
 
 
-# A frozen first block has an input without gradient, and MemoryTimeline names each block: both are compiled apart.
-@pytest.mark.filterwarnings("ignore:.*7 recompilations")
+# A frozen first block has an input without gradient, MemoryTimeline names each block, and sequences grow: all of these
+# are compiled apart.
+@pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 @pytest.mark.parametrize("turned", [False, True])
 def test_all_at_once_in_any_order(turned):
     everything = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
@@ -308,7 +310,7 @@ def test_all_at_once_in_any_order(turned):
     assert largest_difference(expected, weights(module)) <= 1e-5
 
 
-@pytest.mark.filterwarnings("ignore:.*7 recompilations")
+@pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 def test_all_at_once_in_a_loop():
     unclipped = [c for c in TOGETHER if c.name != "FusedClipping"]
     torch.manual_seed(11)

@@ -11,6 +11,7 @@ from lightning_fasttrain.plan.advice.unused import Unused, UnusedReport
 from lightning_fasttrain.plan.advice.why_not import why_not
 from lightning_fasttrain.plan.budget.checkpoint_plan import BlockPlan, CheckpointPlan
 from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
+from lightning_fasttrain.plan.predict.count_flops import count_flops
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.comparison import Distance

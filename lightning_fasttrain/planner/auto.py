@@ -90,7 +90,8 @@ class Auto(L.Callback):
             raise ValueError(explain(f"{before[0]} is listed before Auto", why, "List Auto first"))
 
     def _choose(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
-        batch = _first_batch(trainer) if self.batch is None else self.batch
+        loader = training_loader(trainer)
+        batch = _first_batch(loader) if self.batch is None else self.batch
         path, key = Path(trainer.default_root_dir, _FILE), self._key_of(trainer, module, batch)
         kept = _read(path)
         if kept.get("key") == key:
@@ -105,13 +106,14 @@ class Auto(L.Callback):
             precision=trainer.precision,
             device=device,
             seconds=self.seconds,
+            loader=loader,
             **_clipping_of(trainer),
         )
         chosen = self.plan.chosen.choice
         said = {"key": key, "choice": asdict(chosen), "words": str(chosen), "plan": self.plan.as_dict()}
         write_atomic(path, json.dumps(said, indent=2))
         say("Auto: %s", chosen)
-        for reason in self.plan.reasons:
+        for reason in (*self.plan.reasons, *self.plan.notes):
             say("Auto: %s", reason)
         return asdict(chosen)
 
@@ -125,9 +127,8 @@ class Auto(L.Callback):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _first_batch(trainer: L.Trainer) -> Any:
+def _first_batch(loader: Any) -> Any:
     try:
-        loader = training_loader(trainer)
         if loader is None or iter(loader) is loader:
             raise TypeError("the loader can be gone through once only")
         with isolate_rng():

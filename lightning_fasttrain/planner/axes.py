@@ -17,7 +17,7 @@ from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._technique import Exactness, check_together
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
-from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word
 
 _ORDER = list(Exactness)
 
@@ -59,7 +59,13 @@ class Axes:
 
 
 def find_axes(
-    module: L.LightningModule, batch: Any, facts: Facts, keep: Exactness, precision: str | None, fast_bf16: bool
+    module: L.LightningModule,
+    batch: Any,
+    facts: Facts,
+    keep: Exactness,
+    precision: str | None,
+    fast_bf16: bool,
+    limit_gib: float | None = None,
 ) -> Axes:
     """Find what may be chosen for ``module``.
 
@@ -70,6 +76,7 @@ def find_axes(
         keep: how exact the choice must stay.
         precision: the user's own, which stays; None if it may be chosen.
         fast_bf16: whether the device multiplies bfloat16.
+        limit_gib: of memory, to which blocks may be recomputed one by one; None if they may not.
     """
     facts = replace(facts, blocks=_count_blocks(module), heads=len(find_heads(module)))
     parts, reason = _find_parts(module, batch, keep)
@@ -91,6 +98,8 @@ def find_axes(
                 axes.words[axis].append(word)
             else:
                 axes.left_out[f"{axis} {word}"] = why
+    if limit_gib is not None and "all" in axes.words["recompute"]:
+        axes.words["recompute"].insert(-1, budget_word(limit_gib))  # before the leanest, which stays the last
     return axes
 
 

@@ -1,11 +1,13 @@
 """One way to make a step: how many parts, what is recomputed, in which precision, and what else is switched on."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_fasttrain import data, finetune, loss, model, optim
 from lightning_fasttrain._technique import Exactness, Technique
+from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,35 @@ SWITCHES: dict[str, dict[str, Switch]] = {
     },
 }
 
+_TO, _GIB = "to ", " GiB"
+
+
+def budget_word(gib: float) -> str:
+    """The word of the axis ``recompute`` for just as much as keeps a step within a limit.
+
+    Example:
+        >>> budget_word(0.12345678)
+        'to 0.123456 GiB'
+    """
+    return f"{_TO}{math.floor(gib * 1e6) / 1e6}{_GIB}"
+
+
+def is_budget(word: str) -> bool:
+    """Whether it is a :func:`budget_word`."""
+    return word.startswith(_TO)
+
+
+def switch_of(axis: str, word: str) -> Switch:
+    """What a word of an axis stands for."""
+    if not is_budget(word):
+        return SWITCHES[axis][word]
+    gib = float(word.removeprefix(_TO).removesuffix(_GIB))
+    return Switch(
+        lambda: model.ActivationCheckpointing(MemoryBudget(budget_gib=gib)),
+        f"ft.ActivationCheckpointing(ft.MemoryBudget(budget_gib={gib}))",
+        _config("ActivationCheckpointing", policy=_config("MemoryBudget", budget_gib=gib)),
+    )
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -109,10 +140,16 @@ class Choice:
     loader: str = ""
 
     @property
+    def words(self) -> list[tuple[str, str]]:
+        """(axis, word) wherever it is not the plain step, precision too."""
+        found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
+        return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
+
+    @property
     def switches(self) -> list[Switch]:
         """What is switched on, in the suite's order."""
         words = {field.name: getattr(self, field.name) for field in fields(self) if field.name in SWITCHES}
-        return [SWITCHES[axis][words[axis]] for axis in SWITCHES if words[axis]]
+        return [switch_of(axis, words[axis]) for axis in SWITCHES if words[axis]]
 
     def techniques(self) -> list[Technique]:
         """Fresh ones."""

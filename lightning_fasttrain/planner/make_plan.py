@@ -18,10 +18,11 @@ from lightning_fasttrain.bench.machine import bf16_units
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
-from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.choice import Choice, switch_of
+from lightning_fasttrain.planner.loader_workers import say_workers
 from lightning_fasttrain.planner.plan import GIB, Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.search import Search, words_of
+from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 
@@ -42,6 +43,7 @@ def make_plan(
     device: str | None = None,
     steps: int = 1000,
     seconds: float = 120,
+    loader: Any = None,
     tell: Callable[[str], None] = lambda what: None,
     **settings: Any,
 ) -> Plan:
@@ -69,6 +71,7 @@ def make_plan(
             alone.
         steps: of the coming run; what compiling takes is shared by them.
         seconds: that measuring may take, about.
+        loader: of the batches: a few of them are timed, and the notes say how many workers hide them behind steps.
         tell: called with a line on what is being done.
         settings: of the Trainer, for the steps that are measured, such as ``gradient_clip_val=1.0``.
 
@@ -122,9 +125,10 @@ def make_plan(
     )
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
-    axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16)
-    memory = PredictedMemory(plain, batch, device, axes.parts)
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
+    budget_gib = usable / GIB if devices == 1 else None  # with several, what it may take depends on the strategy
+    axes = find_axes(plain, batch, facts, keep_class, precision, fast_bf16, budget_gib)
+    memory = PredictedMemory(plain, batch, device, axes.parts, usable)
     watch = Stopwatch(plain, batch, {"accelerator": device, **settings}) if device == here else None
     several = SeveralDevices(plain, devices, nodes, usable) if devices > 1 else None
     if several is not None:
@@ -142,6 +146,8 @@ def make_plan(
     chosen = search.run()
     if watch is None:
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
+    elif loader is not None:
+        search.notes += filter(None, [say_workers(loader, chosen.ms)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
@@ -181,8 +187,8 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
     choice, reasons = chosen.choice, []
     for other, name in _one_less(choice, search.axes.precisions[0]):
         needed = search.memory.of(other)
-        ms = search.costs.estimate(other, search.steps)
-        now = search.costs.estimate(choice, search.steps)
+        ms = search.estimate(other)
+        now = search.estimate(choice)
         if not search.fits(other, needed):
             reasons.append(f"{name}: without it {needed / GIB:.3f} GiB would not fit.")
         elif ms > now:
@@ -197,8 +203,8 @@ def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
     """The choice without each of what is switched on, and the name of that."""
     if choice.parts > 1:
         yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
-    for axis, word in words_of(choice):
+    for axis, word in choice.words:
         if axis != "precision":
-            yield replace(choice, **{axis: ""}), SWITCHES[axis][word].code.removeprefix("ft.")
+            yield replace(choice, **{axis: ""}), switch_of(axis, word).code.removeprefix("ft.")
         elif word != precision:
             yield replace(choice, precision=precision), word

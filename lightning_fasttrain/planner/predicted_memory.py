@@ -1,13 +1,15 @@
 """The peak memory of choices, each predicted once; what differs in the size of a part alone, by a straight line."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 
+from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.plan.proof.step_record import quietly
-from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.planner.choice import Choice, is_budget
 
 
 class PredictedMemory:
@@ -20,9 +22,13 @@ class PredictedMemory:
         batch: one batch.
         device: whose memory.
         parts: the numbers of parts that may be asked for.
+        budget_bytes: to which a :func:`~lightning_fasttrain.planner.choice.budget_word` keeps a step.
     """
 
-    def __init__(self, module: L.LightningModule, batch: Any, device: str, parts: list[int]) -> None:
+    def __init__(
+        self, module: L.LightningModule, batch: Any, device: str, parts: list[int], budget_bytes: float = 0.0
+    ) -> None:
+        self.budget_bytes = budget_bytes
         self.module, self.batch, self.device = module, batch, device
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
@@ -33,13 +39,33 @@ class PredictedMemory:
         Raises:
             ValueError, TypeError: it cannot be predicted.
         """
+        if is_budget(choice.recompute):
+            return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
         key = replace(choice, compile="")
         if key not in self.known:
             self.known[key] = self._interpolate(key) if self._is_between(key) else float(self._predict(key))
         return self.known[key]
 
+    def _within_budget(self, low: float, high: float) -> float:
+        """What is reached by keeping as many whole blocks as the budget has room for, if all are alike."""
+        blocks = len(find_blocks(self.module))
+        kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
+        return low + (high - low) * min(max(kept, 0), blocks) / blocks
+
+    def least_recomputed(self, choice: Choice) -> float:
+        """Peak bytes with nothing recomputed."""
+        return self.of(replace(choice, recompute=""))
+
+    def most_recomputed(self, choice: Choice) -> float:
+        """Peak bytes with every block recomputed."""
+        return self.of(replace(choice, recompute="all"))
+
     def exactly(self, choice: Choice) -> float:
         """As :meth:`of`, without the line."""
+        if is_budget(choice.recompute):
+            for recompute in ("", "all"):
+                self.exactly(replace(choice, recompute=recompute))
+            return self.of(choice)
         key = replace(choice, compile="")
         if self._is_between(key) or key not in self.known:
             self.known[key] = float(self._predict(key))

@@ -1,23 +1,21 @@
 """Looks for the fastest choice that fits: predicts memory, measures single switches, and then the best few in turn."""
 
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from statistics import median
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain.planner.axes import Axes
-from lightning_fasttrain.planner.choice import SWITCHES, Choice
-from lightning_fasttrain.planner.plan import GIB, Tried
+from lightning_fasttrain.planner.choice import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.plan import GIB, TELLS, Tried, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.stopwatch import Stopwatch, Timed
 
-_STEPS = 2  # that are timed in a run
 _ROUNDS = 3  # in which finalists are run in turn
-_FINALISTS = 4
+_FINALISTS = 6
 _NEAR = 1.15  # by how much single switches may mislead about several
-_TELLS = 0.05  # of a step: what one switch does below that is noise
 _PER_PART = 0.01  # of a step, until it is measured
 _BF16 = 0.5
 
@@ -40,10 +38,15 @@ class Costs:
 
     def estimate(self, choice: Choice, steps: int) -> float:
         """Of a step, with its share of what is compiled for a run of ``steps``."""
-        ms = self.whole + self.per_part * choice.parts
-        for axis, word in words_of(choice):
-            ms *= self.factors.get((axis, word), _assumed(axis, word))
+        ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
+
+    def factor(self, choice: Choice) -> float:
+        """By what all that is switched on multiplies."""
+        factor = 1.0
+        for axis, word in choice.words:
+            factor *= self.factors.get((axis, word), _assumed(axis, word))
+        return factor
 
 
 class Search:
@@ -105,7 +108,17 @@ class Search:
         return self.tried.get(choice) or self._look_at(choice)
 
     def _look_at(self, choice: Choice) -> Tried:
-        return Tried(choice, self.memory.of(choice), self.costs.estimate(choice, self.steps))
+        return Tried(choice, self.memory.of(choice), self.estimate(choice))
+
+    def estimate(self, choice: Choice) -> float:
+        """Of a step, in ms. What recomputes as much as it must takes its share of what all would take."""
+        least = self.costs.estimate(choice, self.steps)
+        if not is_budget(choice.recompute):
+            return least
+        low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
+        share = (high - self.memory.of(choice)) / max(high - low, 1.0)
+        most = self.costs.estimate(replace(choice, recompute="all"), self.steps)
+        return least + share * (most - least)
 
     def _note(self, tried: Tried) -> Tried:
         self.tried[tried.choice] = tried
@@ -146,49 +159,63 @@ class Search:
                 yield choice
 
     def _measure_switches(self, base: Choice) -> None:
-        first = self._measure(base)
+        first = self._measure(base, at_all_costs=True)
         if first is None and base.parts > 1:  # its loss cannot be cut, and the reason is noted
             return
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
-        ms = median(first.step_ms)
-        self.costs.whole, self.costs.per_part = ms * (1 - _PER_PART * base.parts), ms * _PER_PART
-        for axis, word in words_of(base):
-            self.costs.whole /= _assumed(axis, word)
-            self.costs.per_part /= _assumed(axis, word)
-        self._measure_parts(base, ms)
+        ms = first.ms
+        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + _PER_PART))
+        self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
                 self._measure_switch(base, ms, axis, word)
         for precision in self.axes.precisions[1:]:
             self._measure_switch(base, ms, "precision", precision)
+        if base.parts == self.axes.parts[-1] > 1:
+            self._measure_fewer_parts(base, ms)
 
-    def _measure_parts(self, base: Choice, ms: float) -> None:
+    def _measure_more_parts(self, base: Choice, ms: float) -> None:
         more = [parts for parts in self.axes.parts if parts > base.parts]
         if not more:
             return
         other = replace(base, parts=more[min(1, len(more) - 1)])
         timed = self._measure(other)
-        if timed is None:
-            if base.parts == 1 and other in self.tried:
-                self.axes.drop("parts", self.tried[other].why_not)
-            return
-        added = max(0.0, (median(timed.step_ms) - ms) / (other.parts - base.parts))
-        self.costs.whole += (self.costs.per_part - added) * base.parts
-        self.costs.per_part = added
+        if timed is not None:
+            self._tell_parts_from(base, ms, other.parts, timed.ms)
+        elif base.parts == 1 and other in self.tried:
+            self.axes.drop("parts", self.tried[other].why_not)
+
+    def _measure_fewer_parts(self, base: Choice, ms: float) -> None:
+        """Where the base has the most parts there are, a leaner choice with fewer tells what parts cost."""
+        for switched in self._ever_leaner():
+            for parts in self.axes.parts[:-1]:
+                other = replace(switched, parts=parts, precision=base.precision)
+                if self.fits(other, self.memory.of(other)):
+                    timed = self._measure(other)
+                    if timed is not None:
+                        as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
+                        self._tell_parts_from(base, ms, parts, as_base)
+                    return
+
+    def _tell_parts_from(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
+        """Two times that differ in the number of parts alone: what each part costs, and what is left."""
+        factor = self.costs.factor(base)
+        added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
+        self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
 
     def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
-        if getattr(base, axis) == word or (word == "in backward" and base.parts > 1):
+        if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
         if not self.fits(choice, self.memory.of(choice)):
             return
         timed = self._measure(choice)
         if timed is not None:
-            factor = median(timed.step_ms) / ms * self._factor_of(base, axis)
-            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < _TELLS else factor
+            factor = timed.ms / ms * self._factor_of(base, axis)
+            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
-                self.costs.compile_ms = max(0.0, timed.first_ms - median(timed.step_ms))
+                self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)
         elif choice in self.tried:
             words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
@@ -197,22 +224,22 @@ class Search:
     def _factor_of(self, base: Choice, axis: str) -> float:
         """What the base itself has switched on there."""
         word = getattr(base, axis)
-        return _assumed(axis, word) if (axis, word) in words_of(base) else 1.0
+        return _assumed(axis, word) if (axis, word) in base.words else 1.0
 
-    def _measure(self, choice: Choice) -> Timed | None:
+    def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
         assert self.watch is not None
-        if time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline and not at_all_costs:
             self._say_late()
             return None
         self.tell(f"measuring {choice}")
         try:
-            timed = self.watch.time(choice, _STEPS)
+            timed = self.watch.time(choice)
         except Exception as error:
             self._note(replace(self._look_at(choice), why_not=first_line(error)))
             return None
         tried = self._look_at(choice)
-        self._note(replace(tried, step_ms=tuple(timed.step_ms), why_not="slower than others that fit"))
+        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower than others that fit"))
         return timed
 
     def _say_late(self) -> None:
@@ -222,11 +249,8 @@ class Search:
 
     def _find_finalists(self) -> list[Tried]:
         """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
-        left = [choice for choice in self.axes.choices() if choice not in self.refused]
-        looked_at = [(self.costs.estimate(choice, self.steps), choice) for choice in left]
-        looked_at.sort(key=lambda pair: (pair[0], len(words_of(pair[1])), pair[1].parts))
         finalists: list[Tried] = []
-        for ms, choice in looked_at:
+        for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
                 break
             needed = self.memory.of(choice)
@@ -242,6 +266,24 @@ class Search:
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
         return finalists
 
+    def _fastest_first(self) -> Iterator[tuple[float, Choice]]:
+        """Estimates in ms, and what they are for; of equals the simpler first.
+
+        An estimate that needs predictions, which take a second each, waits until its lower bound comes to its turn.
+        """
+        queue: list[tuple[float, int, int, int, bool, Choice]] = []
+        for number, choice in enumerate(self.axes.choices()):
+            if choice not in self.refused:
+                bound = self.costs.estimate(choice, self.steps)
+                row = bound, len(choice.words), choice.parts, number, is_budget(choice.recompute), choice
+                heapq.heappush(queue, row)
+        while queue:
+            ms, words, parts, number, is_bound, choice = heapq.heappop(queue)
+            if not is_bound:
+                yield ms, choice
+            elif not self.fits(choice, self.memory.least_recomputed(choice)):  # else nothing has to be recomputed
+                heapq.heappush(queue, (self.estimate(choice), words, parts, number, False, choice))
+
     def _run_off(self, finalists: list[Tried]) -> Tried | None:
         """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken.
 
@@ -255,7 +297,7 @@ class Search:
                     continue
                 self.tell(f"comparing {tried.choice}")
                 try:
-                    times[tried.choice] += self.watch.time(tried.choice, _STEPS).step_ms
+                    times[tried.choice].append(self.watch.time(tried.choice).ms)
                 except Exception as error:
                     del times[tried.choice]
                     self.refused.add(tried.choice)
@@ -263,11 +305,11 @@ class Search:
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
         ranked.sort(key=lambda tried: tried.ms + share(tried))
-        ranked = _simplest_of_equals_first(ranked)
+        ranked = simplest_of_equals_first(ranked)
         chosen: Tried | None = None
         for tried in ranked:
             if chosen is not None:
-                self._note(replace(tried, why_not=_why_slower(tried, chosen)))
+                self._note(replace(tried, why_not=why_slower(tried, chosen)))
                 continue
             confirmed = self._confirm(tried)
             if confirmed.why_not:
@@ -282,7 +324,7 @@ class Search:
         assert self.watch is not None
         self.tell(f"measuring the memory of {tried.choice}")
         try:
-            peak = self.watch.time(tried.choice, 1, peak=True).peak_bytes
+            peak = self.watch.time(tried.choice, peak=True).peak_bytes
         except Exception as error:
             return replace(tried, why_not=first_line(error))
         if not self.fits(tried.choice, peak):
@@ -290,29 +332,7 @@ class Search:
         return replace(tried, peak_bytes=peak)
 
 
-def words_of(choice: Choice) -> list[tuple[str, str]]:
-    """(axis, word) wherever a choice is not the plain step, precision too."""
-    found = [(axis, getattr(choice, axis)) for axis in SWITCHES if getattr(choice, axis)]
-    return [*found, ("precision", choice.precision)] if choice.precision != "32-true" else found
-
-
 def _assumed(axis: str, word: str) -> float:
     if axis == "precision":
         return _BF16
-    return SWITCHES[axis][word].cost
-
-
-def _simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
-    """What is not told from the fastest comes in the order of how much is switched on."""
-    slowest = max(ranked[0].step_ms, default=0.0) if ranked else 0.0
-    equal = [tried for tried in ranked if tried.ms <= max(slowest, ranked[0].ms * (1 + _TELLS))]
-    simplest = sorted(equal, key=lambda tried: (len(words_of(tried.choice)), tried.choice.parts))
-    return [*simplest, *ranked[len(equal) :]]
-
-
-def _why_slower(tried: Tried, chosen: Tried) -> str:
-    slower = tried.ms / chosen.ms - 1
-    spread = max(tried.step_ms) / min(tried.step_ms) - 1
-    if abs(slower) > max(spread, _TELLS):
-        return f"{slower:+.0%}"
-    return f"{slower:+.0%}, which its noise of {spread:.0%} does not tell, and no simpler"
+    return switch_of(axis, word).cost

@@ -9,11 +9,12 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fasttrain.plan.proof.step_record import Steps, run_steps
-from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.plan.proof.step_record import EnoughError, Steps, run_steps
+from lightning_fasttrain.planner.choice import Choice, is_budget
 from lightning_fasttrain.run.memory_meter import PeakMemory
 
-_WARMUP = 1
+_WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
+_LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Timed:
     first_ms: float
     peak_bytes: int = 0
 
+    @property
+    def ms(self) -> float:
+        """The fastest: whatever else a machine does only adds."""
+        return min(self.step_ms)
+
 
 class Stopwatch:
     """Times steps on copies of a module.
@@ -43,37 +49,37 @@ class Stopwatch:
     def __init__(self, module: L.LightningModule, batch: Any, settings: dict[str, Any]) -> None:
         self.module, self.batch, self.settings = module, batch, settings
 
-    def time(self, choice: Choice, steps: int, *, peak: bool = False) -> Timed:
-        """Run some steps and one before them.
+    def time(self, choice: Choice, *, peak: bool = False) -> Timed:
+        """Run what comes first, and then steps that are timed: more of short ones, which are noisier.
 
         Args:
             choice: how.
-            steps: that are timed.
-            peak: whether the last is one more, whose memory is measured instead of its time.
+            peak: whether there is one more at the end, whose memory is measured instead of its time.
 
         Raises:
             Exception: whatever they raise.
         """
-        count = steps + _WARMUP + peak
         settings = {**self.settings, "precision": choice.precision}
-        watch = _Watch(count, peak)
+        warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
+        watch = _Watch(warmup, peak)
+        batches = [self.batch] * (warmup + _MOST + peak)
         try:
-            run_steps(Steps(self.module, [self.batch] * count, settings), choice.techniques(), watch)
+            run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         finally:
             gc.collect()  # a trainer and its model know one another
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-        times = watch.times[: len(watch.times) - peak]
-        return Timed(times[_WARMUP:], times[0], watch.peak_bytes)
+        return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
 
 
 class _Watch(L.Callback):
     """Notes when steps begin and end. A step begins where the one before ended, so that loading counts."""
 
-    def __init__(self, steps: int, peak: bool) -> None:
-        self.steps, self.peak = steps, peak
+    def __init__(self, warmup: int, peak: bool) -> None:
+        self.warmup, self.peak = warmup, peak
         self.times: list[float] = []
         self.peak_bytes = 0
+        self.meter: PeakMemory | None = None
         self.measuring = contextlib.ExitStack()
         self.since = 0.0
 
@@ -83,7 +89,7 @@ class _Watch(L.Callback):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.peak and batch_idx == self.steps - 1:
+        if self._has_enough():
             self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
             self.measuring.enter_context(self.meter)
 
@@ -91,11 +97,18 @@ class _Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = _now(pl_module)
-        self.times.append(1e3 * (now - self.since))
-        self.since = now
-        if batch_idx == self.steps - 1 and self.peak:
+        if self.meter is not None:
             self.measuring.close()
             self.peak_bytes = self.meter.peak_bytes
+            raise EnoughError
+        self.times.append(1e3 * (now - self.since))
+        self.since = now
+        if self._has_enough() and not self.peak:
+            raise EnoughError
+
+    def _has_enough(self) -> bool:
+        timed = self.times[self.warmup :]
+        return len(timed) >= _LEAST and (sum(timed) >= 1e3 * _SECONDS or len(timed) >= _MOST)
 
 
 def _now(module: L.LightningModule) -> float:

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from statistics import median
 
 import torch
+from torch import nn
 
+from lightning_fasttrain.data.trial.find_count import is_sharded
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 
 UNTIL_BACKWARD = ("data_wait", "transfer", "forward")  # in what follows ranks wait for each other
@@ -44,6 +46,11 @@ def compare_ranks(
     if len(everyone) < 2 or not all(row["step"] for row in everyone):
         return ""
     return describe_slowest(everyone, phases, at_least)
+
+
+def phases_to_compare(model: nn.Module) -> Sequence[str]:
+    """Those in which no rank waits for another: with sharded parameters the forward is none of them."""
+    return UNTIL_BACKWARD[:2] if is_sharded(model) else UNTIL_BACKWARD
 
 
 def describe_slowest(ranks: Sequence[Mapping[str, float | str]], phases: Sequence[str], at_least: float) -> str:

@@ -10,11 +10,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._technique import techniques_of
-from lightning_fasttrain.planner.choice import SWITCHES, Choice
+from lightning_fasttrain.planner.axes import find_axes
+from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, switch_of
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.search import Costs
+from lightning_fasttrain.planner.search import Costs, Search
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 BATCH = lm_batches(1, size=32, length=24)[0]
@@ -22,7 +24,7 @@ GIB = 2**30
 
 
 def plan(memory_gib, module=None, batch=BATCH, **settings):
-    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 20, **settings})
+    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 6, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -160,6 +162,36 @@ def test_a_line_through_two_predictions_meets_the_others():
     assert guessed == pytest.approx(memory.exactly(choice), rel=0.05)
 
 
+def test_a_budget_keeps_whole_blocks_between_none_and_all():
+    free = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1])
+    low, high = free.of(Choice(recompute="all")), free.of(Choice())
+    for share, kept in ((-0.5, 0), (0.0, 0), (0.3, 1), (0.6, 2), (0.99, 3), (1.0, 4), (2.0, 4)):
+        limit = low + (high - low) * share
+        memory = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1], limit + 1)
+        expected = low + (high - low) * kept / 4
+        assert memory.of(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
+
+
+def test_a_budget_is_chosen_where_it_is_the_fastest():
+    """A batch of one sample has no parts; three of four blocks may be kept, which no other policy does."""
+    net, batch = TinyLM(depth=8), lm_batches(1, size=1, length=512)[0]
+    memory = PredictedMemory(net, batch, "cpu", [1])
+    half, plain = memory.of(Choice(recompute="half")), memory.of(Choice())
+    limit = (half + 3 * plain) / 4 / GIB
+    axes = find_axes(net, batch, facts_of_machine(), ft.Exactness.EXACT, "32-true", False, limit)
+    axes.words |= {"head": [""], "gradients": [""]}
+    memory = PredictedMemory(net, batch, "cpu", [1], limit * GIB)
+    search = Search(
+        axes, memory, lambda choice, needed: needed <= limit * GIB, limit, None, steps=1, seconds=1, tell=print
+    )
+    search.costs.factors = {("recompute", "selective"): 1.2}
+    best = search._find_finalists()[0]
+    assert best.choice == Choice(recompute=budget_word(limit))
+    share = (plain - memory.of(best.choice)) / (plain - memory.of(Choice(recompute="all")))
+    assert 0 < share < 0.5
+    assert best.estimated_ms == pytest.approx(search.costs.estimate(Choice(), 1) * (1 + share * 0.32))
+
+
 def test_costs_multiply_and_compiling_is_shared_by_the_steps():
     costs = Costs(
         whole=100.0, per_part=2.0, factors={("recompute", "all"): 1.3, ("compile", "blocks"): 0.5}, compile_ms=1000
@@ -169,9 +201,12 @@ def test_costs_multiply_and_compiling_is_shared_by_the_steps():
     assert costs.estimate(replace(choice, compile="blocks"), 100) == pytest.approx(108 * 1.3 * 0.5 + 10)
 
 
-@pytest.mark.parametrize(("axis", "word"), [(axis, word) for axis, words in SWITCHES.items() for word in words])
+WORDS = [(axis, word) for axis, words in SWITCHES.items() for word in words] + [("recompute", budget_word(1.5))]
+
+
+@pytest.mark.parametrize(("axis", "word"), WORDS)
 def test_code_config_and_technique_of_a_switch_are_the_same(axis, word):
-    switch = SWITCHES[axis][word]
+    switch = switch_of(axis, word)
     made = switch.make()
     assert repr(eval(switch.code)) == repr(made)
     assert switch.config["class_path"] == f"lightning_fasttrain.{type(made).__name__}"
@@ -191,7 +226,7 @@ def fit_with(auto, folder, callbacks=(), net=None):
 
 def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
-    auto = ft.Auto(0.6 * whole, seconds=10)
+    auto = ft.Auto(0.6 * whole, seconds=4)
     t, module = fit_with(auto, tmp_path)
     assert auto.choice != Choice()
     assert auto.plan is not None
@@ -201,12 +236,12 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     trainer().fit(plain, as_loader(lm_batches(2, size=32, length=24)))
     for name, value in weights(plain).items():
         assert torch.allclose(value, module.state_dict()[name], atol=1e-4)
-    again = ft.Auto(0.6 * whole, seconds=10)
+    again = ft.Auto(0.6 * whole, seconds=4)
     fit_with(again, tmp_path)
     assert again.plan is None
     assert again.choice == auto.choice
     assert again.state_dict()["choice"]["parts"] == auto.choice.parts
-    other = ft.Auto(0.7 * whole, seconds=10)
+    other = ft.Auto(0.7 * whole, seconds=4)
     fit_with(other, tmp_path)
     assert other.plan is not None
 

@@ -1,3 +1,5 @@
+import sys
+
 import lightning as L
 import pytest
 import torch
@@ -8,7 +10,7 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._counts import count_batch
-from lightning_fasttrain.run import StepMeter, StepTimer, step_meter
+from lightning_fasttrain.run import StepMeter, StepTimer, step_timer
 from lightning_fasttrain.run.slow_ranks import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -28,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(step_meter, "perf_counter", clock := Clock())
+    monkeypatch.setattr(step_timer, "perf_counter", clock := Clock())
     return clock
 
 
@@ -201,7 +203,7 @@ def test_the_parts_add_up_to_the_step_by_the_real_clock(tmp_path):
     meter = StepMeter(warmup=0)
     fit(BoringModel(), meter, tmp_path=tmp_path, max_epochs=1)
     found = meter.summary()
-    parts = [found[f"{name}_ms"] for name in (*step_meter.PHASES[:-1], "other")]
+    parts = [found[f"{name}_ms"] for name in (*step_timer.PHASES[:-1], "other")]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(found["step_ms"])
 
@@ -373,3 +375,44 @@ def test_only_a_rank_that_costs_time_is_named():
     assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # nor is much of the step lost
     with pytest.raises(ValueError, match="compare_ranks_every=-1"):
         ft.StepMeter(compare_ranks_every=-1)
+
+
+def test_what_a_step_makes_use_of(capsys):
+    class Net(BoringModel):
+        def train_dataloader(self):
+            return DataLoader(torch.zeros(64, 32), batch_size=8)
+
+    flops = ft.plan.count_flops(Net(), torch.zeros(8, 32))
+    assert flops == 2 * 8 * 32 * 2 * 2  # forward, and the gradient of the weight
+    meter = StepMeter(warmup=1, flops=flops)
+    trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[meter], logger=False, enable_checkpointing=False)
+    trainer.fit(Net())
+    found = meter.summary()
+    expected = flops / (found["step_ms"] / 1e3) / meter._peak_flops
+    assert found["mfu"] == pytest.approx(expected)
+    assert 0 < found["mfu"] < 1
+    assert meter.measured()["mfu"] == found["mfu"]
+
+
+def test_what_can_be_reached_is_the_speed_of_a_product(clock, monkeypatch):
+    def mm(one, other):
+        clock.passes(4)
+
+    monkeypatch.setattr(sys.modules[ft.run.peak_flops.__module__], "perf_counter", clock)
+    monkeypatch.setattr(torch, "mm", mm)
+    assert ft.run.peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 1024**3 / 4e-3)
+
+
+def test_no_operations():
+    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.plan\.count_flops"):
+        StepMeter(flops=0)
+
+
+@pytest.mark.gpu
+@gpu
+def test_gpu_a_product_is_as_fast_as_itself():
+    device = torch.device("cuda")
+    for dtype in (torch.bfloat16, torch.float32):
+        fastest, again = (ft.run.peak_flops(device, dtype) for _ in range(2))
+        assert 0.5 < fastest / again < 2
+        assert fastest > 1e12

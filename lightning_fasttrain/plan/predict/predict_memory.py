@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._host import configured_optimizers
@@ -22,6 +21,9 @@ from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Technique, apply, check_together
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.optim import release_gradients_
+from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.plan.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.plan.predict.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
@@ -70,7 +72,8 @@ def predict_memory(
             as it is, its memory uncopied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch, as the loader gives it; only shapes and types matter.
         loss: (module, batch) → loss, instead of ``training_step``.
-        optimizer: parameters → optimizer, instead of ``configure_optimizers``.
+        optimizer: parameters → optimizer, or a :class:`~lightning_fasttrain.NamedOptimizer`, instead of
+            ``configure_optimizers``.
         techniques: those to be used, as the Trainer would get them.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
         device: whose allocator and kernels to assume, ``"cuda"`` or ``"cpu"``; none is touched.
@@ -110,7 +113,7 @@ def predict_memory(
     for truth in (True, False):
         trace = AllocationTrace(granule, workspace, KEPT, truth)
         try:
-            with isolate_rng(include_cuda=False), _explain_errors():
+            with isolate_rng(include_cuda=False), explaining_errors():
                 since = _trace_steps(trace, module, batch, loss, optimizer, surgeons, planned)
             notes = [*planned.notes, *([_ASSUMED] if trace.assumed else [])]
             return report(trace.allocations, since, device=device, precision=precision, notes=tuple(notes))
@@ -165,7 +168,7 @@ def _trace_steps(
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
             undo.enter_context(AsOnCuda())  # for the backward too, which runs blocks once more
-        forward = _forward(net, loss, plugin)
+        forward = forward_of(net, loss, plugin)
         since = 0
         for _ in range(2):
             since = trace.now
@@ -197,7 +200,9 @@ def _step(
             _backward(loss)
             del loss
     trace.phase = "optimizer step"
-    optimizer.step()
+    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes none of the device
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+            optimizer.step()
     if planned.releases:
         release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
@@ -208,7 +213,8 @@ def _backward(loss: Tensor) -> None:
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
-def _forward(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
+def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
+    """What makes a loss of a batch: ``loss``, or the ``training_step`` of ``net``."""
     if loss is None and not isinstance(net, L.LightningModule):
         why = "only a LightningModule has a training_step"
         way_out = "Give loss=, a function of (module, batch)"
@@ -227,7 +233,7 @@ def _forward(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[
 
 def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> Optimizer:
     if make is not None:
-        return make(net.parameters())
+        return make_optimizer(make, net)
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         way_out = "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
@@ -248,13 +254,12 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) -> None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     for parameter, state in optimizer.state.items():
-        for tensor in tree_iter(state):
-            if isinstance(tensor, Tensor):
-                trace.mark(tensor, "optimizer state", names.get(parameter, ""))
+        for tensor in tensors_in(state):
+            trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 
 
 @contextmanager
-def _explain_errors() -> Iterator[None]:
+def explaining_errors() -> Iterator[None]:
     """Say what to do where the code needs what a prediction does not have."""
     try:
         yield

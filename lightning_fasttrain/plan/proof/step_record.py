@@ -153,7 +153,7 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
             callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
         loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
-        with suppress(_EnoughError):
+        with suppress(EnoughError):
             trainer.fit(module, loader)
     return warned
 
@@ -180,7 +180,7 @@ def _seed(number: int) -> None:
     torch.manual_seed(_SEED + number)
 
 
-class _EnoughError(Exception):
+class EnoughError(Exception):
     """Ends a fit before anything that belongs to the end of an epoch."""
 
 
@@ -194,7 +194,7 @@ class _StopAfter(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if batch_idx + 1 == self.batches:
-            raise _EnoughError
+            raise EnoughError
 
 
 class _Repeated(Dataset[Any]):

@@ -1,0 +1,53 @@
+"""Runs a user's own script, unchanged, with a callback of ours in each of its Trainers."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+
+def run_script(
+    script: str, arguments: Sequence[str], point: str, orders: Mapping[str, str], *, quiet: bool = False
+) -> int:
+    """Run a script in a process of its own.
+
+    The callback comes by Lightning's own entry points for callbacks, from a folder on the Python path that lasts as
+    long as the script: ranks that a launcher starts get it too, and no code of the script or of Lightning is changed.
+
+    Args:
+        script: a file.
+        arguments: of it.
+        point: ``module:function`` of the entry point, which returns a list of callbacks.
+        orders: what it finds in the environment.
+        quiet: what the script prints goes to stderr.
+
+    Returns:
+        The exit code; negative, as ``subprocess`` has it, if a signal ended it.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        write_entry_point(Path(name), point)
+        path = [name, *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), **orders}
+        return _run([sys.executable, script, *arguments], environment, sys.stderr.fileno() if quiet else None)
+
+
+def write_entry_point(folder: Path, point: str) -> None:
+    """What an installed package with an entry point for Lightning's callbacks leaves in ``folder``."""
+    about = folder / "fasttrain_rehearsal-0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fasttrain-rehearsal\nVersion: 0\n")
+    (about / "entry_points.txt").write_text(f"[lightning.pytorch.callbacks_factory]\nrehearsal = {point}\n")
+
+
+def _run(command: list[str], environment: dict[str, str], stdout: int | None) -> int:
+    """Run it in a process group of its own, of which nothing is left afterwards."""
+    process = subprocess.Popen(command, env=environment, stdout=stdout, start_new_session=True)
+    try:
+        return process.wait()
+    finally:  # other ranks and workers, and all of them after Ctrl-C
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,60 @@
+"""How many workers a loader needs, so that steps do not wait for it."""
+
+import math
+import os
+import time
+from collections.abc import Sized
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch.utils.data import DataLoader
+
+_BATCHES, _SECONDS = 8, 5.0
+
+
+def say_workers(loader: Any, step_ms: float) -> str:
+    """Measure how long a batch takes in one process, and say how many workers hide it behind the steps.
+
+    The first samples are read and collated, beside the loader's own sampler, whose state stays as it is.
+
+    Args:
+        loader: as training uses it; one of another class than ``DataLoader`` is not looked into.
+        step_ms: of a step.
+
+    Returns:
+        A sentence; "" if nothing has to change.
+
+    Example:
+        >>> say_workers(DataLoader(range(100), batch_size=4), step_ms=50.0)
+        ''
+    """
+    batch_ms = _measure(loader)
+    if batch_ms is None:
+        return ""
+    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0
+    workers, cores = min(needed, os.cpu_count() or 1), os.cpu_count() or 1
+    took = f"A batch takes the loader {batch_ms:,.1f} ms and a step {step_ms:,.1f} ms"
+    if workers > loader.num_workers:
+        hides = "hides it" if needed <= cores else f"hides a part of it; {needed} would hide all"
+        return f"{took}: DataLoader(num_workers={workers}, persistent_workers=True) {hides}."
+    if needed > cores:
+        return f"{took}: more than {loader.num_workers} workers on {cores} cores can hide. Prepare samples ahead."
+    return ""
+
+
+def _measure(loader: Any) -> float | None:
+    """Milliseconds of a batch in one process; None where that cannot be told."""
+    size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if not isinstance(loader, DataLoader) or size is None or not isinstance(loader.dataset, Sized):
+        return None
+    dataset, count = loader.dataset, len(loader.dataset)
+    times: list[float] = []
+    with isolate_rng():
+        for first in range(0, min(_BATCHES * size, count), size):
+            began = time.perf_counter()
+            indices = range(first, min(first + size, count))
+            loader.collate_fn([dataset[index] for index in indices])
+            times.append(1e3 * (time.perf_counter() - began))
+            if sum(times) > 1e3 * _SECONDS:
+                break
+    return sorted(times)[len(times) // 2] if times else None

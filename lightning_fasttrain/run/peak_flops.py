@@ -1,0 +1,52 @@
+"""The most that a device computes in a second."""
+
+from math import inf
+from time import perf_counter
+
+import torch
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations per second of a large matrix product: what a step could reach here at best.
+
+    Measured, in some hundredths of a second, rather than looked up: what a data sheet promises for a device depends on
+    its clock, its power limit and torch's settings for float32.
+
+    Args:
+        device: with room for three matrices of 4096 × 4096; on a CPU of 1024 × 1024.
+        dtype: of the matrices.
+
+    Example:
+        >>> peak_flops(torch.device("cpu"), torch.float32) > 1e8
+        True
+
+    Source:
+        Ours.
+    """
+    side, rounds = (4096, 10) if device.type == "cuda" else (1024, 5)
+    one = torch.ones(side, side, device=device, dtype=dtype)
+    fastest = inf
+    for _ in range(rounds):
+        began = _now(device)
+        torch.mm(one, one)
+        fastest = min(fastest, _now(device) - began)
+    return 2 * side**3 / fastest
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()
+
+
+def dtype_of(precision: object) -> torch.dtype:
+    """In which a Trainer of that precision multiplies.
+
+    Example:
+        >>> dtype_of("bf16-mixed"), dtype_of("16-true"), dtype_of("32-true")
+        (torch.bfloat16, torch.float16, torch.float32)
+    """
+    name = str(precision)
+    if name.startswith("bf16"):
+        return torch.bfloat16
+    return torch.float16 if name.startswith("16") else torch.float32
