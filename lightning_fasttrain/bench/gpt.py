@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.optim.named.build_optimizer import build_optimizer
 
 ATTENTIONS = ("sdpa", "naive")
 
@@ -187,19 +188,28 @@ class GPTModule(L.LightningModule):
 
     Args:
         config: the shape of the model.
-        lr: learning rate of AdamW.
+        lr: learning rate.
         weight_decay: of the matrices only.
         fused: AdamW in one kernel; False is the plain loop over parameters, None is torch's own choice.
+        name: of another optimizer, as for :func:`~lightning_fasttrain.build_optimizer`.
+        updates: for weights in bfloat16, as there.
     """
 
     def __init__(
-        self, config: GPTConfig, lr: float = 1e-3, weight_decay: float = 0.1, fused: bool | None = None
+        self,
+        config: GPTConfig,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        fused: bool | None = None,
+        name: str = "adamw",
+        updates: str | None = None,
     ) -> None:
         super().__init__()
         self.gpt = GPT(config)
         self.lr = lr
         self.weight_decay = weight_decay
         self.fused = fused
+        self.name, self.updates = name, updates
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy over the targets of ``batch``, in nats."""
@@ -210,8 +220,10 @@ class GPTModule(L.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        groups = decay_groups(self, self.weight_decay)
+        if self.name != "adamw" or self.updates is not None:
+            rates = {"lr": self.lr, "betas": (0.9, 0.95)}
+            return build_optimizer(self, self.name, groups=groups, updates=self.updates, **rates)
         # foreach would be chosen on a GPU when nothing is said; the naive rung must really be the loop.
         foreach = False if self.fused is False else None
-        return torch.optim.AdamW(
-            decay_groups(self, self.weight_decay), lr=self.lr, betas=(0.9, 0.95), fused=self.fused, foreach=foreach
-        )
+        return torch.optim.AdamW(groups, lr=self.lr, betas=(0.9, 0.95), fused=self.fused, foreach=foreach)

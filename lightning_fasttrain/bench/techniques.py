@@ -24,7 +24,7 @@ def techniques() -> Iterator[type[Technique]]:
 
     Example:
         >>> [technique.__name__ for technique in techniques()][:2]
-        ['DevicePrefetch', 'EvenEpochs']
+        ['BatchSizeWarmup', 'DevicePrefetch']
     """
     for room in ROOMS:
         found = inspect.getmembers(room, inspect.isclass)

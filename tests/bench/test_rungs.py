@@ -32,7 +32,7 @@ def test_the_ladder_has_the_documented_rungs_in_order():
     names = " ".join(rung.name for rung in rungs())
     assert names == (
         "prefetch tf32 bf16 fused optimizer-in-backward micro-batches release chunked-loss compile selective "
-        "checkpointing budget offload max-autotune"
+        "checkpointing budget offload max-autotune 8-bit bf16-alone"
     )
 
 
@@ -182,6 +182,18 @@ def settings_of(callback):
     """What a callback was made with: its plain values, and the text of a policy."""
     plain = {name: value for name, value in vars(callback).items() if isinstance(value, int | float | str | bool)}
     return {**plain, "policy": repr(getattr(callback, "policy", None))}
+
+
+def test_what_changes_training_is_shown_and_never_carried():
+    changed = Row(step_ms=50, peak_mib=100, exactness=Exactness.CHANGES_TRAINING)
+    changed.own_exactness = changed.exactness
+    naive = row(100, 800)
+    assert judge(changed, naive, naive, 0.01) == (
+        False,
+        "memory ÷8.0, time ÷2.0, and changes training: not carried",
+    )
+    assert fastest_with_half_the_memory([naive, changed], 0.0) is None
+    assert leanest_in_time([naive, changed], 0.0) is None
 
 
 def test_nothing_is_carried_onto_a_failed_baseline():

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
+from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.ladder.rows import Measured, Row
 
 # Times that differ by less are called equal on any machine: nobody would add a line of code for it.
@@ -43,6 +44,9 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
         return False, "failed"
     if below.error is not None:
         return False, "nothing to compare with"
+    if row.own_exactness is Exactness.CHANGES_TRAINING:
+        words = _words(_worth(max(TIME_WORTH, noise), row.step_ms / below.step_ms), row.peak_mib / below.peak_mib)
+        return False, f"{words}, and changes training: not carried"
     time, memory = row.step_ms / below.step_ms, _worth(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     words = _words(_worth(max(TIME_WORTH, noise), time), memory)
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
@@ -173,11 +177,11 @@ def _least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row |
 
 
 def _finished_rows(rows: list[Row]) -> list[Row]:
-    """The rows above naive that ran, where naive did."""
+    """The rows above naive that ran and are the same training, where naive ran."""
     naive, *above = rows
     if naive.error is not None:
         return []
-    return [row for row in above if row.error is None]
+    return [row for row in above if row.error is None and row.exactness is not Exactness.CHANGES_TRAINING]
 
 
 def loss_parity(measured: Measured, naive: Measured | None) -> float | None:

@@ -29,7 +29,11 @@ def as_code(state: State) -> str:
         callbacks = [f"        ft.{_call(name, arguments)}," for name, arguments in state["callbacks"].items()]
         lines += ["    callbacks=[", *callbacks, "    ],"]
     lines.append(")")
-    if state["optimizer"].get("fused"):
+    named = {key: value for key, value in state["optimizer"].items() if key != "fused"}
+    if named:
+        arguments = ", ".join(f"{key}={_value(value)}" for key, value in named.items())
+        lines.append(f"# in configure_optimizers: ft.build_optimizer(self, {arguments})")
+    elif state["optimizer"].get("fused"):
         lines.append("# in configure_optimizers: torch.optim.AdamW(..., fused=True)")
     if not state["loop"].get("print_loss"):
         lines.append("# no loss.item() or print in the step; DataLoader(..., pin_memory=True) for a GPU")

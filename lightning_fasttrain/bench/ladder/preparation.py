@@ -3,6 +3,7 @@
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -154,6 +155,8 @@ def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
     if rung.needs == "bf16":
         slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
         return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"
+    if rung.needs == "bitsandbytes":
+        return "" if find_spec("bitsandbytes") else 'needs bitsandbytes: pip install "lightning-fasttrain[finetune]"'
     return f"needs {rung.needs}"
 
 

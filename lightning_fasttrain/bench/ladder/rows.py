@@ -14,7 +14,7 @@ from lightning_fasttrain._technique import Exactness
 #   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for
 #              EveryBlock(k=2); or None, to take it away
 #   trainer:   keyword arguments of L.Trainer
-#   optimizer: keyword arguments of GPTModule.configure_optimizers' AdamW
+#   optimizer: keyword arguments of GPTModule that say which optimizer it has
 #   loop:      how the loop around it behaves
 State = dict[str, dict[str, Any]]
 

@@ -30,7 +30,7 @@ class Rung:
         change: what it adds to the state below it, in the form of :data:`NAIVE`; or a function that says so from the
             row of that state.
         exactness: how near it keeps to the run without it.
-        needs: ``"cuda"``, or ``"bf16"`` for a device that multiplies it; nothing elsewhere.
+        needs: ``"cuda"``, ``"bf16"`` for a device that multiplies it, or ``"bitsandbytes"``; nothing elsewhere.
     """
 
     name: str
@@ -89,6 +89,21 @@ def rungs(micro_batches: int = 4) -> tuple[Rung, ...]:
             "max-autotune",
             {"callbacks": {"CompileBlocks": {"mode": "max-autotune-no-cudagraphs"}}},
             CompileBlocks.exactness,
+        ),
+        # What changes training is shown, and never carried.
+        Rung(
+            "8-bit",
+            "8-bit AdamW",
+            {"optimizer": {"name": "adamw8bit"}},
+            Exactness.CHANGES_TRAINING,
+            needs="bitsandbytes",
+        ),
+        Rung(
+            "bf16-alone",
+            "bf16 alone, rounded by chance",
+            {"trainer": {"precision": "bf16-true"}, "optimizer": {"name": "adamw", "updates": "stochastic"}},
+            Exactness.CHANGES_TRAINING,
+            needs="bf16",
         ),
     )
 
