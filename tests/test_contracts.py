@@ -176,10 +176,21 @@ def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average
         with pytest.raises(ValueError, match="StochasticWeightAveraging: it copies the model before the adapter"):
             train(case, [case.make(), averaging()])
         return
-    key = average, len(case.regroup(BATCHES)), str(case.settings), *map(type, by_hand_of([case]))
+    epochs = (
+        1 if "Warmup" in case.name else 2
+    )  # by then it has grown, which the plain run's second epoch knows nothing of
+    if epochs == 1 and average == "SWA":
+        pytest.skip("it averages over epochs")
+    key = (
+        case.name if epochs == 1 else "",
+        average,
+        len(case.regroup(BATCHES)),
+        str(case.settings),
+        *map(type, by_hand_of([case])),
+    )
     if key not in PLAIN_RUNS:
-        PLAIN_RUNS[key] = weights(plain(case, epochs=2, callbacks=[averaging()]))
-    averaged, _ = train(case, [case.make(), averaging()], epochs=2)
+        PLAIN_RUNS[key] = weights(plain(case, epochs=epochs, callbacks=[averaging()]))
+    averaged, _ = train(case, [case.make(), averaging()], epochs=epochs)
     assert largest_difference(PLAIN_RUNS[key], weights(averaged)) <= case.tolerance
 
 

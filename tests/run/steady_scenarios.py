@@ -117,6 +117,24 @@ def even_loaders(found):
     loader.close()
 
 
+def even_and_resumed(found, folder):
+    mine, path = BATCHES[: (7, 5)[RANK]], f"{folder}/even.ckpt"
+
+    class Save(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(path)
+
+    for name, loader in (("sized", as_loader), ("stream", streamed)):
+        whole, *_ = run(mine, [EvenEpochs(), ft.ExactResume(), Save()], loader=loader, max_epochs=2)
+        again, strategy = Spoilt(), DDPStrategy(process_group_backend="gloo")
+        # the checkpoint describes the data of rank 0, which those of rank 1 are not
+        lenient = ft.ExactResume(strict=False)
+        t = trainer([EvenEpochs(), lenient], devices=2, strategy=strategy, max_epochs=2)
+        t.fit(again, loader(mine), ckpt_path=path, weights_only=True)
+        found[f"even and resumed, {name}"] = [apart(whole, again), t.global_step]
+
+
 def bad_samples(found, folder):
     guard, path = SampleGuard(2), f"{folder}/bad.ckpt"
     saved = L.pytorch.callbacks.LambdaCallback(on_train_end=lambda t, _: t.save_checkpoint(path))
@@ -153,6 +171,7 @@ def main(path):
     finite_guard(found)
     spike_guard(found, f"{folder}/spike")
     even_loaders(found)
+    even_and_resumed(found, folder)
     bad_samples(found, folder)
     slow_ranks(found)
     gathered = [None, None]

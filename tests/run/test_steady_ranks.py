@@ -54,6 +54,11 @@ def test_epochs_end_after_the_batches_of_the_shorter_rank(found, kind):
     assert [rank[f"even, {kind}"] for rank in found] == [[0, 10, 2]] * 2
 
 
+@pytest.mark.parametrize("kind", ["sized", "stream"])
+def test_a_resumed_run_goes_on_with_the_same_batches(found, kind):
+    assert [rank[f"even and resumed, {kind}"] for rank in found] == [[0, 10]] * 2
+
+
 def test_the_last_window_is_as_short_on_both(found):
     assert [rank["even windows"] for rank in found] == [[0, 3]] * 2
 

@@ -170,7 +170,8 @@ class EvenEpochs(Technique):
 
     Without it the rank with fewer batches goes on to the end of its epoch, and the others wait for its gradients until
     a timeout. Acts where the strategy takes its training loaders. ``num_training_batches``, ``global_step`` and
-    schedules are the same on all ranks then.
+    schedules are the same on all ranks then. With :class:`~lightning_fasttrain.ExactResume` a run goes on exactly, but
+    needs ``strict=False``: what a checkpoint says of the data is what the first rank has.
 
     Example:
         >>> even = EvenEpochs()

@@ -63,7 +63,12 @@ class FiniteSteps:
         >>> loss = net(torch.tensor([float("nan"), 1.0])).sum()
         >>> loss.backward()
         >>> steps.note_loss(loss)
-        >>> optimizer.step()
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     optimizer.step()
+        >>> str(told[0].message)
+        'a step was skipped, since its loss or gradient is not finite (skipped so far: 1).'
         >>> steps.skipped, optimizer.state_dict()["state"]
         (1, {})
 
@@ -192,8 +197,7 @@ class FiniteGuard(Technique):
     Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules, the
     loss scaler's among them, and for when the host waits. A batch without samples or targets has a loss that is NaN, so
     its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it counts nothing instead.
-    What is written by the Trainer's ``save_checkpoint`` is
-    looked through first.
+    What the Trainer's ``save_checkpoint`` writes is looked through first.
 
     Args:
         stop_after: steps in a row that are skipped, before the run ends with an error on all ranks.

@@ -48,15 +48,21 @@ class SteadySteps:
 
     Example:
         >>> net = torch.nn.Linear(1, 1)
+        >>> _ = torch.nn.init.ones_(net.weight)
         >>> optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
         >>> steps = SteadySteps(after=3)
         >>> undo = steps.guard_(optimizer)
-        >>> for scale in (1.0, 1.1, 1.0, 50.0):
-        ...     optimizer.zero_grad()
-        ...     loss = net(torch.full((1, 1), scale)).square().sum()
-        ...     loss.backward()
-        ...     steps.note_loss(loss)
-        ...     optimizer.step()
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     for scale in (1.0, 1.1, 1.0, 50.0):
+        ...         optimizer.zero_grad()
+        ...         loss = net(torch.full((1, 1), scale)).square().sum()
+        ...         loss.backward()
+        ...         steps.note_loss(loss)
+        ...         optimizer.step()
+        >>> "gradient norm" in str(told[0].message)
+        True
         >>> steps.skipped
         1
 
