@@ -51,8 +51,11 @@ from lightning_fasttrain.model import multiply_in_low_precision_ as multiply_in_
 from lightning_fasttrain.model import offload_activations as offload_activations
 from lightning_fasttrain.optim import EagerGradientRelease as EagerGradientRelease
 from lightning_fasttrain.optim import FusedClipping as FusedClipping
+from lightning_fasttrain.optim import NamedOptimizer as NamedOptimizer
 from lightning_fasttrain.optim import OptimizerInBackward as OptimizerInBackward
+from lightning_fasttrain.optim import build_optimizer as build_optimizer
 from lightning_fasttrain.optim import build_schedule as build_schedule
+from lightning_fasttrain.optim import decay_groups as decay_groups
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
 from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
@@ -66,11 +69,13 @@ from lightning_fasttrain.planner import AutoBatchSize as AutoBatchSize
 from lightning_fasttrain.planner import make_plan as make_plan
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
+from lightning_fasttrain.run import FiniteGuard as FiniteGuard
 from lightning_fasttrain.run import HangWatch as HangWatch
 from lightning_fasttrain.run import MatmulPrecision as MatmulPrecision
 from lightning_fasttrain.run import MemoryMeter as MemoryMeter
 from lightning_fasttrain.run import MemoryTimeline as MemoryTimeline
 from lightning_fasttrain.run import Preemption as Preemption
+from lightning_fasttrain.run import SpikeGuard as SpikeGuard
 from lightning_fasttrain.run import StepMeter as StepMeter
 from lightning_fasttrain.run import resumable as resumable
 from lightning_fasttrain.strategy import FabricFSDP2Strategy as FabricFSDP2Strategy

@@ -152,6 +152,11 @@ def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer)
     return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
 
+def call_module(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+    """Call a hook of the module as Lightning does."""
+    return call._call_lightning_module_hook(trainer, hook, *arguments)
+
+
 def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
     """Call a method of the strategy as Lightning does: profiled, and with ``self.log`` knowing where it is."""
     return call._call_strategy_hook(trainer, hook, *arguments)

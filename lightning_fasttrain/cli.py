@@ -198,7 +198,7 @@ def _add_shard(commands: Any) -> None:
     parser.add_argument("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument(
-        "--optimizer", metavar="NAME", help="of torch or bitsandbytes: adamw, sgd, adamw8bit; default: TARGET's own"
+        "--optimizer", metavar="NAME", help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own"
     )
     parser.add_argument(
         "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"

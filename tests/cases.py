@@ -179,6 +179,14 @@ def is_watched(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: watch.beat("next batch"))
 
 
+def skips_the_unfinite(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(technique.steps.guard_(loop.optimizer, loop.model))
+
+
+def skips_spikes(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(technique.steps.guard_(loop.optimizer))
+
+
 def averages(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: technique.update(loop.model))
 
@@ -312,6 +320,8 @@ CASES = [
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
     Case(lambda: ft.HangWatch(), is_watched, effects.a_thread_watches),
+    Case(lambda: ft.FiniteGuard(), skips_the_unfinite, effects.a_step_with_nan_is_not_made),
+    Case(lambda: ft.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
     # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
     Case(
         lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAveraging, WeightAveraging
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
@@ -156,6 +157,40 @@ def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
         u.fit(module, as_loader(BATCHES), ckpt_path=tmp_path / "with.ckpt", weights_only=True)
         ends.append(weights(module))
     assert largest_difference(*ends) <= max(case.tolerance, 0.0)
+
+
+AVERAGES = {
+    "EMA": lambda: EMAWeightAveraging(decay=0.5),
+    "SWA": lambda: StochasticWeightAveraging(swa_lrs=0.005, swa_epoch_start=1, annealing_epochs=1),
+}
+
+
+# A technique that operates on the model has a configure_model of its own, for which Lightning warns of sharding.
+@pytest.mark.filterwarnings("ignore:.*a model that overrides the configure_model callback.*")
+@pytest.mark.parametrize("average", AVERAGES)
+@each
+def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average):
+    averaging = AVERAGES[average]
+    if average == "SWA" and isinstance(case.make(), ft.finetune.Adapter):
+        with pytest.raises(ValueError, match="StochasticWeightAveraging: it copies the model before the adapter"):
+            train(case, [case.make(), averaging()])
+        return
+    key = average, len(case.regroup(BATCHES)), str(case.settings), *map(type, by_hand_of([case]))
+    if key not in PLAIN_RUNS:
+        PLAIN_RUNS[key] = weights(plain(case, epochs=2, callbacks=[averaging()]))
+    averaged, _ = train(case, [case.make(), averaging()], epochs=2)
+    assert largest_difference(PLAIN_RUNS[key], weights(averaged)) <= case.tolerance
+
+
+def test_an_average_that_would_copy_the_model_without_its_adapter_is_refused():
+    with pytest.raises(ValueError, match="EMAWeightAveraging before LoRA: it copies the model before the adapter"):
+        train(CASES[2], [AVERAGES["EMA"](), ft.LoRA(rank=2)])
+
+
+def test_averages_are_not_the_last_weights():
+    last = weights(train(CASES[2], epochs=2)[0])
+    for averaging in (*AVERAGES.values(), WeightAveraging):
+        assert largest_difference(last, weights(train(CASES[2], [averaging()], epochs=2)[0])) > 1e-4
 
 
 def surgery_on(net):
