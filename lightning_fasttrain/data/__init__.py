@@ -10,8 +10,8 @@ From the bottom up: ``loading``, ``_part_weights``, ``split_batch``, ``_part_log
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
 from lightning_fasttrain.data.count_targets import count_next_tokens, count_targets
-from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetch, prefetch_to_device
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
+from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetch, prefetch_to_device
 from lightning_fasttrain.data.loading.even_epochs import EvenEpochs, even_epochs
 from lightning_fasttrain.data.loading.sample_guard import SampleGuard, guard_samples
 from lightning_fasttrain.data.micro_batching import MicroBatching
