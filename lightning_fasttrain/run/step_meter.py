@@ -1,159 +1,22 @@
 """Where the time of a training step goes, and how much data passes through it."""
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
-from math import inf
-from statistics import median
-from time import perf_counter
 from typing import Any, ClassVar
 
 import lightning as L
-import torch
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.peak_flops import dtype_of, peak_flops
-
-PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
-_KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step
-_NOTHING_YET: dict[str, float] = dict.fromkeys((*PHASES, "other"), 0.0)
-_Mark = tuple[str, torch.cuda.Event]  # where a stretch of a phase ends on the device
-_Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
-
-
-class StepTimer:
-    """Milliseconds per step, split into phases, and samples and tokens per second; for Fabric and bare loops.
-
-    A step runs from the end of the one before it, the first one from where the timer is made. Phases may nest: time
-    belongs to the innermost. What is in no phase is "other", and what is in ``phase("pause")`` is left out. On CUDA
-    the times are the device's own, from events that the stream passes on its way, so that nothing waits within a
-    step; only the data wait is the host's, which can hide behind queued work, and the parts then exceed the step.
-    On any other device they are the host's.
-
-    Args:
-        device: where the model is.
-        warmup: steps at the start that are left out.
-
-    Example:
-        >>> import torch
-        >>> timer = StepTimer("cpu", warmup=0)
-        >>> for batch in torch.zeros(3, 8, 2):
-        ...     with timer.phase("forward"):
-        ...         loss = batch.sum()
-        ...     timer.end_step(samples=len(batch))
-        >>> list(timer.summary())
-        ['step_ms', 'data_wait_ms', 'transfer_ms', 'forward_ms', 'backward_ms', 'optimizer_ms', 'other_ms',
-         'samples_per_s']
-
-    Source:
-        Ours. That the timer knows no host, and the callback holds it, follows Lightning's ``Throughput``.
-    """
-
-    def __init__(self, device: torch.device | str, warmup: int = 5) -> None:
-        self._device = torch.device(device)
-        self._on_cuda = self._device.type == "cuda"
-        self._to_skip = positive_int("warmup", warmup) if warmup != 0 else 0
-        self._phases = {name: _Phase(self, name) for name in PHASES}
-        self._outer: list[str] = []
-        self._steps: deque[_Step] = deque(maxlen=_KEPT_STEPS)
-        self._current = "other"
-        self._since = perf_counter()
-        self._host_s = _NOTHING_YET.copy()
-        self._marks: list[_Mark] = []
-        self._switch("other")
-
-    def phase(self, name: str) -> "_Phase":
-        """Context manager around one phase of the step.
-
-        Raises:
-            ValueError: the name is none of :data:`PHASES`.
-        """
-        return self._phases[one_of("phase", name, PHASES)]
-
-    def end_step(self, samples: int = 0, tokens: int = 0) -> None:
-        """Say that a step ends here, and how much was in it; the next one begins."""
-        self._switch(self._current)
-        if self._to_skip:
-            self._to_skip -= 1
-        else:
-            self._steps.append((self._host_s, self._marks, samples, tokens))
-        self._host_s = _NOTHING_YET.copy()
-        self._marks = self._marks[-1:]
-
-    def summary(self, last: int = _KEPT_STEPS, wait: bool = True) -> dict[str, float]:
-        """Medians over the latest steps.
-
-        Args:
-            last: how many steps, at most; a thousand are kept.
-            wait: let a CUDA device finish first. Otherwise the steps it is still busy with are left out.
-
-        Returns:
-            ``step_ms``, the milliseconds of each phase, ``other_ms`` for what they leave of the step, and
-            ``samples_per_s`` and ``tokens_per_s`` where these were counted. Empty if no step was measured.
-        """
-        if wait and self._on_cuda:
-            torch.cuda.synchronize(self._device)
-        recent = list(self._steps)[-last:]
-        steps = [_read(*step) for step in recent if _has_passed(step[1])]
-        if not steps:
-            return {}
-        middle: dict[str, float] = {}
-        for name in steps[0]:
-            middle[name] = median(step[name] for step in steps)
-        parts = {f"{name}_ms": middle[name] * 1e3 for name in PHASES if name != "pause"}
-        step_ms = middle["step"] * 1e3
-        counted = {f"{name}_per_s": middle[name] for name in ("samples", "tokens") if middle[name]}
-        return {"step_ms": step_ms, **parts, "other_ms": max(0.0, step_ms - sum(parts.values())), **counted}
-
-    def _switch(self, name: str) -> None:
-        """A stretch of the current phase ends here, and one of ``name`` begins."""
-        now = perf_counter()
-        self._host_s[self._current] += now - self._since
-        self._since = now
-        if self._on_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(torch.cuda.current_stream(self._device))
-            self._marks.append((self._current, event))
-        self._current = name
-
-
-class _Phase:
-    """Made once for each phase, because a step enters several of them."""
-
-    def __init__(self, timer: StepTimer, name: str) -> None:
-        self.timer, self.name = timer, name
-
-    def __enter__(self) -> None:
-        timer = self.timer
-        timer._outer.append(timer._current)
-        timer._switch(self.name)
-
-    def __exit__(self, *_: object) -> None:
-        timer = self.timer
-        timer._switch(timer._outer.pop())
-
-
-def _has_passed(marks: list[_Mark]) -> bool:
-    return all(event.query() for _, event in marks)
-
-
-def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: int) -> dict[str, float]:
-    spent_s = host_s
-    if marks:
-        spent_s = _NOTHING_YET.copy()
-        for (_, start), (phase, end) in pairwise(marks):
-            spent_s[phase] += start.elapsed_time(end) / 1e3
-    step_s = sum(spent_s.values()) - spent_s["pause"]
-    per = step_s or inf  # in no time there is no rate
-    waited_s = host_s["data_wait"]
-    return {**spent_s, "samples": samples / per, "tokens": tokens / per, "data_wait": waited_s, "step": step_s}
+from lightning_fasttrain.run.slow_ranks import compare_ranks, phases_to_compare
+from lightning_fasttrain.run.step_timer import StepTimer, TimedPhase
 
 
 class StepMeter(Technique):
@@ -171,6 +34,8 @@ class StepMeter(Technique):
         flops: floating-point operations of a whole step on one device, if steps are alike: those that
             :func:`~lightning_fasttrain.plan.count_flops` counts for its batches. With them the summary has ``mfu``,
             the share of :func:`~lightning_fasttrain.run.peak_flops` that they make use of.
+        compare_ranks_every: optimizer steps between two comparisons of the ranks, which warn of one that the others
+            wait for; see :func:`~lightning_fasttrain.run.compare_ranks`. 0 for none; the ranks wait for each one.
 
     Raises:
         TypeError, ValueError: no number of steps; no number of operations.
@@ -189,8 +54,11 @@ class StepMeter(Technique):
     in_a_loop: ClassVar[str] = "run.StepTimer(device)"
     predicted: ClassVar[bool] = True
 
-    def __init__(self, warmup: int = 5, flops: float | None = None) -> None:
+    def __init__(self, warmup: int = 5, flops: float | None = None, compare_ranks_every: int = 0) -> None:
         self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.compare_ranks_every = compare_ranks_every
+        if compare_ranks_every != 0:
+            positive_int("compare_ranks_every", compare_ranks_every)
         if flops is not None and not flops > 0:
             raise ValueError(
                 explain(f"{flops=}", "a step computes something", "Use ft.plan.count_flops(module, batch)")
@@ -234,11 +102,19 @@ class StepMeter(Technique):
         samples, tokens = count_batch(batch)
         profiler.samples += samples
         profiler.tokens += tokens
+        if profiler.stepped and self.compare_ranks_every and trainer.global_step % self.compare_ranks_every == 0:
+            self._compare_ranks(profiler.timer, pl_module)
         if profiler.stepped and trainer.loggers and is_time_to_log(trainer):
             summary = profiler.timer.summary(last=int(trainer.log_every_n_steps), wait=False)
             metrics = {f"step_meter/{name}": value for name, value in summary.items()}
             for logger in trainer.loggers if metrics else ():
                 logger.log_metrics(metrics, step=step_for_loggers(trainer))
+
+    def _compare_ranks(self, timer: StepTimer, module: L.LightningModule) -> None:
+        since = timer.summary(last=self.compare_ranks_every, wait=False)
+        slow = compare_ranks(since, module.device, phases_to_compare(module))
+        if slow:
+            warn(f"StepMeter: {slow}.")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook, like ``on_train_epoch_end``: until the next training batch is asked for, nothing is timed."""
@@ -327,7 +203,7 @@ class _StepProfiler(Profiler):
         """Nothing: the user's profiler is torn down by its owner."""
 
 
-class _Action(_Phase):
+class _Action(TimedPhase):
     """What the Trainer does as a phase of the timer. Validation does some of it too, which is not timed."""
 
     def __init__(self, profiler: _StepProfiler, name: str) -> None:

@@ -129,12 +129,32 @@ def bad_samples(found, folder):
     found["bad samples, resumed"] = again.skipped
 
 
+class Sleepy(Stream):
+    """On rank 1 each batch takes a while."""
+
+    def __iter__(self):
+        for batch in self.batches:
+            time.sleep(0.1 * RANK)
+            yield batch
+
+
+def slow_ranks(found):
+    meter = ft.StepMeter(warmup=1, compare_ranks_every=4)
+    *_, said = run(BATCHES, [meter], loader=lambda batches: DataLoader(Sleepy(batches), batch_size=None))
+    found["slow"] = said
+    *_, said = run(
+        BATCHES, [ft.StepMeter(warmup=1)], loader=lambda batches: DataLoader(Sleepy(batches), batch_size=None)
+    )
+    found["not asked"] = said
+
+
 def main(path):
     found, folder = {}, os.path.dirname(path)
     finite_guard(found)
     spike_guard(found, f"{folder}/spike")
     even_loaders(found)
     bad_samples(found, folder)
+    slow_ranks(found)
     gathered = [None, None]
     dist.all_gather_object(gathered, found)
     if RANK == 0:

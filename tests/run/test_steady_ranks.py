@@ -66,3 +66,10 @@ def test_bad_samples_are_counted_by_the_rank_that_has_them(found):
     assert [rank["bad samples"][:2] for rank in found] == [[0, 3], [2, 3]]
     assert [rank["bad samples, resumed"] for rank in found] == [0, 2]
     assert "rank 1: sample 3, read by" in found[1]["bad samples"][2][0]
+
+
+def test_a_rank_that_the_others_wait_for_is_named_with_what_is_slow(found):
+    first, second = (rank["slow"] for rank in found)
+    assert len(first) == 2  # after 4 steps, and after 8
+    assert re.search(r"rank 1 \(.*\) takes .* most of it data_wait\)", first[0])
+    assert second == found[0]["not asked"] == []

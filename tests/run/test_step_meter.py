@@ -10,7 +10,8 @@ from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._counts import count_batch
-from lightning_fasttrain.run import StepMeter, StepTimer, step_meter
+from lightning_fasttrain.run import StepMeter, StepTimer, step_timer
+from lightning_fasttrain.run.slow_ranks import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -29,7 +30,7 @@ class Clock:
 
 @pytest.fixture
 def clock(monkeypatch):
-    monkeypatch.setattr(step_meter, "perf_counter", clock := Clock())
+    monkeypatch.setattr(step_timer, "perf_counter", clock := Clock())
     return clock
 
 
@@ -202,7 +203,7 @@ def test_the_parts_add_up_to_the_step_by_the_real_clock(tmp_path):
     meter = StepMeter(warmup=0)
     fit(BoringModel(), meter, tmp_path=tmp_path, max_epochs=1)
     found = meter.summary()
-    parts = [found[f"{name}_ms"] for name in (*step_meter.PHASES[:-1], "other")]
+    parts = [found[f"{name}_ms"] for name in (*step_timer.PHASES[:-1], "other")]
     assert min(parts) >= 0
     assert sum(parts) == pytest.approx(found["step_ms"])
 
@@ -361,6 +362,19 @@ def test_no_wait_within_a_step_on_cuda():
         torch.cuda.set_sync_debug_mode("default")
     found = timer.summary()
     assert 0 < found["forward_ms"] <= found["step_ms"]
+
+
+def test_only_a_rank_that_costs_time_is_named():
+    usual = {"host": "a", "data_wait": 2.0, "transfer": 1.0, "forward": 10.0, "step": 40.0}
+    phases = ("data_wait", "transfer", "forward")
+    slow = {**usual, "host": "b", "forward": 20.0}
+    said = describe_slowest([usual, usual, slow, usual], phases, 1.2)
+    assert said.startswith("rank 2 (b) takes 23 ms until its backward where the others take 13 (1.77 times as long")
+    assert said.endswith("most of it forward); they wait for it 10 ms of a step of 40 ms")
+    assert describe_slowest([usual, usual, {**usual, "forward": 12.0}], phases, 1.2) == ""  # not much slower
+    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # nor is much of the step lost
+    with pytest.raises(ValueError, match="compare_ranks_every=-1"):
+        ft.StepMeter(compare_ranks_every=-1)
 
 
 def test_what_a_step_makes_use_of(capsys):

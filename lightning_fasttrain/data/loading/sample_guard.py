@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn_on_any_rank
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Exactness, Technique
+from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data.loading._tolerant_dataset import Envelope, Sieve, TolerantDataset
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
 
@@ -196,7 +196,6 @@ class SampleGuard(Technique):
     when: ClassVar[str] = "some of many files may be broken; not where each sample must be trained on"
     in_a_loop: ClassVar[str] = "data.guard_samples(loader, skip_bad_samples)"
     predicted: ClassVar[bool] = True
-    exactness: ClassVar[Exactness] = Exactness.EXACT
 
     def __init__(self, skip_bad_samples: int = 0) -> None:
         _refuse_negative(skip_bad_samples)

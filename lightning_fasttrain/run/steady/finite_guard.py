@@ -190,7 +190,9 @@ class FiniteGuard(Technique):
     among ranks, so for those no rank can be named.
 
     Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules, the
-    loss scaler's among them, and for when the host waits. What is written by the Trainer's ``save_checkpoint`` is
+    loss scaler's among them, and for when the host waits. A batch without samples or targets has a loss that is NaN, so
+    its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it counts nothing instead.
+    What is written by the Trainer's ``save_checkpoint`` is
     looked through first.
 
     Args:

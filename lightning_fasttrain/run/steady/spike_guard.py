@@ -17,7 +17,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Technique
+from lightning_fasttrain._technique import Conflict, Technique
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.steady._running_limit import RunningLimit
@@ -155,7 +155,8 @@ class SpikeGuard(Technique):
     at the same batch. Before there is a checkpoint a spike is only skipped, and it is said.
 
     A skipped step leaves weights, optimizer state and schedules by step as they were, on all ranks; ``global_step``
-    counts it. Values for quantiles are in checkpoints, so a resumed run judges and goes back as the uninterrupted one.
+    counts it. Where nothing is skipped the training is the plain one, bit for bit. Values for quantiles are in
+    checkpoints, so a resumed run judges and goes back as the uninterrupted one.
 
     Acts in ``on_before_optimizer_step``, before gradients are clipped, and in ``optimizer.step``. The loss is the one
     that gradients are taken of, so with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it grows with the
@@ -183,7 +184,6 @@ class SpikeGuard(Technique):
     when: ClassVar[str] = "a long run that diverges now and then; not where losses differ widely from batch to batch"
     in_a_loop: ClassVar[str] = "run.SteadySteps().guard_(optimizer)"
     predicted: ClassVar[bool] = True
-    exactness: ClassVar[Exactness] = Exactness.EXACT
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
