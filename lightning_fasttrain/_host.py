@@ -80,6 +80,38 @@ def training_loaders(trainer: L.Trainer) -> CombinedLoader | None:
     return trainer.fit_loop._combined_loader
 
 
+def when_loaders_are_made(trainer: L.Trainer, act: Callable[[], bool]) -> None:
+    """Call ``act`` as soon as Lightning has made the training loaders; if it is not done, again when it asks for them.
+
+    It asks for them before each epoch.
+    """
+    setup_data = trainer.fit_loop.setup_data
+
+    def setup_then_act() -> None:
+        setup_data()
+        if act():
+            restore()
+
+    restore = patch(trainer.fit_loop, "setup_data", setup_then_act)
+
+
+def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None:
+    """Call ``see`` with each batch of this run, before it is trained on."""
+    on_start = trainer.strategy.on_train_batch_start
+
+    def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+        see(batch)
+        on_start(batch, batch_idx)
+
+    restore = patch(trainer.strategy, "on_train_batch_start", on_train_batch_start)
+
+    def end(teardown: Callable[[], None]) -> None:
+        restore()
+        teardown()
+
+    surround_teardown(trainer, end)
+
+
 def cluster_environment(trainer: L.Trainer) -> Any:
     """Who started the processes."""
     return trainer._accelerator_connector.cluster_environment
@@ -118,6 +150,11 @@ def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_i
 def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
     """What zeroes the gradients in a batch's closure; None where they are summed with earlier ones."""
     return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
+
+
+def call_module(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+    """Call a hook of the module as Lightning does."""
+    return call._call_lightning_module_hook(trainer, hook, *arguments)
 
 
 def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:

@@ -156,7 +156,7 @@ class Technique(L.Callback):
         """Hook: Lightning's earliest. The first technique of the list acts for all, so that order is ours."""
         refuse_mixed_lightning(trainer, pl_module, *trainer.callbacks)
         techniques = techniques_of(trainer)
-        check_together(techniques, trainer.strategy)
+        check_together(techniques, trainer.strategy, trainer.callbacks)
         if self is not techniques[0]:
             return
         self._close()
@@ -330,12 +330,14 @@ def _refuse_all_frozen(model: nn.Module) -> None:
         raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
-def check_together(techniques: Iterable[Technique], strategy: Strategy | None = None) -> list[Technique]:
+def check_together(
+    techniques: Iterable[Technique], strategy: Strategy | None = None, callbacks: Sequence[L.Callback] = ()
+) -> list[Technique]:
     """Refuse a technique that is listed twice, and what the techniques cannot be used beside.
 
     Args:
         techniques: all that are to act.
-        strategy: the Trainer's, where there is one.
+        strategy, callbacks: the Trainer's, where there is one.
 
     Returns:
         ``techniques``, which may be a generator, as a list.
@@ -349,7 +351,7 @@ def check_together(techniques: Iterable[Technique], strategy: Strategy | None = 
         if type(first) is type(second):
             _refuse_twice(f"{type(first).__name__} is listed twice")
     for technique in listed:
-        refuse_conflicts(technique, technique.conflicts(), [*listed, strategy])
+        refuse_conflicts(technique, technique.conflicts(), [*listed, strategy, *callbacks])
     for first, second in itertools.permutations(listed, 2):
         if isinstance(first, type(second)):
             _refuse_twice(f"{type(first).__name__} + {type(second).__name__}, which it is a kind of")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
-from lightning_fasttrain.commands import plan, rehearse, verify, why_not
+from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
 from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
 
 INTERRUPTED = 130
@@ -37,6 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rehearse.add(commands)
     plan.add(commands)
     why_not.add(commands)
+    schedule.add(commands)
     _add_shard(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
@@ -197,7 +198,7 @@ def _add_shard(commands: Any) -> None:
     parser.add_argument("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument(
-        "--optimizer", metavar="NAME", help="of torch or bitsandbytes: adamw, sgd, adamw8bit; default: TARGET's own"
+        "--optimizer", metavar="NAME", help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own"
     )
     parser.add_argument(
         "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"

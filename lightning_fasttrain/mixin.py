@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import lightning as L
 import torch
@@ -11,6 +11,7 @@ from torch import nn
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain._technique import Technique, is_operated_on
+from lightning_fasttrain.optim import NamedOptimizer
 
 
 class FastTrainMixin:
@@ -21,6 +22,9 @@ class FastTrainMixin:
     without ``super()``. Nobody asks a module in a Fabric or bare loop, or inside another one: its first forward in
     training then warns, and says what to call.
 
+    Name the optimizer in ``optimizer``, here or in ``__init__``, where it can come from a YAML file; then no
+    ``configure_optimizers`` is needed.
+
     Raises:
         TypeError: the mixin comes after the LightningModule in the list of bases, whose hook would hide its own.
 
@@ -29,11 +33,13 @@ class FastTrainMixin:
         >>> import lightning_fasttrain as ft
         >>> class Net(ft.FastTrainMixin, L.LightningModule):
         ...     techniques = [ft.MicroBatching(4)]
+        ...     optimizer = ft.NamedOptimizer("adamw", lr=1e-3)
         >>> [type(callback).__name__ for callback in Net().configure_callbacks()]
         ['MicroBatching']
     """
 
     techniques: Sequence[Technique] = ()
+    optimizer: NamedOptimizer | None = None
     _looked = False
 
     def configure_techniques(self) -> Sequence[Technique]:
@@ -43,6 +49,17 @@ class FastTrainMixin:
     def configure_callbacks(self) -> list[L.Callback]:
         """Hook: served to the Trainer before it sets anything up."""
         return _with_techniques(self, super().configure_callbacks())  # type: ignore[misc]
+
+    def configure_optimizers(self) -> Any:
+        """Hook: builds the optimizer that is named; where none is, the next class in line does."""
+        if isinstance(self.optimizer, NamedOptimizer):  # classes below may keep another thing of this name
+            return self.optimizer(cast(nn.Module, self))
+        following: Any = super()
+        if following.configure_optimizers.__func__ is L.LightningModule.configure_optimizers:
+            what = f"{type(self).__name__} names no optimizer and has no configure_optimizers"
+            way_out = "Set optimizer = ft.NamedOptimizer('adamw', lr=1e-3) in the class"
+            raise ValueError(explain(what, "nothing would be trained", way_out))
+        return following.configure_optimizers()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A hook on the module would stand in the way of torch.jit.script.

@@ -42,6 +42,7 @@ class Loop:
     wrapped: Any = None
     parts: int = 1
     window: int = 1
+    windows: Iterable[list[Any]] | None = None
     around: list[tuple[int, Callable[[Any], Any]]] = field(default_factory=list)
     before_epoch: list[Callable[[int], Any]] = field(default_factory=list)
     after_backward: list[Callable[[], Any]] = field(default_factory=list)
@@ -53,8 +54,8 @@ class Loop:
         for epoch in range(epochs):
             for act in self.before_epoch:
                 act(epoch)
-            for first in range(0, len(batches), self.window):
-                held = batches[first : first + self.window]
+            equal = (batches[first : first + self.window] for first in range(0, len(batches), self.window))
+            for held in self.windows or equal:
                 with ExitStack() as around:
                     for _ in (around.enter_context(make(held)) for when, make in self.around if when == number):
                         pass
@@ -68,7 +69,7 @@ class Loop:
         if self.fabric is not None:
             backward, no_sync = self.fabric.backward, lambda: self.fabric.no_backward_sync(self.wrapped)
         self.optimizer.zero_grad()
-        if self.window > 1:
+        if self.window > 1 or self.windows is not None:
             ft.accumulate_window(self.step, held, self.parts, backward=backward, no_sync=no_sync)
         elif self.parts > 1:
             ft.accumulate_gradients(self.step, held[0], self.parts, backward=backward, no_sync=no_sync)
@@ -92,6 +93,16 @@ def splits(technique: Any, loop: Loop) -> None:
 
 def takes_windows(technique: Any, loop: Loop) -> None:
     loop.window = technique.factor_at(0)
+
+
+def takes_growing_windows(technique: Any, loop: Loop) -> None:
+    """The same windows as those of the Trainer, all at once: as many batches for each."""
+    loop.windows = ft.data.grow_windows(list(loop.batches), ft.data.Growth(1, 2, over=1))
+
+
+def takes_growing_sequences(technique: Any, loop: Loop) -> None:
+    growth = ft.data.Growth(2, 5, over=3, grid=1)
+    loop.batches = list(ft.data.grow_sequences(loop.batches, growth, window=loop.window))
 
 
 def prefetches(technique: Any, loop: Loop) -> None:
@@ -168,6 +179,14 @@ def is_watched(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: watch.beat("next batch"))
 
 
+def skips_the_unfinite(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(technique.steps.guard_(loop.optimizer, loop.model))
+
+
+def skips_spikes(technique: Any, loop: Loop) -> None:
+    loop.stack.callback(technique.steps.guard_(loop.optimizer))
+
+
 def averages(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: technique.update(loop.model))
 
@@ -209,6 +228,18 @@ def pairs_of(batches: Sequence[Any]) -> list[Any]:
     return [concatenate(batches[i : i + 2]) for i in range(0, len(batches), 2)]
 
 
+def one_then_pairs_of(batches: Sequence[Any]) -> list[Any]:
+    return [batches[0], *pairs_of(batches[1:])]
+
+
+def cut_by_hand(batches: Sequence[Any]) -> list[Any]:
+    lengths = [2, 3, 4, *[5] * len(batches)]
+    cut = []
+    for batch, length in zip(batches, lengths, strict=False):
+        cut.append({name: tensor[:, :length] for name, tensor in batch.items()})
+    return cut
+
+
 CASES = [
     # data
     Case(lambda: ft.MicroBatching(3), splits, effects.runs_a_third_of_a_batch_at_a_time, tolerance=1e-5),
@@ -218,6 +249,19 @@ CASES = [
         effects.steps_once_for_two_batches,
         tolerance=1e-5,
         regroup=pairs_of,
+    ),
+    Case(
+        lambda: ft.data.BatchSizeWarmup(full=2, over=1),
+        takes_growing_windows,
+        effects.the_first_step_is_one_batch,
+        tolerance=1e-5,
+        regroup=one_then_pairs_of,
+    ),
+    Case(
+        lambda: ft.data.SequenceLengthWarmup(2, 5, over=3, grid=1),
+        takes_growing_sequences,
+        effects.sequences_are_short_at_first,
+        regroup=cut_by_hand,
     ),
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
@@ -276,6 +320,8 @@ CASES = [
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
     Case(lambda: ft.HangWatch(), is_watched, effects.a_thread_watches),
+    Case(lambda: ft.FiniteGuard(), skips_the_unfinite, effects.a_step_with_nan_is_not_made),
+    Case(lambda: ft.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
     # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
     Case(
         lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2

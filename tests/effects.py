@@ -5,6 +5,7 @@ A function is given the technique's class, makes one as it likes, runs it, and a
 
 import tempfile
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,18 @@ def steps_once_for_two_batches(kind: Kind) -> None:
     t = trainer([kind(2)])
     t.fit(TinyLM(), as_loader(BATCHES))
     assert t.global_step == 3
+
+
+def the_first_step_is_one_batch(kind: Kind) -> None:
+    steps = probed(kind(full=2, over=1), "on_train_batch_end", lambda t, _: t.global_step)
+    assert steps == [1, 1, 2, 2, 3]
+
+
+def sequences_are_short_at_first(kind: Kind) -> None:
+    lengths, net = [], TinyLM()
+    net.embed.register_forward_pre_hook(lambda module, inputs: lengths.append(inputs[0].shape[1]))
+    fit(net, BATCHES, [kind(2, 5, over=3, grid=1)])
+    assert lengths == [2, 3, 4, 5, 5]
 
 
 def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
@@ -256,6 +269,29 @@ def a_run_that_is_told_to_go_saves_and_goes(kind: Kind) -> None:
 def a_thread_watches(kind: Kind) -> None:
     names = probed(kind(), "on_train_batch_start", lambda *_: [thread.name for thread in threading.enumerate()])
     assert all("fasttrain-hang-watch" in those for those in names)
+
+
+def a_step_with_nan_is_not_made(kind: Kind) -> None:
+    assert_batch_three_is_skipped(kind(), float("nan"))
+
+
+def a_step_with_a_spike_is_not_made(kind: Kind) -> None:
+    assert_batch_three_is_skipped(kind(after=3), 1e3)
+
+
+def assert_batch_three_is_skipped(guard: Any, times: float) -> None:
+    net = TinyLM()
+    plain = net.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> torch.Tensor:
+        return plain(batch, batch_idx) * (times if batch_idx == 3 else 1.0)
+
+    net.training_step = training_step  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        fit(net, BATCHES, [guard])
+    without = fit(TinyLM(), [*BATCHES[:3], *BATCHES[4:]])
+    assert largest_difference(weights(without), weights(net)) == 0
 
 
 # a stranger's

@@ -25,6 +25,7 @@ NAMES = {
     "_FabricOptimizer": (f"{FABRIC}.wrappers", ["_host"]),
     "_accelerator_connector": (f"{PYTORCH}.trainer.trainer", ["_host"]),
     "_batches_that_stepped": (f"{LOOPS}.training_epoch_loop", ["_host"]),
+    "_call_lightning_module_hook": (f"{PYTORCH}.trainer.call", ["_host"]),
     "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["_host"]),
     "_combined_loader": (f"{LOOPS}.fit_loop", ["_host", "run/resume/exact_resume"]),
     "_configure_optimizers": (f"{PYTORCH}.core.optimizer", ["_host"]),

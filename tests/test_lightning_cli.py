@@ -108,3 +108,39 @@ def test_the_example_trains(tmp_path, monkeypatch):
         *(ft.ActivationCheckpointing, ft.MicroBatching, ft.DevicePrefetch),
         *(ft.EagerGradientRelease, ft.ExactResume, ft.AtomicCheckpoints),
     ]
+
+
+class NamesItsOptimizer(ft.FastTrainMixin, Larger):
+    def __init__(self, optimizer: ft.NamedOptimizer | None = None):
+        super().__init__()
+        self.optimizer = optimizer
+
+
+def test_the_optimizer_is_named_in_yaml(tmp_path):
+    optimizer = {"name": "lion", "lr": 0.05, "weight_decay": 0.2, "settings": {"betas": [0.8, 0.9]}}
+    quiet = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "seed_everything": 0,
+                "model": {"optimizer": optimizer},
+                "trainer": {**quiet, "max_steps": 2, "limit_val_batches": 0},
+            }
+        )
+    )
+    cli = LightningCLI(NamesItsOptimizer, args=["fit", "--config", str(path)], save_config_callback=None)
+    (made,) = cli.trainer.optimizers
+    assert type(made) is ft.optim.Lion
+    assert [group["weight_decay"] for group in made.param_groups] == [0.2, 0.0]
+    assert {group["lr"] for group in made.param_groups} == {0.05}
+    assert list(made.defaults["betas"]) == [0.8, 0.9]
+    assert cli.trainer.global_step == 2
+
+
+def test_an_unknown_optimizer_in_yaml_is_refused_before_anything_is_trained(tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({"seed_everything": 0, "model": {"optimizer": {"name": "adamw9"}}}))
+    with pytest.raises((SystemExit, ValueError)) as error:
+        LightningCLI(NamesItsOptimizer, args=["fit", "--config", str(path)], save_config_callback=None)
+    assert "adamw9" in f"{error.value}{capsys.readouterr().err}"

@@ -12,7 +12,19 @@ import lightning_fasttrain as ft
 from lightning_fasttrain import _public_names, _strategy_names
 
 HEAVY = {"torch", "lightning", "numpy", "rich"}
-COMMANDS = ("ladder", "memory", "verify", "plan", "rehearse", "why-not", "shard", "consolidate", "doctor", "techniques")
+COMMANDS = (
+    "ladder",
+    "memory",
+    "verify",
+    "plan",
+    "rehearse",
+    "why-not",
+    "schedule",
+    "shard",
+    "consolidate",
+    "doctor",
+    "techniques",
+)
 
 
 def run_python(*arguments):

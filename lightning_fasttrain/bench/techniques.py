@@ -11,6 +11,7 @@ import yaml
 
 from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._public_names import PUBLIC
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
 from lightning_fasttrain.bench.ladder.rows import Climbed
@@ -23,7 +24,7 @@ def techniques() -> Iterator[type[Technique]]:
 
     Example:
         >>> [technique.__name__ for technique in techniques()][:2]
-        ['DevicePrefetch', 'MicroBatching']
+        ['DevicePrefetch', 'EvenEpochs']
     """
     for room in ROOMS:
         found = inspect.getmembers(room, inspect.isclass)
@@ -77,7 +78,8 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     """
     name = technique.__name__
     example = _example(technique)
-    made = f"ft.{ast.unparse(example)}"
+    path = public_path(technique)
+    made = f"ft.{path.removesuffix(name)}{ast.unparse(example)}"
     measured = _measured_factors(ladder).get(name) if ladder is not None else None
     lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
     idle = technique.why_not(facts) if facts is not None else None
@@ -91,7 +93,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     ]
     settings = _settings(technique, example)
     if settings is not None:
-        spec = {"class_path": f"lightning_fasttrain.{name}", **({"init_args": settings} if settings else {})}
+        spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
         in_yaml = yaml.safe_dump({"callbacks": [spec]}, default_flow_style=True, sort_keys=False, width=1000)
         lines.append(("YAML", f"trainer: {in_yaml.strip()}"))
     code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
@@ -100,6 +102,17 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         folded = text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)
         shown.append(f"{head:<11}{folded}")
     return "\n".join(shown)
+
+
+def public_path(technique: type[Technique]) -> str:
+    """Where users find it under the package.
+
+    Example:
+        >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
+        ('MicroBatching', 'data.EvenEpochs')
+    """
+    room = technique.__module__.split(".")[1]
+    return technique.__name__ if technique.__name__ in PUBLIC else f"{room}.{technique.__name__}"
 
 
 def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:

@@ -1,5 +1,5 @@
 """Subcommands of ``fasttrain`` in files of their own. Importing them imports nothing heavy.
 
 From the bottom up: ``target``, ``rehearsed_script``, ``run_script``, ``rehearse_kills``, ``killed_script``, ``plan``,
-``rehearse``, ``verify``, ``why_not``.
+``rehearse``, ``schedule``, ``verify``, ``why_not``.
 """

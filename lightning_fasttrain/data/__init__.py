@@ -1,17 +1,25 @@
 """Changes the batch: its split, its order, its way to the device.
 
-What parts of a batch weigh is found, and checked, in ``trial``; how many of them fit, in ``fitting``.
+What parts of a batch weigh is found, and checked, in ``trial``; how many of them fit, in ``fitting``; how much a step
+holds over the run, in ``sizes``. What comes from the loader is looked after in ``loading``.
 
-From the bottom up: ``_part_weights``, ``device_prefetch``, ``split_batch``, ``_part_logs``, ``count_targets``,
-``trial``, ``accumulate_gradients``, ``fitting``, ``_closure``, ``micro_batching``,
-``token_weighted_accumulation``.
+From the bottom up: ``loading``, ``_part_weights``, ``split_batch``, ``_part_logs``,
+``count_targets``, ``trial``, ``accumulate_gradients``, ``fitting``, ``_closure``, ``micro_batching``,
+``token_weighted_accumulation``, ``sizes``.
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
 from lightning_fasttrain.data.count_targets import count_next_tokens, count_targets
-from lightning_fasttrain.data.device_prefetch import DevicePrefetch, prefetch_to_device
+from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetch, prefetch_to_device
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
+from lightning_fasttrain.data.loading.even_epochs import EvenEpochs, even_epochs
+from lightning_fasttrain.data.loading.sample_guard import SampleGuard, guard_samples
 from lightning_fasttrain.data.micro_batching import MicroBatching
+from lightning_fasttrain.data.sizes.batch_size_warmup import BatchSizeWarmup, grow_windows
+from lightning_fasttrain.data.sizes.growth import Growth
+from lightning_fasttrain.data.sizes.lengths import Length, read_length
+from lightning_fasttrain.data.sizes.scale_rates import scale_rates_
+from lightning_fasttrain.data.sizes.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.trial.find_count import find_count

@@ -75,7 +75,7 @@ def reverse_rows(batch: Any) -> Any:
             return leaf[::-1]
         return leaf
 
-    return _walk(batch, turn, "batch")
+    return walk_leaves(batch, turn, "batch")
 
 
 def batch_size(batch: Any) -> int:
@@ -96,7 +96,7 @@ def batch_size(batch: Any) -> int:
             lengths[path] = leaf.shape[0]
         return leaf
 
-    _walk(batch, note, "batch")
+    walk_leaves(batch, note, "batch")
     if not lengths:
         why = "it holds no tensor with a samples' axis"
         way_out = "Return tensors from the loader, or give MicroBatching a split= function of your own"
@@ -126,10 +126,10 @@ def _rows(batch: Any, start: int, stop: int, size: int) -> Any:
             return leaf[start:stop]
         return leaf
 
-    return _walk(batch, cut, "batch")
+    return walk_leaves(batch, cut, "batch")
 
 
-def _walk(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
+def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
     """Rebuild ``value`` with every leaf replaced by ``visit(leaf, path)``; containers keep their type."""
     if isinstance(value, Tensor):
         if value.is_nested or value.is_sparse:
@@ -140,19 +140,19 @@ def _walk(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
         why = "its rows are time steps of all samples together"
         raise ValueError(explain(f"{path} is a PackedSequence", why, "Pack inside the model, after the split"))
     if isinstance(value, Mapping):
-        parts = {key: _walk(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
+        parts = {key: walk_leaves(item, visit, f"{path}[{key!r}]") for key, item in value.items()}
         return _with_items(value, parts)
     if isinstance(value, list | tuple):
         if value and all(_is_plain(item) for item in value):
             return visit(value, path)
-        items = [_walk(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
+        items = [walk_leaves(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
         if hasattr(value, "_fields"):
             return type(value)(*items)
         return type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
         for field in dataclasses.fields(value):
-            part = _walk(getattr(value, field.name), visit, f"{path}.{field.name}")
+            part = walk_leaves(getattr(value, field.name), visit, f"{path}.{field.name}")
             object.__setattr__(result, field.name, part)  # also where the dataclass is frozen
         return result
     return visit(value, path)

@@ -1,5 +1,6 @@
 """Gradient accumulation over batches in which every target counts the same, in the tail window too."""
 
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
@@ -100,6 +101,34 @@ class TokenWeightedAccumulation(Technique):
         """The factor at an epoch or optimizer step, whichever the schedule is by."""
         return [factor for start, factor in self.schedule.items() if start <= when][-1]
 
+    def factor_in(self, epoch: int, step: int) -> int:
+        """The factor of a window that begins in an epoch, at an optimizer step."""
+        return self.factor_at(epoch if self.by == "epoch" else step)
+
+    def count_windows(self, batches: int, epoch: int, before: int) -> int:
+        """The windows of an epoch, each an optimizer step; the last may be short.
+
+        Args:
+            batches: of the epoch.
+            epoch: its number.
+            before: the optimizer steps before it.
+
+        Example:
+            >>> TokenWeightedAccumulation({0: 1, 3: 4}, by="step").count_windows(12, epoch=0, before=0)
+            6
+        """
+        windows = 0
+        while batches > 0:
+            if self._stays_from(before + windows):
+                return windows + math.ceil(batches / self.factor_in(epoch, before + windows))
+            batches -= self.factor_in(epoch, before + windows)
+            windows += 1
+        return windows
+
+    def _stays_from(self, step: int) -> bool:
+        """Whether the factor is the same from there to the end of an epoch."""
+        return self.by == "epoch" or step >= max(self.schedule)
+
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.accumulates == 1 and facts.devices == 1:
@@ -148,9 +177,7 @@ class TokenWeightedAccumulation(Technique):
 
     def _factor_now(self) -> int:
         assert self._trainer is not None
-        if self.by == "epoch":
-            return self.factor_at(self._trainer.current_epoch)
-        return self.factor_at(self._trainer.fit_loop.epoch_loop.global_step)
+        return self.factor_in(self._trainer.current_epoch, self._trainer.fit_loop.epoch_loop.global_step)
 
     def _window_goes_on(self) -> bool:
         """Lightning's question, asked before, during and after the step of a batch: does the window go on after it?"""

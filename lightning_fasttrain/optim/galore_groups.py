@@ -54,20 +54,19 @@ def galore_groups(
     """
     settings = {"rank": rank, "update_every": update_every, "scale": scale, "subspace": subspace}
     check_settings(settings)
-    inside = [f"{name}.".removeprefix(".") for name in find_blocks(model, blocks)]
-    embeddings = {p for m in model.modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters()}
+    matrices = block_matrices(model, blocks)
     projected, rest, too_small = [], [], {}
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
-        is_matrix = parameter.ndim == 2 and parameter not in embeddings and name.startswith(tuple(inside))
+        is_matrix = name in matrices
         saves = is_matrix and rank < min(parameter.shape) and _numbers(parameter, rank) < 2 * parameter.numel()
         (projected if saves else rest).append(parameter)
         if is_matrix and not saves:
             too_small[name] = tuple(parameter.shape)
     examples = ", ".join(f"{name} {shape[0]} × {shape[1]}" for name, shape in list(too_small.items())[:3])
     if not projected:
-        why = f"there is no matrix that could be projected in {len(inside)} blocks"
+        why = f"there is no matrix that could be projected in {len(find_blocks(model, blocks))} blocks"
         way_out = "Name the modules whose matrices are to be projected: blocks="
         if too_small:
             why = f"it would save memory for none of its {len(too_small)} matrices in blocks ({examples})"
@@ -77,6 +76,31 @@ def galore_groups(
         say("galore_groups: rank=%s saves nothing for %s of the matrices: %s", rank, len(too_small), examples)
     groups: list[dict[str, Any]] = [{"params": projected, "name": "galore", **settings}]
     return [*groups, {"params": rest, "name": "plain"}] if rest else groups
+
+
+def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Parameter]:
+    """The matrices of a model's blocks, by name: not embeddings, not the head, not what is listed elsewhere first.
+
+    Args:
+        model: any module.
+        blocks: as for :func:`~lightning_fasttrain.find_blocks`.
+
+    Raises:
+        ValueError: no blocks.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 8), *[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
+        >>> list(block_matrices(net))[:2]
+        ['1.self_attn.in_proj_weight', '1.self_attn.out_proj.weight']
+    """
+    inside = tuple(f"{name}.".removeprefix(".") for name in find_blocks(model, blocks))
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding | nn.EmbeddingBag)]
+    embedded = {parameter for table in tables for parameter in table.parameters()}
+    matrices = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and parameter not in embedded and name.startswith(inside):
+            matrices[name] = parameter
+    return matrices
 
 
 def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:

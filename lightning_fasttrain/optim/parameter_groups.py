@@ -78,7 +78,7 @@ def layer_decay_groups(
         warn_of_blocks_beyond(model, found, named, f"layer_decay_groups(blocks={blocks!r})")
     members: dict[tuple[int, bool], list[Tensor]] = {}
     outside: dict[int, dict[str, None]] = {0: {}, len(layers) - 1: {}}  # dicts, as ordered sets
-    undecayed = _never_decayed(model)
+    undecayed = never_decayed(model)
     for name, parameter, layer in _with_layers(model, layers, named):
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
@@ -200,7 +200,8 @@ def _shared_with_tables(model: nn.Module) -> set[str]:
     return {name for name, parameters in own.items() if tables.intersection(parameters)}
 
 
-def _never_decayed(model: nn.Module) -> set[Tensor]:
+def never_decayed(model: nn.Module) -> set[Tensor]:
+    """Weights that are no weights of products: those of norms and of embeddings, also where a head shares them."""
     return {p for m in model.modules() if isinstance(m, _NORMS + _EMBEDDINGS) for p in m.parameters(recurse=False)}
 
 

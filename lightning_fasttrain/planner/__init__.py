@@ -1,10 +1,11 @@
 """Chooses for a user: the fastest mix of techniques that fits a limit of memory, by measurement and prediction.
 
 From the bottom up: ``choice``, ``axes``, ``loader_workers``, ``several_devices``, ``plan``, ``predicted_memory``,
-``stopwatch``, ``search``, ``make_plan``, ``auto``.
+``stopwatch``, ``search``, ``make_plan``, ``auto``, ``part_trial``, ``auto_batch_size``.
 """
 
 from lightning_fasttrain.planner.auto import Auto
+from lightning_fasttrain.planner.auto_batch_size import AutoBatchSize
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan, Tried

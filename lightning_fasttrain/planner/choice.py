@@ -140,6 +140,12 @@ class Choice:
     loader: str = ""
 
     @property
+    def words(self) -> list[tuple[str, str]]:
+        """(axis, word) wherever it is not the plain step, precision too."""
+        found = [(axis, getattr(self, axis)) for axis in SWITCHES if getattr(self, axis)]
+        return [*found, ("precision", self.precision)] if self.precision != "32-true" else found
+
+    @property
     def switches(self) -> list[Switch]:
         """What is switched on, in the suite's order."""
         words = {field.name: getattr(self, field.name) for field in fields(self) if field.name in SWITCHES}

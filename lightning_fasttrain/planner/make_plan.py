@@ -22,7 +22,7 @@ from lightning_fasttrain.planner.choice import Choice, switch_of
 from lightning_fasttrain.planner.loader_workers import say_workers
 from lightning_fasttrain.planner.plan import GIB, Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.search import Search, words_of
+from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 
@@ -203,7 +203,7 @@ def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
     """The choice without each of what is switched on, and the name of that."""
     if choice.parts > 1:
         yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
-    for axis, word in words_of(choice):
+    for axis, word in choice.words:
         if axis != "precision":
             yield replace(choice, **{axis: ""}), switch_of(axis, word).code.removeprefix("ft.")
         elif word != precision:

@@ -22,6 +22,7 @@ from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 
 GIB = 2**30
+TELLS = 0.05  # of a step: a difference below that is noise
 
 
 @dataclass(frozen=True)
@@ -198,3 +199,20 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
         if not better:
             kept.append(one)
     return kept
+
+
+def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
+    """What is not told from the fastest comes in the order of how much is switched on."""
+    slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
+    equal = [tried for tried in ranked if tried.ms <= slowest]
+    simplest = sorted(equal, key=lambda tried: (len(tried.choice.words), tried.choice.parts))
+    return [*simplest, *ranked[len(equal) :]]
+
+
+def why_slower(tried: Tried, chosen: Tried) -> str:
+    """Why ``tried`` gives way to ``chosen``."""
+    slower = tried.ms / chosen.ms - 1
+    spread = max(tried.step_ms) / min(tried.step_ms) - 1
+    if abs(slower) > max(spread, TELLS):
+        return f"{slower:+.0%}"
+    return f"{slower:+.0%}, which its noise of {spread:.0%} does not tell, and no simpler"

@@ -1,10 +1,12 @@
 """The peak memory of choices, each predicted once; what differs in the size of a part alone, by a straight line."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import lightning as L
 
+from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.plan.proof.step_record import quietly
 from lightning_fasttrain.planner.choice import Choice, is_budget
@@ -38,11 +40,17 @@ class PredictedMemory:
             ValueError, TypeError: it cannot be predicted.
         """
         if is_budget(choice.recompute):
-            return min(max(self.budget_bytes, self.most_recomputed(choice)), self.least_recomputed(choice))
+            return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
         key = replace(choice, compile="")
         if key not in self.known:
             self.known[key] = self._interpolate(key) if self._is_between(key) else float(self._predict(key))
         return self.known[key]
+
+    def _within_budget(self, low: float, high: float) -> float:
+        """What is reached by keeping as many whole blocks as the budget has room for, if all are alike."""
+        blocks = len(find_blocks(self.module))
+        kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
+        return low + (high - low) * min(max(kept, 0), blocks) / blocks
 
     def least_recomputed(self, choice: Choice) -> float:
         """Peak bytes with nothing recomputed."""

@@ -8,15 +8,14 @@ from dataclasses import dataclass, field, replace
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain.planner.axes import Axes
-from lightning_fasttrain.planner.choice import SWITCHES, Choice, is_budget, switch_of
-from lightning_fasttrain.planner.plan import GIB, Tried
+from lightning_fasttrain.planner.choice import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.plan import GIB, TELLS, Tried, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.stopwatch import Stopwatch, Timed
 
 _ROUNDS = 3  # in which finalists are run in turn
 _FINALISTS = 6
 _NEAR = 1.15  # by how much single switches may mislead about several
-_TELLS = 0.05  # of a step: what one switch does below that is noise
 _PER_PART = 0.01  # of a step, until it is measured
 _BF16 = 0.5
 
@@ -39,10 +38,15 @@ class Costs:
 
     def estimate(self, choice: Choice, steps: int) -> float:
         """Of a step, with its share of what is compiled for a run of ``steps``."""
-        ms = self.whole + self.per_part * choice.parts
-        for axis, word in words_of(choice):
-            ms *= self.factors.get((axis, word), _assumed(axis, word))
+        ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
+
+    def factor(self, choice: Choice) -> float:
+        """By what all that is switched on multiplies."""
+        factor = 1.0
+        for axis, word in choice.words:
+            factor *= self.factors.get((axis, word), _assumed(axis, word))
+        return factor
 
 
 class Search:
@@ -161,30 +165,44 @@ class Search:
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
-        self.costs.whole, self.costs.per_part = ms * (1 - _PER_PART * base.parts), ms * _PER_PART
-        for axis, word in words_of(base):
-            self.costs.whole /= _assumed(axis, word)
-            self.costs.per_part /= _assumed(axis, word)
-        self._measure_parts(base, ms)
+        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + _PER_PART))
+        self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
                 self._measure_switch(base, ms, axis, word)
         for precision in self.axes.precisions[1:]:
             self._measure_switch(base, ms, "precision", precision)
+        if base.parts == self.axes.parts[-1] > 1:
+            self._measure_fewer_parts(base, ms)
 
-    def _measure_parts(self, base: Choice, ms: float) -> None:
+    def _measure_more_parts(self, base: Choice, ms: float) -> None:
         more = [parts for parts in self.axes.parts if parts > base.parts]
         if not more:
             return
         other = replace(base, parts=more[min(1, len(more) - 1)])
         timed = self._measure(other)
-        if timed is None:
-            if base.parts == 1 and other in self.tried:
-                self.axes.drop("parts", self.tried[other].why_not)
-            return
-        added = max(0.0, (timed.ms - ms) / (other.parts - base.parts))
-        self.costs.whole += (self.costs.per_part - added) * base.parts
-        self.costs.per_part = added
+        if timed is not None:
+            self._tell_parts_from(base, ms, other.parts, timed.ms)
+        elif base.parts == 1 and other in self.tried:
+            self.axes.drop("parts", self.tried[other].why_not)
+
+    def _measure_fewer_parts(self, base: Choice, ms: float) -> None:
+        """Where the base has the most parts there are, a leaner choice with fewer tells what parts cost."""
+        for switched in self._ever_leaner():
+            for parts in self.axes.parts[:-1]:
+                other = replace(switched, parts=parts, precision=base.precision)
+                if self.fits(other, self.memory.of(other)):
+                    timed = self._measure(other)
+                    if timed is not None:
+                        as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
+                        self._tell_parts_from(base, ms, parts, as_base)
+                    return
+
+    def _tell_parts_from(self, base: Choice, ms: float, parts: int, other_ms: float) -> None:
+        """Two times that differ in the number of parts alone: what each part costs, and what is left."""
+        factor = self.costs.factor(base)
+        added = max(0.0, (other_ms - ms) / (parts - base.parts)) / factor
+        self.costs.per_part, self.costs.whole = added, ms / factor - added * base.parts
 
     def _measure_switch(self, base: Choice, ms: float, axis: str, word: str) -> None:
         if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
@@ -195,7 +213,7 @@ class Search:
         timed = self._measure(choice)
         if timed is not None:
             factor = timed.ms / ms * self._factor_of(base, axis)
-            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < _TELLS else factor
+            self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
                 self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)
         elif choice in self.tried:
@@ -206,7 +224,7 @@ class Search:
     def _factor_of(self, base: Choice, axis: str) -> float:
         """What the base itself has switched on there."""
         word = getattr(base, axis)
-        return _assumed(axis, word) if (axis, word) in words_of(base) else 1.0
+        return _assumed(axis, word) if (axis, word) in base.words else 1.0
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
@@ -230,25 +248,11 @@ class Search:
             self.notes.append(note)
 
     def _find_finalists(self) -> list[Tried]:
-        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest.
-
-        Where an estimate needs a prediction, which takes a second, there is a lower bound first, and the estimate once
-        that comes to its turn.
-        """
-        queue: list[tuple[float, int, int, int, bool, Choice]] = []
-        for number, choice in enumerate(self.axes.choices()):
-            if choice not in self.refused:
-                bound = self.costs.estimate(choice, self.steps)
-                rank = len(words_of(choice)), choice.parts, number
-                heapq.heappush(queue, (bound, *rank, is_budget(choice.recompute), choice))
+        """The fastest by estimate of those that fit: as long as they may yet turn out to be the fastest."""
         finalists: list[Tried] = []
-        while queue:
-            ms, *rank, is_bound, choice = heapq.heappop(queue)
+        for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
                 break
-            if is_bound:
-                heapq.heappush(queue, (self.estimate(choice), rank[0], rank[1], rank[2], False, choice))
-                continue
             needed = self.memory.of(choice)
             if self.fits(choice, needed):
                 needed = self.memory.exactly(choice)
@@ -261,6 +265,24 @@ class Search:
             why = "what should fit does not run, or takes more when it is measured"
             raise ValueError(explain(f"memory_gib={self.limit_gib:.4g}", why, "Give more memory, or a smaller batch"))
         return finalists
+
+    def _fastest_first(self) -> Iterator[tuple[float, Choice]]:
+        """Estimates in ms, and what they are for; of equals the simpler first.
+
+        An estimate that needs predictions, which take a second each, waits until its lower bound comes to its turn.
+        """
+        queue: list[tuple[float, int, int, int, bool, Choice]] = []
+        for number, choice in enumerate(self.axes.choices()):
+            if choice not in self.refused:
+                bound = self.costs.estimate(choice, self.steps)
+                row = bound, len(choice.words), choice.parts, number, is_budget(choice.recompute), choice
+                heapq.heappush(queue, row)
+        while queue:
+            ms, words, parts, number, is_bound, choice = heapq.heappop(queue)
+            if not is_bound:
+                yield ms, choice
+            elif not self.fits(choice, self.memory.least_recomputed(choice)):  # else nothing has to be recomputed
+                heapq.heappush(queue, (self.estimate(choice), words, parts, number, False, choice))
 
     def _run_off(self, finalists: list[Tried]) -> Tried | None:
         """Measure the finalists in turn, so that what else the machine does meets all of them; the fastest is taken.
@@ -283,11 +305,11 @@ class Search:
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
         ranked.sort(key=lambda tried: tried.ms + share(tried))
-        ranked = _simplest_of_equals_first(ranked)
+        ranked = simplest_of_equals_first(ranked)
         chosen: Tried | None = None
         for tried in ranked:
             if chosen is not None:
-                self._note(replace(tried, why_not=_why_slower(tried, chosen)))
+                self._note(replace(tried, why_not=why_slower(tried, chosen)))
                 continue
             confirmed = self._confirm(tried)
             if confirmed.why_not:
@@ -310,29 +332,7 @@ class Search:
         return replace(tried, peak_bytes=peak)
 
 
-def words_of(choice: Choice) -> list[tuple[str, str]]:
-    """(axis, word) wherever a choice is not the plain step, precision too."""
-    found = [(axis, getattr(choice, axis)) for axis in SWITCHES if getattr(choice, axis)]
-    return [*found, ("precision", choice.precision)] if choice.precision != "32-true" else found
-
-
 def _assumed(axis: str, word: str) -> float:
     if axis == "precision":
         return _BF16
     return switch_of(axis, word).cost
-
-
-def _simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
-    """What is not told from the fastest comes in the order of how much is switched on."""
-    slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + _TELLS)) if ranked else 0.0
-    equal = [tried for tried in ranked if tried.ms <= slowest]
-    simplest = sorted(equal, key=lambda tried: (len(words_of(tried.choice)), tried.choice.parts))
-    return [*simplest, *ranked[len(equal) :]]
-
-
-def _why_slower(tried: Tried, chosen: Tried) -> str:
-    slower = tried.ms / chosen.ms - 1
-    spread = max(tried.step_ms) / min(tried.step_ms) - 1
-    if abs(slower) > max(spread, _TELLS):
-        return f"{slower:+.0%}"
-    return f"{slower:+.0%}, which its noise of {spread:.0%} does not tell, and no simpler"

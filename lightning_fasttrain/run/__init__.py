@@ -1,9 +1,9 @@
 """Keeps a run going, and measures it.
 
-The two meters are here; what they and others need in ``memory``, ``resume`` and ``guard``.
+The two meters are here; what they and others need in ``memory``, ``resume``, ``guard`` and ``steady``.
 
-From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``peak_flops``, ``step_meter``,
-``memory_meter``, ``memory``.
+From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``steady``, ``peak_flops``,
+``step_meter``, ``memory_meter``, ``memory``.
 """
 
 from lightning_fasttrain._checkpoint_folder import verify_checkpoint
@@ -23,4 +23,6 @@ from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
 from lightning_fasttrain.run.peak_flops import peak_flops
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader, resumable
+from lightning_fasttrain.run.steady.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
+from lightning_fasttrain.run.steady.spike_guard import SpikeGuard, SteadySteps
 from lightning_fasttrain.run.step_meter import StepMeter, StepTimer

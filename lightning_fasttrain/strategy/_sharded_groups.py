@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from lightning_fasttrain.optim.named.state_bytes import Shape, state_bytes
 from lightning_fasttrain.strategy.fsdp2._packed_weights import whole_parameters
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy
 from lightning_fasttrain.strategy.sizes._model_sizes import Held, ceil_div
-from lightning_fasttrain.strategy.sizes._optimizer_state import Shape, state_bytes
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates
 
 

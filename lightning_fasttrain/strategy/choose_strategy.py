@@ -17,15 +17,14 @@ from lightning_fasttrain.plan import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
-from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, refuse_unshardable
+from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, unfit_family
 from lightning_fasttrain.strategy.sizes.choose_stage import GIB, gib
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
-from lightning_fasttrain.strategy.traffic import FSDP2, Moved, Traffic
+from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 
 # With the fewest moving parts first, which decides between what moves about as much. Stage 0 of ZeRO is DDP.
 CANDIDATES = ("ddp", "fsdp2", "zero-1", "zero-2", "zero-3", "fsdp2+offload", "zero-2+offload", "zero-3+offload")
-_FOREIGN = ("bitsandbytes", "deepspeed")  # their kernels know no DTensor, which FSDP2's parameters are
 _ABOUT = 1.1  # traffic within so much is the same
 
 
@@ -231,13 +230,12 @@ def choose_strategy(
     usable = int(_memory_of(memory_gib) * (1 - headroom))
     deepspeed = held_by(module, optimizer, devices, precision)
     own = deepspeed.as_torch_does(precision)
-    refuse_unshardable(deepspeed.optimizer)
+    left_out, note = unfit_family(deepspeed.optimizer)
     sizes = usual_sizes(deepspeed)
-    foreign = any(base.__module__.split(".")[0] in _FOREIGN for base in type(deepspeed.optimizer).__mro__)
-    names = [name for name in CANDIDATES if not (foreign and name in FSDP2)]
+    names = [name for name in CANDIDATES if not (left_out and name.startswith(left_out))]
     moved = Moved(deepspeed, own, precision, micro_batches=1, sizes=sizes)
     rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
-    stages = [name.removeprefix("zero-") for name in CANDIDATES if name.startswith("zero")]
+    stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
     by_name = {row.stage: row for row in rows}
     by_name.update({f"zero-{row.stage}": row for row in states_of(deepspeed, stages, sizes)})
     activations = None if activation_gib is None else int(activation_gib * GIB)
@@ -257,9 +255,8 @@ def choose_strategy(
     if best is None:
         raise ValueError(_nothing_fits(candidates, devices, precision, activations or 0, usable))
     why = _why(best, candidates, activations or 0, usable)
-    kind = type(deepspeed.optimizer).__name__
     notes = [] if activations is not None else ["Activations are not counted: give a batch, or what they take."]
-    notes += [f"FSDP2 is left out: the kernels of {kind} do not work on its parameters."] if foreign else []
+    notes += [note] if note else []
     return StrategyChoice(
         best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
     )

@@ -79,4 +79,4 @@ def test_the_table_of_rivals_is_what_was_measured(against):
     assert readme.split("<!-- rivals -->\n")[1].split("\n<!-- /rivals -->")[0] == against.markdown_table(result)
     rows = {row["side"]: row for row in result["rows"]}
     assert all(row["rounds"] == 3 for row in rows.values())
-    assert f"{rows['ours-lean']['peak_mib'] / rows['hf-all']['peak_mib']:.2f} times what Hugging Face's three" in readme
+    assert f"{rows['ours-lean']['peak_mib'] / rows['hf-all']['peak_mib']:.2f} times what Hugging Face's three" in results

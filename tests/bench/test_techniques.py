@@ -1,6 +1,7 @@
 """The card of each technique, and code on it that runs."""
 
 import signal
+from dataclasses import replace
 
 import peft
 import pytest
@@ -9,7 +10,7 @@ import yaml
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain.bench.techniques import techniques
+from lightning_fasttrain.bench.techniques import public_path, techniques
 from lightning_fasttrain.cli import BAD_INPUT, main
 from tests.run_example import ROOT
 
@@ -25,7 +26,7 @@ def test_each_technique_has_a_card_whose_code_runs(technique, capsys):
         assert type(eval(made, {"ft": ft, "peft": peft, "signal": signal})) is technique
     if "YAML" in lines:
         spec = yaml.safe_load(lines["YAML"].removeprefix("trainer: "))["callbacks"][0]
-        assert spec["class_path"] == f"lightning_fasttrain.{technique.__name__}"
+        assert spec["class_path"] == f"lightning_fasttrain.{public_path(technique)}"
         assert type(technique(**spec.get("init_args", {}))) is technique
 
 
@@ -51,8 +52,12 @@ def test_what_cannot_act_says_so_and_the_rest_says_nothing():
         *("DevicePrefetch", "ActivationCheckpointing", "ActivationOffload", "CompileBlocks", "GradualUnfreezing"),
         *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision", "LowPrecisionProducts"),
     }
-    assert not [kind for kind in techniques() if kind.why_not(Facts("cuda", 1, True, blocks=4, heads=1, trains=0.5))]
-    assert not [kind for kind in techniques() if kind.why_not(Facts("cuda"))]  # what is not known rules nothing out
+    able = Facts("cuda", 2, True, blocks=4, heads=1, trains=0.5)
+    assert {kind.__name__ for kind in techniques() if kind.why_not(able)} == {"OptimizerInBackward"}
+    alone = replace(able, devices=1)
+    assert {kind.__name__ for kind in techniques() if kind.why_not(alone)} == {"EvenEpochs"}
+    unknown = replace(Facts("cuda"), devices=2)  # what is not known rules nothing out
+    assert not [kind for kind in techniques() if kind.why_not(unknown) and kind is not ft.OptimizerInBackward]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -162,13 +162,14 @@ def test_a_line_through_two_predictions_meets_the_others():
     assert guessed == pytest.approx(memory.exactly(choice), rel=0.05)
 
 
-def test_a_budget_takes_its_limit_between_nothing_and_everything():
-    plain, every = Choice(), Choice(recompute="all")
-    free = PredictedMemory(TinyLM(), BATCH, "cpu", [1])
-    low, high = free.of(every), free.of(plain)
-    for limit, expected in ((0.5 * low, low), ((low + high) / 2, (low + high) / 2), (2 * high, high)):
-        memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1], limit)
-        assert memory.of(Choice(recompute=budget_word(limit / GIB))) == expected
+def test_a_budget_keeps_whole_blocks_between_none_and_all():
+    free = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1])
+    low, high = free.of(Choice(recompute="all")), free.of(Choice())
+    for share, kept in ((-0.5, 0), (0.0, 0), (0.3, 1), (0.6, 2), (0.99, 3), (1.0, 4), (2.0, 4)):
+        limit = low + (high - low) * share
+        memory = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1], limit + 1)
+        expected = low + (high - low) * kept / 4
+        assert memory.of(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
 
 
 def test_a_budget_is_chosen_where_it_is_the_fastest():
@@ -186,7 +187,8 @@ def test_a_budget_is_chosen_where_it_is_the_fastest():
     search.costs.factors = {("recompute", "selective"): 1.2}
     best = search._find_finalists()[0]
     assert best.choice == Choice(recompute=budget_word(limit))
-    share = (plain - limit * GIB) / (plain - memory.of(Choice(recompute="all")))
+    share = (plain - memory.of(best.choice)) / (plain - memory.of(Choice(recompute="all")))
+    assert 0 < share < 0.5
     assert best.estimated_ms == pytest.approx(search.costs.estimate(Choice(), 1) * (1 + share * 0.32))
 
 

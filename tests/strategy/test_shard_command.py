@@ -82,6 +82,11 @@ def test_another_optimizer(module, capsys):
     numbers = 3 * 64 * 64
     assert states(chosen(capsys, *arguments, "AdamW"), "ddp")["optimizer"] == 8 * numbers + 12
     assert states(chosen(capsys, *arguments, "sgd-momentum"), "ddp")["optimizer"] == 4 * numbers
+    muon = chosen(capsys, *arguments, "muon")
+    assert states(muon, "ddp")["optimizer"] == 4 * numbers
+    assert states(muon, "fsdp2")["optimizer"] == 4 * numbers / 2
+    assert {row["name"] for row in muon["candidates"]} == {"ddp", "fsdp2", "fsdp2+offload"}
+    assert any("ZeRO is left out: MuonAdamW needs whole matrices" in note for note in muon["notes"])
     pytest.importorskip("bitsandbytes")
     eight = states(chosen(capsys, *arguments, "adamw8bit"), "ddp")["optimizer"]
     assert 2 * numbers < eight < 3 * numbers
@@ -138,7 +143,6 @@ def test_the_stored_table_is_what_the_command_prints(capsys):
         (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
         (["--size", "nano", "--optimizer", "magic"], "optimizer='magic'"),
         (["--size", "nano", "--optimizer", "adafactor"], "Adafactor with ZeRO"),
-        (["--size", "nano", "--optimizer", "muon"], "Muon"),
         (["--size", "gpt2-small", "--memory", "0.01"], "Nothing fits, the nearest is"),
         (["{module}:Absent"], "has no attribute 'Absent'"),
         (["{module}:Net", "--arg", "width"], "not of the form key=value"),

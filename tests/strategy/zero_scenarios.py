@@ -672,6 +672,7 @@ ONE = (
     zero_steps.counts_steps,
     zero_steps.resumes_in_16_bits,
     zero_steps.counts_steps_in_fabric,
+    zero_steps.refuses_a_late_schedule,
     zero_steps.refuses_adagrad,
     rounds,
     counts_nothing,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, SequentialLR
 
+from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import as_loader, trainer
@@ -46,6 +47,8 @@ class Grouped(L.LightningModule):
             optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
         else:
             optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if self.shape == "idle":
+            return optimizer, build_schedule(optimizer, "cosine", warmup=2, total=8)
         slower = [lambda step, i=i: (0.9 - 0.1 * i) ** step for i in range(len(groups))]
         parts = [LambdaLR(optimizer, slower), LambdaLR(optimizer, slower)]
         return optimizer, SequentialLR(optimizer, parts, milestones=[3])
@@ -161,6 +164,19 @@ def counts_steps_in_fabric(found, folder):
         found["schedule unknown"] = "no error"
     except ValueError as error:
         found["schedule unknown"] = str(error)
+
+
+def refuses_a_late_schedule(found, folder):
+    """One that is made when DeepSpeed has cut the optimizer into pieces, each of which it would count as a step."""
+
+    class Late(Grouped):
+        def on_fit_start(self):
+            build_schedule(self.trainer.optimizers[0].optimizer, "cosine", module=self)
+
+    try:
+        trainer(strategy=ZeROStrategy(stage=2)).fit(Late("adamw", "one"), as_loader(inputs()))
+    except RuntimeError as error:
+        found["late schedule"] = str(error)
 
 
 def refuses_adagrad(found, folder):

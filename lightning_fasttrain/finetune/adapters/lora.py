@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from torch import nn
 from torch.optim import Optimizer
@@ -69,7 +70,11 @@ class Adapter(Technique):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "adapters of two techniques have no common file, and would each freeze the other"
-        return (Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once for each name"),)
+        early = "it copies the model before the adapter is there"
+        return (
+            Conflict(Adapter, why, "Use one of them; for several tasks call add_adapter_ once for each name"),
+            Conflict(StochasticWeightAveraging, early, "Use WeightAveraging"),
+        )
 
     def __init__(
         self,
@@ -103,6 +108,7 @@ class Adapter(Technique):
             let_round_(model)
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        _refuse_average_before(trainer, type(self).__name__)
         self._resumed = None
         self._rounds = isinstance(trainer.strategy, DeepSpeedStrategy)
         self._looked = False
@@ -149,6 +155,16 @@ class Adapter(Technique):
         self._resumed = state_dict.get("random")
         if self._resumed is not None:
             set_random_state(self._resumed)
+
+
+def _refuse_average_before(trainer: L.Trainer, name: str) -> None:
+    """The first technique prepares the model for all, and what is listed after it calls ``configure_model`` itself."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, Technique):
+            return
+        if isinstance(callback, WeightAveraging):
+            why = "it copies the model before the adapter is there"
+            raise ValueError(explain(f"{type(callback).__name__} before {name}", why, f"List it after {name}"))
 
 
 class LoRA(Adapter):

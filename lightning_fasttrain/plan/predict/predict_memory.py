@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._host import configured_optimizers
@@ -22,6 +21,9 @@ from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._technique import Technique, apply, check_together
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.optim import release_gradients_
+from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.plan.predict.allocation_trace import AllocationTrace
 from lightning_fasttrain.plan.predict.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
@@ -70,7 +72,8 @@ def predict_memory(
             as it is, its memory uncopied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
         batch: one batch, as the loader gives it; only shapes and types matter.
         loss: (module, batch) → loss, instead of ``training_step``.
-        optimizer: parameters → optimizer, instead of ``configure_optimizers``.
+        optimizer: parameters → optimizer, or a :class:`~lightning_fasttrain.NamedOptimizer`, instead of
+            ``configure_optimizers``.
         techniques: those to be used, as the Trainer would get them.
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
         device: whose allocator and kernels to assume, ``"cuda"`` or ``"cpu"``; none is touched.
@@ -197,7 +200,9 @@ def _step(
             _backward(loss)
             del loss
     trace.phase = "optimizer step"
-    optimizer.step()
+    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes none of the device
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+            optimizer.step()
     if planned.releases:
         release_gradients_(p for group in optimizer.param_groups for p in group["params"])
 
@@ -228,7 +233,7 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
 
 def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> Optimizer:
     if make is not None:
-        return make(net.parameters())
+        return make_optimizer(make, net)
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
         way_out = "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
@@ -249,9 +254,8 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
 def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) -> None:
     names: dict[Tensor, str] = {parameter: name for name, parameter in net.named_parameters()}
     for parameter, state in optimizer.state.items():
-        for tensor in tree_iter(state):
-            if isinstance(tensor, Tensor):
-                trace.mark(tensor, "optimizer state", names.get(parameter, ""))
+        for tensor in tensors_in(state):
+            trace.mark(tensor, "optimizer state", names.get(parameter, ""))
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain._technique import Exactness, Technique, check_together, least_exact
 from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
+from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.plan.proof import guards
 from lightning_fasttrain.plan.proof.comparison import Allowance, compare
 from lightning_fasttrain.plan.proof.step_record import StepRecord, Steps, copy_module, quietly, record_steps
@@ -121,7 +122,7 @@ class _Supervised(L.LightningModule):
         return self.loss(self.net, batch)
 
     def configure_optimizers(self) -> Optimizer:
-        return self.make_optimizer(self.parameters())
+        return make_optimizer(self.make_optimizer, self)
 
 
 def as_lightning_module(

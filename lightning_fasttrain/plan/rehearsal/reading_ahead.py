@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain.data.device_prefetch import DevicePrefetcher
+from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader

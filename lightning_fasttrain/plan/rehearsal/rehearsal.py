@@ -43,7 +43,7 @@ def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> Rehears
     """
     report, began = RehearsalReport(notes=list(run.notes)), time.monotonic()
     why = find_unrehearsable(trainer)
-    with _Going(), leaving_no_trace(trainer, trainer.lightning_module), _as_rehearsal_error():
+    with Rehearsing(), leaving_no_trace(trainer, trainer.lightning_module), _as_rehearsal_error():
         refuse_bad_folders(trainer)
         if why is None:
             _go_through(trainer, run, seconds, report)
@@ -68,21 +68,21 @@ def _go_through(trainer: L.Trainer, run: RunCopy, seconds: float, report: Rehear
         trainer.strategy.barrier()  # nobody reads from the folder any more
 
 
-class _Going:
+class Rehearsing:
     """Notes that a rehearsal goes on in this process, for who would add one to every Trainer."""
 
     depth: ClassVar[int] = 0
 
     def __enter__(self) -> None:
-        _Going.depth += 1
+        Rehearsing.depth += 1
 
     def __exit__(self, *_: object) -> None:
-        _Going.depth -= 1
+        Rehearsing.depth -= 1
 
 
 def is_rehearsing() -> bool:
     """Whether a rehearsal goes on in this process."""
-    return _Going.depth > 0
+    return Rehearsing.depth > 0
 
 
 @contextmanager

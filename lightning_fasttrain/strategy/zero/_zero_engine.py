@@ -15,6 +15,7 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
+from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
 from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.zero._zero_groups import leave_out_idle_groups, refuse_replaced, without_phantom_step
 
@@ -148,6 +149,8 @@ class Engine:
             let_round_(model)  # DeepSpeed wants one dtype, and updates copies of its own in float32
         deepspeed = import_deepspeed()
         trained: list[nn.Parameter] = []
+        self._schedules = [] if optimizer is None else count_by_engine(optimizer)
+        self._skipped = 0
         if optimizer is not None:
             leave_out_idle_groups(optimizer, scheduler)
             trained = [p for p in model.parameters() if p.requires_grad]
@@ -282,10 +285,14 @@ class Engine:
         sharded.custom_loss_scaler, sharded.external_loss_scale = True, scale
 
     def end_step(self) -> None:
-        """After each optimizer step: what :meth:`scale_gradients_` did was for that one."""
+        """After each optimizer step: what :meth:`scale_gradients_` did was for that one, and schedules count it."""
         sharded = self._sharded_optimizer()
         if sharded is not None:
             sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
+        skipped, self._skipped = self._skipped, self.deepspeed.skipped_steps
+        for schedule in self._schedules:
+            if skipped == self._skipped:
+                schedule.end_update()
 
     def gradient_norm(self) -> Tensor:
         """The 2-norm of the coming step's gradient over all ranks."""

@@ -1,0 +1,59 @@
+"""A loader around another one, through which the other's attributes shine; and where a run takes its training loaders.
+
+Techniques of other rooms wrap loaders too; all of them hold the wrapped one as ``inner``.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain._host import without_fabric
+from lightning_fasttrain._surgery import Undo, patch
+
+
+class WrappedLoader:
+    """Has the attributes of ``inner``, and sets them there."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner" or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name == "inner" or name.startswith("_")
+        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets the loader's worker_init_fn
+
+
+def innermost(loader: Any) -> Any:
+    """The user's own loader, under all that was put around it."""
+    loader = without_fabric(loader)
+    while "inner" in getattr(loader, "__dict__", {}):
+        loader = without_fabric(loader.inner)
+    return loader
+
+
+def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Undo:
+    """Put ``wrap`` around the training loaders of a run, not around those of validation; returns how to undo it."""
+    fit_loop, strategy = trainer.fit_loop, trainer.strategy
+    setup_data, process = fit_loop.setup_data, strategy.process_dataloader
+    taken: list[bool] = []
+
+    def setting_up_data() -> None:
+        taken.append(True)
+        try:
+            setup_data()
+        finally:
+            taken.clear()
+
+    undo = ExitStack()
+    undo.callback(patch(fit_loop, "setup_data", setting_up_data))
+    undo.callback(patch(strategy, "process_dataloader", lambda one: wrap(process(one)) if taken else process(one)))
+    return undo.close

@@ -1,0 +1,75 @@
+"""How long something lasts in a run, as people write it: in steps, epochs, samples, tokens, or a share of the run."""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_fasttrain._messages import explain
+
+_UNITS = {
+    "": "steps",
+    **dict.fromkeys(("step", "steps"), "steps"),
+    **dict.fromkeys(("ep", "epoch", "epochs"), "epochs"),
+    **dict.fromkeys(("sample", "samples"), "samples"),
+    **dict.fromkeys(("tok", "token", "tokens"), "tokens"),
+    "%": "share",
+}
+_WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*|%)")
+_UNDERSTOOD = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
+CLOCKS = ("steps", "samples", "tokens")
+
+
+@dataclass(frozen=True)
+class Length:
+    """How long something lasts.
+
+    Attributes:
+        amount: how much; of a share, from 0 to 1.
+        unit: ``"steps"`` (of the optimizer), ``"epochs"``, ``"samples"``, ``"tokens"`` or ``"share"`` (of the whole).
+    """
+
+    amount: float
+    unit: str
+
+    @property
+    def clock(self) -> str | None:
+        """What has to be counted to know when it is over: steps, samples or tokens; None for a share."""
+        if self.unit == "share":
+            return None
+        return "steps" if self.unit == "epochs" else self.unit
+
+    def __str__(self) -> str:
+        return f"{100 * self.amount:.4g}% of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
+
+
+def read_length(name: str, value: Any) -> Length:
+    """Understand a length.
+
+    Args:
+        name: of the argument, for the error.
+        value: a whole number of optimizer steps; or a string, a number with a unit: ``"2ep"``, ``"0.5 epochs"``,
+            ``"50_000 samples"``, ``"1e9tok"``, ``"5%"``; without a unit, steps; or a :class:`Length`.
+
+    Raises:
+        ValueError: it is not understood, negative, or a part of a step, sample or token.
+
+    Example:
+        >>> read_length("warmup", "1e9tok"), read_length("warmup", "5%")
+        (Length(amount=1000000000.0, unit='tokens'), Length(amount=0.05, unit='share'))
+    """
+    if isinstance(value, Length):
+        return value
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError(explain(f"{name}={value!r}", "it is no length", _UNDERSTOOD))
+    written = _WRITTEN.fullmatch(str(value).strip().lower())
+    if written is None or written[2] not in _UNITS:
+        raise ValueError(explain(f"{name}={value!r}", "this is not understood as a length", _UNDERSTOOD))
+    amount, unit = float(written[1].replace("_", "").replace(",", "")), _UNITS[written[2]]
+    if unit == "share":
+        amount /= 100
+        if amount > 1:
+            raise ValueError(explain(f"{name}={value!r}", "a share is 100% at most", _UNDERSTOOD))
+    elif not math.isfinite(amount) or (unit != "epochs" and amount != int(amount)):
+        raise ValueError(explain(f"{name}={value!r}", f"{unit} are counted one by one", "Use a whole number"))
+    return Length(amount, unit)

@@ -1,0 +1,60 @@
+"""Rates that follow the size of a batch: multiplied within each update, and as they were outside of it."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from lightning_fasttrain._surgery import Undo
+
+RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
+
+
+def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
+    """Multiply the rates of all groups by ``factor()`` in each update of ``optimizer``.
+
+    Outside of an update the groups have the rates that a schedule gave them, so any schedule goes on beside it.
+
+    Args:
+        optimizer: any.
+        factor: asked before each update.
+
+    Returns:
+        How to undo it.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=1.0)
+        >>> undo = scale_rates_(optimizer, lambda: 0.25)
+        >>> weight.grad = torch.ones(1)
+        >>> optimizer.step()
+        >>> weight.item(), optimizer.param_groups[0]["lr"]
+        (-0.25, 1.0)
+
+    Source:
+        Goyal et al. 2017, https://arxiv.org/abs/1706.02677 (linear, for SGD); Malladi et al. 2022,
+        https://arxiv.org/abs/2205.10287 (square root, for Adam).
+    """
+    scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its own rate, the one of this update
+
+    def scale(optimizer: Optimizer, *_: Any) -> None:
+        by = factor()
+        for group in optimizer.param_groups:
+            own, group["lr"] = group["lr"], group["lr"] * by
+            scaled.append((group, own, group["lr"]))
+
+    def put_back(*_: Any) -> None:
+        for group, own, used in scaled:
+            if group["lr"] is used:  # else a schedule has set the next one already
+                group["lr"] = own
+        scaled.clear()
+
+    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(put_back)]
+
+    def undo() -> None:
+        for hook in hooks:
+            hook.remove()
+
+    return undo

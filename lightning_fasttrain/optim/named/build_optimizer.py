@@ -1,0 +1,211 @@
+"""An optimizer by its name, over groups of parameters that are made right."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
+from lightning_fasttrain.optim.named._known import Known, find_known, refuse_settings
+from lightning_fasttrain.optim.named.decay_groups import decay_groups
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
+from lightning_fasttrain.optim.named.plain_state import page_again_after_loading_, save_as_plain_tensors_
+from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
+
+Groups = list[dict[str, Any]]
+_OF_GALORE = ("rank", "update_every", "scale", "subspace", "blocks")
+
+
+def build_optimizer(
+    model: nn.Module,
+    name: str = "adamw",
+    *,
+    lr: float | None = None,
+    weight_decay: float | None = None,
+    groups: Groups | None = None,
+    layer_decay: float | None = None,
+    lora_plus: float | None = None,
+    offload: str | None = None,
+    updates: str | None = None,
+    **settings: Any,
+) -> Optimizer:
+    """The optimizer of that name over ``model``, with weight decay where it belongs.
+
+    The names: ``sgd``, ``adagrad``, ``rmsprop``, ``adam``, ``adamw``, ``adafactor``, ``lion``; ``muon`` (PyTorch's for
+    the matrices of the blocks, AdamW for the rest, in one optimizer); ``galore``; ``adamw8bit``, ``adamw4bit`` and
+    ``lion8bit``, whose state has so few bits; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state
+    goes to host memory where a GPU is full; ``schedule-free``, whose weights are an average: call its ``eval()`` before
+    evaluation (in a LightningModule's ``on_validation_start``) and at the end, and its ``train()`` to go on.
+
+    Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, a frozen one
+    not at all. On CUDA, SGD, Adam and AdamW are fused, and clipping works all the same.
+
+    Args:
+        model: any module; under FSDP2 after it was sharded, with adapters after they were added.
+        name: how its words are joined does not matter: ``"adamw_8bit"`` is ``"adamw8bit"``.
+        lr: learning rate; by default what suits the optimizer: 1e-3, for Lion 1e-4, for Adagrad and Adafactor 1e-2.
+        weight_decay: by default 0.01 where it is decoupled from the gradient, and 0 where it is not.
+        groups: made by yourself, instead of those above.
+        layer_decay: ratio of the rates of a layer and the one above, see
+            :func:`~lightning_fasttrain.optim.layer_decay_groups`.
+        lora_plus: ratio of the rates of LoRA's B and A, see :func:`~lightning_fasttrain.optim.lora_plus_groups`.
+        offload: ``"cpu"`` for state and step in host memory, see :class:`~lightning_fasttrain.optim.HostOptimizer`.
+        updates: ``"kahan"`` or ``"stochastic"`` for training in bfloat16 alone that loses no small updates, see
+            :class:`~lightning_fasttrain.optim.LowPrecisionUpdates`.
+        settings: of the optimizer itself, such as ``betas``, ``momentum``, ``fused``; for GaLore ``rank``,
+            ``update_every``, ``scale``, ``subspace``; for it and Muon ``blocks``, whose matrices are meant.
+
+    Returns:
+        An ``Optimizer``, for Lightning, Fabric and bare loops.
+
+    Raises:
+        ValueError: an unknown name (the message lists those that are known), settings that exclude each other, what the
+            optimizer cannot, nothing that trains.
+        TypeError: a setting that it has not.
+        ModuleNotFoundError: the package that brings it is not installed; the message says what to install.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 8), *[nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2)])
+        >>> optimizer = build_optimizer(net, "muon", lr=1e-3, weight_decay=0.1)
+        >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in optimizer.param_groups]
+        [('decay/muon', 8, 0.1), ('no_decay', 17, 0.0)]
+
+    Source:
+        Each optimizer's own; the groups as in :func:`decay_groups`.
+    """
+    known = find_known(name)
+    _refuse_company(name, known, groups, layer_decay=layer_decay, lora_plus=lora_plus, offload=offload, updates=updates)
+    rate = known.lr if lr is None else lr
+    decay = known.weight_decay if weight_decay is None else weight_decay
+    kind = known.find_class()
+    made = groups or _make_groups(model, rate, decay, layer_decay, lora_plus)
+    own = dict(settings)
+    if known.marks == "muon":
+        matrices: set[Tensor] = set(block_matrices(model, own.pop("blocks", None)).values())
+        made = _mark(made, matrices, {"muon": True}, "muon")
+    elif known.marks == "galore":
+        given = {key: own.pop(key) for key in _OF_GALORE if key in own}
+        projected = galore_groups(model, frozen=False, **given)[0]
+        made = _mark(made, set(projected.pop("params")), {**projected}, "galore")
+    refuse_settings(name, kind, own)
+    if known.fuses and offload is None and _is_on_cuda(made):
+        own.setdefault("fused", True)
+
+    def make(parameters: Groups) -> Optimizer:
+        optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
+        if kind.__module__.startswith("torchao"):
+            save_as_plain_tensors_(optimizer)
+        if getattr(optimizer, "is_paged", False):
+            page_again_after_loading_(optimizer)
+        return optimizer if updates is None else LowPrecisionUpdates(optimizer, updates)
+
+    optimizer = make(made) if offload is None else HostOptimizer(made, make)
+    # Fused ones ask the loss scaler to leave unscaling to them, for which Lightning refuses to clip.
+    optimizer._step_supports_amp_scaling = False
+    if hasattr(optimizer, "train"):  # schedule-free ones refuse to step before
+        optimizer.train()
+    return optimizer
+
+
+@dataclass(frozen=True)
+class NamedOptimizer:
+    """What :func:`build_optimizer` is to build, for a YAML file, a module's argument, or the mixin's ``optimizer``.
+
+    Call it with a model to have it built. Where this package takes a function that makes the optimizer of parameters
+    (:func:`~lightning_fasttrain.predict_memory`, :func:`~lightning_fasttrain.choose_strategy`), it takes this too.
+
+    Args:
+        name: of the optimizer.
+        lr: as for :func:`build_optimizer`, and so the others.
+        weight_decay: of what is decayed.
+        layer_decay: ratio of the rates of neighbouring layers.
+        lora_plus: ratio of the rates of LoRA's B and A.
+        offload: ``"cpu"`` or None.
+        updates: ``"kahan"``, ``"stochastic"`` or None.
+        settings: of the optimizer itself.
+
+    Raises:
+        ValueError: an unknown name; the message lists those that are known.
+
+    Example:
+        >>> NamedOptimizer("sgd", lr=0.1, settings={"momentum": 0.9})(nn.Linear(4, 2)).defaults["momentum"]
+        0.9
+    """
+
+    name: str = "adamw"
+    lr: float | None = None
+    weight_decay: float | None = None
+    layer_decay: float | None = None
+    lora_plus: float | None = None
+    offload: str | None = None
+    updates: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        find_known(self.name)
+
+    def __call__(self, model: nn.Module) -> Optimizer:
+        """The optimizer, over ``model``."""
+        return build_optimizer(
+            model,
+            self.name,
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            layer_decay=self.layer_decay,
+            lora_plus=self.lora_plus,
+            offload=self.offload,
+            updates=self.updates,
+            **self.settings,
+        )
+
+
+def make_optimizer(make: Callable[[Any], Optimizer], model: nn.Module) -> Optimizer:
+    """What ``make`` makes: a recipe of the model, since names decide, and any other function of its parameters."""
+    return make(model) if isinstance(make, NamedOptimizer) else make(model.parameters())
+
+
+def _refuse_company(name: str, known: Known, groups: Groups | None, **asked: Any) -> None:
+    if asked["offload"] is not None:
+        one_of("offload", asked["offload"], ("cpu",))
+    ways = {"layer_decay": asked["layer_decay"], "lora_plus": asked["lora_plus"], "groups": groups}
+    grouped = [key for key, value in ways.items() if value is not None]
+    if len(grouped) > 1:
+        raise ValueError(explain(" and ".join(grouped), "each makes all groups of parameters", "Use one of them"))
+    for key, why in known.refuses.items():
+        if asked.get(key) is not None:
+            raise ValueError(explain(f"{key}={asked[key]!r} with {name!r}", why, f"Leave {key} out, or use 'adamw'"))
+
+
+def _make_groups(
+    model: nn.Module, lr: float, weight_decay: float, layer_decay: float | None, lora_plus: float | None
+) -> Groups:
+    if layer_decay is not None:
+        return layer_decay_groups(model, lr, layer_decay, weight_decay, frozen=False)
+    if lora_plus is not None:
+        return lora_plus_groups(model, lr, lora_plus, weight_decay)
+    return decay_groups(model, weight_decay)
+
+
+def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: str) -> Groups:
+    """Each group in two: its members that are chosen, with their marks, and the others."""
+    parted: Groups = []
+    for group in groups:
+        name = group.get("name", "")
+        members = list(group["params"])
+        special = [parameter for parameter in members if parameter in chosen]
+        others = [parameter for parameter in members if parameter not in chosen]
+        if special:
+            parted.append({**group, **marks, "params": special, "name": f"{name}/{label}".removeprefix("/")})
+        if others:
+            parted.append({**group, "params": others})
+    return parted
+
+
+def _is_on_cuda(groups: Groups) -> bool:
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    return all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)

@@ -1,0 +1,92 @@
+"""Which parameters have weight decay: those of products have, norms, biases and embeddings have not."""
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain._counts import number_of
+from lightning_fasttrain._messages import explain, list_some, note_once
+from lightning_fasttrain.optim.parameter_groups import never_decayed
+
+_EMBEDDED = ("embed", "token", "position")  # words in names of bare tensors: positions, the token of a class
+
+
+def decay_groups(
+    model: nn.Module,
+    weight_decay: float = 0.01,
+    *,
+    decayed: str | Iterable[str] = (),
+    spared: str | Iterable[str] = (),
+    frozen: bool = False,
+) -> list[dict[str, Any]]:
+    """Two groups for any optimizer: parameters with weight decay, and those without.
+
+    Without are norms, biases and all else that has one dimension, embeddings (also where the head shares them), and
+    bare tensors whose name says that they are embedded (``pos_embed``, ``cls_token``). One line says which those are.
+    A parameter that several modules share is listed once; quantised weights are left out.
+
+    Args:
+        model: any module.
+        weight_decay: of the first group.
+        decayed: names of parameters that are decayed whatever they are, or patterns of names in which ``*`` stands
+            for one name and ``**`` for any number (``"**.embed.weight"``).
+        spared: likewise, of those that are not; it counts for more than ``decayed``.
+        frozen: also list parameters that are frozen now, for a run that thaws them later.
+
+    Returns:
+        The groups ``"decay"`` and ``"no_decay"``, without empty ones.
+
+    Raises:
+        ValueError: a negative weight decay, a pattern that matches no parameter, nothing that trains.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> [(group["name"], len(group["params"]), group["weight_decay"]) for group in decay_groups(net, 0.1)]
+        [('decay', 1, 0.1), ('no_decay', 4, 0.0)]
+
+    Source:
+        Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101, for the decay. Norms and biases are spared as in
+        BERT's training, and embeddings beside them as in :func:`~lightning_fasttrain.optim.layer_decay_groups`.
+    """
+    if not weight_decay >= 0:
+        raise ValueError(explain(f"{weight_decay=}", "weights would grow", "Use 0 for none"))
+    names = {name: p for name, p in model.named_parameters() if p.is_floating_point() and (frozen or p.requires_grad)}
+    if not names:
+        why = "all its parameters are frozen"
+        raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Thaw some first, or use frozen=True"))
+    always, never = (_named(names, wanted, how) for wanted, how in ((decayed, "decayed"), (spared, "spared")))
+    undecayed = never_decayed(model)
+    members: dict[str, list[str]] = {"decay": [], "no_decay": []}
+    for name, parameter in names.items():
+        is_spared = name in never or (name not in always and (parameter in undecayed or _is_spared(name, parameter)))
+        members["no_decay" if is_spared else "decay"].append(name)
+    if weight_decay > 0:
+        matrices = sorted(name for name in members["no_decay"] if names[name].ndim > 1)
+        spoken = f": of more than one dimension are {list_some(matrices, 6)}" if matrices else ""
+        count = number_of(len(members["decay"]), "parameter")
+        note_once(f"decay_groups: {weight_decay} for {count}, none for {len(members['no_decay'])}{spoken}")
+    groups: list[dict[str, Any]] = []
+    for label, rate in (("decay", weight_decay), ("no_decay", 0.0)):
+        if members[label]:
+            groups.append({"params": [names[name] for name in members[label]], "name": label, "weight_decay": rate})
+    return groups
+
+
+def _is_spared(name: str, parameter: Tensor) -> bool:
+    own = name.rpartition(".")[2]
+    is_bare = "weight" not in own
+    return parameter.ndim < 2 or own.endswith("bias") or (is_bare and any(word in own for word in _EMBEDDED))
+
+
+def _named(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
+    found: set[str] = set()
+    for pattern in [wanted] if isinstance(wanted, str) else wanted:
+        expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+        matches = {name for name in names if re.fullmatch(expression, name)}
+        if not matches:
+            way_out = f"Its parameters are {list_some(list(names), 6)}"
+            raise ValueError(explain(f"{argument}={pattern!r}", "no parameter that trains has this name", way_out))
+        found |= matches
+    return found

@@ -1,0 +1,88 @@
+"""Lion: the sign of a momentum as update, with one state a parameter where Adam has two."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain._messages import explain
+
+
+class Lion(Optimizer):
+    r"""Updates of one size for all: the sign of a mean of gradients.
+
+        U = sign(β₁·M + (1 − β₁)·G),   W ← (1 − lr·weight_decay) W − lr·U,   M ← β₂·M + (1 − β₂)·G
+
+    Its state is one number a parameter, half of AdamW's. Each entry moves by ``lr`` in each step, so the rate is to be
+    3 to 10 times below AdamW's, and the decay as many times above.
+
+    Args:
+        params: parameters, or groups of them.
+        lr: learning rate.
+        betas: β₁ and β₂.
+        weight_decay: decoupled, as in AdamW.
+
+    Raises:
+        ValueError: a setting out of range.
+        RuntimeError: in ``step``: a sparse gradient.
+
+    Example:
+        >>> from torch import nn
+        >>> weight = nn.Parameter(torch.zeros(3))
+        >>> optimizer = Lion([weight], lr=0.5)
+        >>> (weight * torch.tensor([2.0, -7.0, 0.0])).sum().backward()
+        >>> optimizer.step()
+        >>> weight.tolist()
+        [-0.5, 0.5, 0.0]
+
+    Source:
+        Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", https://arxiv.org/abs/2302.06675.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+    ) -> None:
+        for name, value, fits in (
+            ("lr", lr, lr >= 0),
+            ("betas", betas, all(0 <= beta < 1 for beta in betas)),
+            ("weight_decay", weight_decay, weight_decay >= 0),
+        ):
+            if not fits:
+                raise ValueError(explain(f"{name}={value}", "it is out of range", "Start from the default"))
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            parameters = [p for p in group["params"] if p.grad is not None]
+            if parameters:
+                self._update(parameters, group)
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        if any(gradient.is_sparse for gradient in gradients):
+            why = "Lion's momentum is dense"
+            raise RuntimeError(explain("a sparse gradient", why, "Use nn.Embedding(sparse=False)"))
+        means = []
+        for parameter in parameters:
+            state = self.state[parameter]
+            if not state:
+                state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            means.append(state["exp_avg"])
+        first, second = group["betas"]
+        updates = torch._foreach_lerp(means, gradients, 1 - first)
+        torch._foreach_sign_(updates)
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(parameters, updates, alpha=-group["lr"])
+        torch._foreach_lerp_(means, gradients, 1 - second)

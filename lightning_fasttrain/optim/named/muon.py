@@ -1,0 +1,110 @@
+"""Muon for the matrices of blocks and AdamW for all else: one optimizer, one schedule, one checkpoint."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW, Muon, Optimizer
+
+from lightning_fasttrain._messages import explain
+
+
+class MuonAdamW(Optimizer):
+    """PyTorch's Muon over groups that have ``"muon": True``, and its AdamW over the others.
+
+    Each of the two computes what it computes by itself, bit for bit. Here they are one ``Optimizer``: one list of
+    groups, one state, so that schedulers, clipping, loss scalers, accumulation and checkpoints see nothing special.
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate and one decay serve both.
+
+    Args:
+        params: groups. Those with ``"muon": True`` hold matrices only.
+        lr: learning rate, of all groups that have none of their own.
+        weight_decay: decoupled, in both.
+        momentum: Muon's.
+        nesterov: Muon's.
+        ns_steps: steps of Muon's Newton-Schulz iteration.
+        adjust_lr_fn: ``"match_rms_adamw"``, or ``"original"`` for Muon's own size of updates, which wants a rate of
+            its own: give its group an ``"lr"``.
+        betas: AdamW's.
+        eps: AdamW's.
+        fused: AdamW's.
+
+    Raises:
+        ValueError: no group is Muon's; in one of those, something else than a matrix.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+        >>> groups = [{"params": [net[0].weight], "muon": True}, {"params": [net[0].bias, *net[1].parameters()]}]
+        >>> optimizer = MuonAdamW(groups, lr=1e-3)
+        >>> net(torch.ones(1, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> [list(state) for state in optimizer.state.values()][:2]
+        [['momentum_buffer'], ['step', 'exp_avg', 'exp_avg_sq']]
+
+    Source:
+        Jordan 2024, https://kellerjordan.github.io/posts/muon/, and for the size of the updates Liu et al. 2025, "Muon
+        is Scalable for LLM Training", https://arxiv.org/abs/2502.16982; computed by ``torch.optim``.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        weight_decay: float = 0.01,
+        *,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        adjust_lr_fn: str = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        fused: bool | None = None,
+    ) -> None:
+        spare = [nn.Parameter(torch.zeros(1, 1))]  # both want a parameter to be made; the groups come before each step
+        self._muon = Muon(spare, lr, weight_decay, momentum, nesterov, ns_steps=ns_steps, adjust_lr_fn=adjust_lr_fn)
+        self._adamw = AdamW(spare, lr, betas, eps, weight_decay, fused=fused)
+        super().__init__(params, {**self._muon.defaults, **self._adamw.defaults, "muon": False})
+        if not any(group["muon"] for group in self.param_groups):
+            way_out = "Use build_optimizer(model, 'muon'), or torch.optim.AdamW"
+            raise ValueError(explain("MuonAdamW without a group for Muon", "this would be plain AdamW", way_out))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("muon"):
+            param_group.setdefault("eps", self._muon.defaults["eps"])
+            _refuse_others_than_matrices(param_group)
+        super().add_param_group(param_group)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        saved = [group.get("muon") for group in state_dict["param_groups"]]
+        if saved != [group["muon"] for group in self.param_groups]:
+            why = "it was saved by another optimizer, or with other matrices in Muon's groups"
+            way_out = "Load the weights alone, and start with a fresh optimizer"
+            raise ValueError(explain("a state that is not this MuonAdamW's", why, way_out))
+        super().load_state_dict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:  # for copies: that of torch knows groups and state alone
+        return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer, is_muon in ((self._muon, True), (self._adamw, False)):
+            optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
+            optimizer.state = self.state
+            optimizer.step()
+            optimizer.param_groups, optimizer.state = [], defaultdict(dict)
+        return loss
+
+
+def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
+    group["params"] = list(group["params"])
+    for parameter in group["params"]:
+        if parameter.ndim != 2:
+            what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"
+            way_out = "Put it in a group without 'muon', or use build_optimizer(model, 'muon')"
+            raise ValueError(explain(what, "only a matrix can be made orthogonal", way_out))

@@ -1,0 +1,180 @@
+"""Optimizer state in few bits, as plain tensors in a checkpoint, and handed over to an optimizer in other precision."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from lightning_fasttrain._checks import require
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+
+_BLOCK = 256  # numbers that share a scale in bitsandbytes' states
+_OF_BITSANDBYTES = {"exp_avg": "1", "exp_avg_sq": "2"}
+_TORCHAOS = {
+    "OptimState4bit": "torchao.optim.subclass_4bit",
+    "OptimState8bit": "torchao.optim.subclass_8bit",
+}
+
+
+def save_as_plain_tensors_(optimizer: Optimizer) -> None:
+    """Have the ``state_dict`` of torchao's optimizers hold plain tensors: Lightning's loader refuses tensor classes."""
+    optimizer.register_state_dict_post_hook(_take_apart)
+    optimizer.register_load_state_dict_pre_hook(_put_together)
+
+
+def _take_apart(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    apart = {}
+    for number, state in state_dict["state"].items():
+        apart[number] = {key: _parts(value) for key, value in state.items()}
+    return {**state_dict, "state": apart}
+
+
+def _parts(value: Any) -> Any:
+    if not is_traceable_wrapper_subclass(value) or type(value).__name__ not in _TORCHAOS:
+        return value
+    names, (signed, shape, dtype) = value.__tensor_flatten__()  # type: ignore[misc]
+    parts = {name: getattr(value, name) for name in names}
+    made_of = {"class": type(value).__name__, "signed": signed, "shape": list(shape), "dtype": str(dtype)}
+    return {**parts, **made_of}
+
+
+def _put_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    whole = {}
+    for number, state in state_dict["state"].items():
+        whole[number] = {key: _whole(value) for key, value in state.items()}
+    return {**state_dict, "state": whole}
+
+
+def _whole(value: Any) -> Any:
+    if not isinstance(value, dict) or value.get("class") not in _TORCHAOS:
+        return value
+    name = value["class"]
+    kind = getattr(importlib.import_module(_TORCHAOS[name]), name)
+    attributes = [value["signed"], tuple(value["shape"]), getattr(torch, value["dtype"].removeprefix("torch."))]
+    return kind(*(value[part] for part in kind.tensor_attrs), *attributes)
+
+
+def page_again_after_loading_(optimizer: Any) -> None:
+    """Have state of bitsandbytes' paged optimizers paged again once it was loaded: that, or Lightning, has moved it."""
+    seen = [optimizer.state]
+
+    def page_again(*_: Any) -> None:
+        if optimizer.state is seen[0]:
+            return
+        seen[0] = optimizer.state  # loading makes a new one
+        for parameter, state in optimizer.state.items():
+            for key in ("state1", "state2"):
+                if key in state and not getattr(state[key], "is_paged", False):
+                    state[key] = optimizer.get_state_buffer(parameter, dtype=state[key].dtype).copy_(state[key])
+
+    optimizer.register_step_pre_hook(page_again)
+
+
+def hand_over_state_(source: Optimizer, target: Optimizer) -> int:
+    """Give one optimizer's state to another of the same family over the same parameters, in whatever precision.
+
+    Between AdamW, its 8-bit, 4-bit, paged and offloaded forms, and between Lion and its own. Counts of steps are
+    exact; moments that go to fewer bits are rounded there, those that come from fewer bits are what these stood for.
+    Groups and rates are not touched. Of another optimizer's checkpoint, load it into such an optimizer first.
+
+    Args:
+        source: has taken steps.
+        target: what state it has is replaced.
+
+    Returns:
+        How many parameters had state.
+
+    Raises:
+        ValueError: ``source`` has none, parameters differ, or the two keep different things.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(8))
+        >>> first, second = torch.optim.AdamW([weight]), torch.optim.Adam([weight])
+        >>> weight.grad = torch.ones(8)
+        >>> first.step()
+        >>> hand_over_state_(first, second), second.state[weight]["step"].item()
+        (1, 1.0)
+
+    Source:
+        Ours; the quantised forms are bitsandbytes' and torchao's, and so is the code that rounds.
+    """
+    held, places = _places_of(source), _places_of(target)
+    with_state = [p for p in held if held[p][0].state.get(held[p][1])]
+    unknown = [p for p in with_state if p not in places]
+    if not with_state or unknown:
+        what = f"{type(source).__name__} → {type(target).__name__}: {len(unknown)} parameters of the first are unknown"
+        why = "state belongs to parameters" if unknown else "the first has taken no step"
+        raise ValueError(explain(what, why, "Make both over the same model, and load the first's checkpoint"))
+    moments = {p: _read(held[p][0].state[held[p][1]], type(source).__name__) for p in with_state}
+    with torch.no_grad():
+        for parameter, values in moments.items():
+            _write(places[parameter][0], places[parameter][1], values)
+    return len(moments)
+
+
+def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
+    """Each parameter, with the optimizer and the tensor under which its state is."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if isinstance(optimizer, HostOptimizer):
+        hosted = [p for group in optimizer.on_host().param_groups for p in group["params"]]
+        return {p: (optimizer.inner, host) for p, host in zip(parameters, hosted, strict=True)}
+    return {p: (optimizer, p) for p in parameters}
+
+
+def _read(state: dict[str, Any], source: str) -> dict[str, Any]:
+    """Step and moments, in float32."""
+    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}
+    for name, digit in _OF_BITSANDBYTES.items():
+        value = state.get(name, state.get(f"state{digit}"))
+        if value is None:
+            continue
+        if f"absmax{digit}" in state:
+            bnb: Any = require("bitsandbytes.functional", extra="finetune")
+            scales, table = state[f"absmax{digit}"], state[f"qmap{digit}"]
+            value = bnb.dequantize_blockwise(value, absmax=scales, code=table, blocksize=_BLOCK)
+        values[name] = value.dequantize() if is_traceable_wrapper_subclass(value) else value.float()
+    if "exp_avg" not in values:
+        why = f"it keeps {', '.join(map(str, state))}, which the other does not know"
+        raise ValueError(explain(f"the state of {source}", why, "Start with a fresh optimizer"))
+    return values
+
+
+def _write(optimizer: Optimizer, parameter: Tensor, values: dict[str, Any]) -> None:
+    made = _fresh_state(optimizer, parameter)
+    keeps_two, has_two = "exp_avg_sq" in made or "state2" in made, "exp_avg_sq" in values
+    if keeps_two != has_two:
+        why = "one keeps a mean of squares, the other none"
+        raise ValueError(explain(f"state for {type(optimizer).__name__}", why, "Start with a fresh optimizer"))
+    for name, digit in _OF_BITSANDBYTES.items():
+        value, ours = values.get(name), made.get(name, made.get(f"state{digit}"))
+        if value is None or ours is None:
+            continue
+        if f"absmax{digit}" in made:
+            bnb: Any = require("bitsandbytes.functional", extra="finetune")
+            scales, table = made[f"absmax{digit}"], made[f"qmap{digit}"]
+            bnb.quantize_blockwise(value.to(ours.device), code=table, absmax=scales, out=ours, blocksize=_BLOCK)
+        else:
+            ours.copy_(value)
+    if "step" in made:
+        count = made["step"]
+        made["step"] = count.fill_(values.get("step", 0)) if isinstance(count, Tensor) else values.get("step", 0)
+    optimizer.state[parameter] = made
+
+
+def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
+    """What the optimizer makes in its first step, without a step."""
+    group_of = {p: group for group in optimizer.param_groups for p in group["params"]}
+    kind: Any = type(optimizer)
+    twin = kind.__new__(kind)
+    vars(twin).update(vars(optimizer))
+    stand_in = torch.nn.Parameter(parameter.detach().clone())
+    stand_in.grad = torch.zeros_like(stand_in)
+    state: Any = type(optimizer.state)(dict)
+    twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
+    with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes
+        kind.step(twin)
+    return state[stand_in]

@@ -1,0 +1,171 @@
+"""What an optimizer keeps about parameters of given shapes, learnt from one step on tensors that have no memory."""
+
+import copy
+import math
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
+
+Shape = tuple[int, ...]
+
+# Compiled code, which knows no fake tensors: state tensors of float32, each as large as the parameter.
+_COMPILED = {
+    "FusedAdam": 2,
+    "DeepSpeedCPUAdam": 2,
+    "ZenFlowCPUAdam": 2,
+    "FusedLion": 1,
+    "DeepSpeedCPULion": 1,
+    "DeepSpeedCPUAdagrad": 1,
+}
+
+
+def optimizer_state_bytes(optimizer: Optimizer) -> int:
+    """Bytes of state that ``optimizer`` has once each parameter that trains has had a gradient, wherever they are.
+
+    They are not computed from a formula but learnt: the optimizer's own step runs on tensors without memory. So it
+    knows every optimizer whose step is code that PyTorch can see, and bitsandbytes'. Of a :class:`HostOptimizer` it is
+    the state in host memory. The optimizer is left as it is, and nothing is allocated.
+
+    Args:
+        optimizer: over parameters that are real, or on ``"meta"``.
+
+    Returns:
+        Bytes. What several parameters share, as the tables of 8-bit states, is counted once a group.
+
+    Raises:
+        ValueError: nothing trains, or its step needs more than gradients.
+
+    Example:
+        >>> with torch.device("meta"):
+        ...     net = nn.Linear(1000, 1000, bias=False)
+        >>> optimizer_state_bytes(torch.optim.AdamW(net.parameters()))  # 2 · 4 · 1000², and 4 for the count of steps
+        8000004
+
+    Source:
+        Ours; held against the tensors that each optimizer has after a step.
+    """
+    if isinstance(optimizer, HostOptimizer):
+        return optimizer_state_bytes(optimizer.on_host())
+    return sum(state_bytes(optimizer, group, group.shapes, group.dtype) for group in groups_of(optimizer))
+
+
+@dataclass(frozen=True)
+class Group:
+    """One group of an optimizer's parameters: those that train.
+
+    Args:
+        settings: of the group, ``"params"`` left out.
+        shapes: of its parameters, in order.
+        dtype: of the first.
+    """
+
+    settings: dict[str, Any]
+    shapes: tuple[Shape, ...]
+    dtype: torch.dtype
+
+    @property
+    def numel(self) -> int:
+        return sum(math.prod(shape) for shape in self.shapes)
+
+
+def groups_of(optimizer: Optimizer) -> list[Group]:
+    """The groups of ``optimizer`` in which anything trains.
+
+    Raises:
+        ValueError: nothing trains.
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        trained = [parameter for parameter in group["params"] if parameter.requires_grad]
+        if trained:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            groups.append(Group(settings, tuple(tuple(p.shape) for p in trained), trained[0].dtype))
+    if not groups:
+        why, way_out = "none of its parameters requires a gradient", "Give it those that are to train"
+        raise ValueError(explain(f"{type(optimizer).__name__} trains nothing", why, way_out))
+    return groups
+
+
+def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dtype: torch.dtype) -> int:
+    """Bytes of state that ``optimizer`` keeps about parameters of these shapes; it is left as it is.
+
+    Args:
+        optimizer: whose class and attributes count.
+        group: whose settings count.
+        shapes: of the parameters it is asked about.
+        dtype: of these.
+
+    Raises:
+        ValueError: its step needs more than gradients.
+    """
+    kind = type(optimizer)
+    if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
+        return 4 * _COMPILED[kind.__name__] * sum(math.prod(shape) for shape in shapes)
+    # Containers are copied, so that what a step notes in them is not noted in the original.
+    attributes: dict[str, Any] = {}
+    for name, value in vars(optimizer).items():
+        attributes[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    attributes.pop("step", None)  # schedules put their own in its place, which is bound to the original
+    attributes |= {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
+    # These need a device; what they keep is the same.
+    switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
+    twin = kind.__new__(kind)
+    with FakeTensorMode(allow_non_fake_inputs=True), _Ones():
+        # Two of each shape tell what is kept about every one and what, like a table, about all together.
+        times = Counter(shapes)
+        parameters = [nn.Parameter(torch.empty(s, dtype=dtype)) for s, n in times.items() for _ in range(min(n, 2))]
+        for parameter in parameters:
+            parameter.grad = torch.empty_like(parameter)
+        vars(twin).update(attributes, state=_early_state(kind, parameters))
+        twin.param_groups = [{**group.settings, **switches, "params": parameters}]
+        try:
+            with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+                twin.step()
+        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+            why, way_out = f"it makes no step on tensors without numbers ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
+            raise ValueError(explain(kind.__name__, why, way_out)) from error
+    kept = []
+    for parameter in parameters:
+        kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(twin.state[parameter])})
+    uses = Counter(key for tensors in kept for key in tensors)
+    common = {key: nbytes for tensors in kept for key, nbytes in tensors.items() if uses[key] > 1}
+    own = {}
+    for parameter, tensors in zip(parameters, kept, strict=True):
+        own[parameter.shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
+    return sum(own[torch.Size(shape)] * n for shape, n in times.items()) + sum(common.values())
+
+
+def tensors_in(state: Any) -> Iterator[Tensor]:
+    """The tensors of a state, of quantised ones their parts."""
+    for tensor in tree_iter(state):
+        if not isinstance(tensor, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(tensor):
+            yield from tensors_in([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        else:
+            yield tensor
+
+
+def _early_state(kind: type[Optimizer], parameters: list[nn.Parameter]) -> defaultdict[Any, Any]:
+    """What it keeps before its first step: torch 2.11's Adagrad does; others make all in that step."""
+    return defaultdict(dict, kind(parameters).state if kind is torch.optim.Adagrad else {})
+
+
+class _Ones(TorchDispatchMode):
+    """Reads 1 where code wants a number out of a tensor, as Adafactor does of its count of steps."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))

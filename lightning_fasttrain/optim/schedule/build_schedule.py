@@ -1,0 +1,266 @@
+"""A learning rate over a run, that counts the optimizer's updates by itself."""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_fasttrain._counts import count_batch
+from lightning_fasttrain._host import FabricOptimizer, see_training_batches, trainer_of, when_loaders_are_made
+from lightning_fasttrain._messages import explain, note_once, say
+from lightning_fasttrain.data.sizes.lengths import Length
+from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
+from lightning_fasttrain.data.sizes.seen import sum_over_ranks
+from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
+from lightning_fasttrain.optim.schedule.rate_request import RateRequest, read_request
+
+
+def build_schedule(
+    optimizer: Optimizer,
+    shape: str = "cosine",
+    *,
+    warmup: int | str | Length = 0,
+    total: int | str | Length | None = None,
+    module: L.LightningModule | None = None,
+    final: float = 0.0,
+    at: Iterable[int | str | Length] = (),
+    by: float = 0.1,
+    decay: int | str | Length = "20%",
+) -> "Schedule":
+    """Let the rates of ``optimizer`` run as ``shape`` over the run, one value for each update.
+
+    Each group keeps its own rate, and a common factor runs over all. The formulas are in
+    :mod:`~lightning_fasttrain.optim.schedule.rate_plan`. In a LightningModule::
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
+            return ft.build_schedule(optimizer, "cosine", warmup="5%", module=self).configured()
+
+    In a loop: ``build_schedule(optimizer, "cosine", warmup="5%", total=10_000)``, and nothing else.
+
+    Lengths are optimizer steps as whole numbers, or ``"2ep"``, ``"50_000 samples"``, ``"1e9tok"``, ``"5%"`` of the
+    whole. Epochs become steps. Where lengths are in samples or tokens, these are counted batch by batch over all ranks
+    (tokens as their tensor holds them, padding too); in a loop tell each batch, :meth:`Schedule.count`.
+
+    Args:
+        optimizer: the rates that its groups have now are those that a factor of 1 gives.
+        shape: ``"cosine"``, ``"linear"``, ``"constant"``, ``"inverse-sqrt"``, ``"exponential"``, ``"step"``,
+            ``"one-cycle"`` or ``"wsd"`` (constant, and down at the end).
+        warmup: how long the rate rises from 0 in a line; of ``one-cycle``, 30% where none is given.
+        total: the length of the run. By default the Trainer's, as it trains: ``max_steps``, or ``max_epochs`` of
+            the batches that its loaders have, which are not touched, with accumulation, scheduled or not.
+        module: a LightningModule that a Trainer fits, where ``total`` or an epoch is to be known from it.
+        final: the factor at the end, from 0 to 1.
+        at: of ``step``: when the rate falls.
+        by: of ``step``: by what it is multiplied then.
+        decay: of ``wsd``: how long the fall at the end lasts.
+
+    Raises:
+        TypeError: no optimizer.
+        ValueError: a length that is not understood, two kinds of clocks, nobody knows the total, or a number that
+            means nothing for the shape; in ``fit``: the Trainer does not know the length of the run.
+
+    Example:
+        >>> import torch
+        >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        >>> schedule = build_schedule(optimizer, "linear", warmup=2, total=6)
+        >>> rates = []
+        >>> for _ in range(6):
+        ...     rates += schedule.get_last_lr()
+        ...     optimizer.step()
+        >>> rates
+        [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+
+    Source:
+        Loshchilov & Hutter 2017, https://arxiv.org/abs/1608.03983 (cosine); Vaswani et al. 2017,
+        https://arxiv.org/abs/1706.03762 (inverse square root); Smith & Topin 2018, https://arxiv.org/abs/1708.07120
+        (one cycle, here without one of momentum); Hu et al. 2024, https://arxiv.org/abs/2404.06395 (wsd). Equal to
+        torch's own schedulers where these exist, joined by ``SequentialLR`` for the warm-up.
+    """
+    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        why = "it is no torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
+    request = read_request(shape, warmup, total, final, at, by, decay)
+    if request.needs_run and module is None:
+        why = "nothing here knows how long the run is"
+        raise ValueError(explain(f"{shape!r} with total={total}", why, "Give total=10_000, or module=self"))
+    return Schedule(optimizer, request, module)
+
+
+class Schedule(LRScheduler):
+    """Sets the rates of an optimizer before each of its updates; see :func:`build_schedule`.
+
+    It counts by a hook of the optimizer, after each update. So accumulation counts windows; a step that a loss scaler
+    skips is none; and it does not matter how often, or whether, ``step`` is called: Lightning's ``interval`` and
+    ``frequency``, which by default would step it once an epoch, change nothing. Samples and tokens of a skipped step
+    were seen, so they count. A fused optimizer under a loss scaler skips on the device, which is waited for once a
+    step then, as the scaler does for all others.
+
+    Args:
+        optimizer, request, module: see :func:`build_schedule`.
+
+    Attributes:
+        plan: the course in numbers; None until the length of the run is known.
+        updates: that the optimizer has made.
+        seen: samples or tokens before the coming update, where these are the clock.
+        coming: those of the coming one.
+    """
+
+    def __init__(self, optimizer: Optimizer, request: RateRequest, module: L.LightningModule | None) -> None:
+        # torch's own would replace optimizer.step, to warn about an order of calls that does not matter here
+        self.optimizer, self.request, self.module = optimizer, request, module
+        self.plan: RatePlan | None = None
+        self.updates = self.seen = self.coming = 0
+        self.is_told = False  # of updates, by an engine
+        self._loaded_plan: dict[str, Any] | None = None
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", _copy(group["lr"]))
+        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_post_hook(self._after_step)
+        trainer = trainer_of(module) if module is not None else None
+        if trainer is not None and request.clock != "steps":
+            see_training_batches(trainer, functools.partial(self._see, trainer))
+        if not request.needs_run or (trainer is not None and is_length_known(trainer)):
+            self._settle()
+        elif trainer is not None:
+            when_loaders_are_made(trainer, self._settle_for_run)
+
+    def configured(self) -> dict[str, Any]:
+        """What ``configure_optimizers`` is to return."""
+        return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self, "interval": "step"}}
+
+    @property
+    def factor(self) -> float:
+        """By what the rates are multiplied in the coming update."""
+        if self.plan is None:
+            return 1.0
+        if self.plan.clock == "steps":
+            return self.plan.factor(self.updates, self.updates + 1)
+        return self.plan.factor(self.seen, self.seen + self.coming)
+
+    def count(self, *, samples: int = 0, tokens: int = 0) -> None:
+        """In a loop whose lengths are in samples or tokens: tell each batch, of all ranks, before its update."""
+        self.coming += samples if self.request.clock == "samples" else tokens
+        self._set_rates()
+
+    def step(self, epoch: int | None = None) -> None:
+        """Nothing need be done here: the optimizer's updates are counted."""
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """The rates of the groups in the coming update."""
+        return [_copy(group["lr"]) for group in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        plan = None if self.plan is None else self.plan.as_dict()
+        return {"updates": self.updates, "seen": self.seen, "coming": self.coming, "plan": plan}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on after the updates of a state. The lengths stay those of the code, and what differs is said."""
+        self.updates, self.seen = state_dict["updates"], state_dict["seen"]
+        self.coming, self._loaded_plan = state_dict["coming"], state_dict["plan"]
+        self._say_what_differs()
+        self._set_rates()
+
+    def _is_in_charge(self) -> bool:
+        """Whether the Trainer has this schedule, and none that a finder of rates has put in its place."""
+        trainer = None if self.module is None else trainer_of(self.module)
+        if trainer is None:
+            return True
+        if isinstance(trainer.strategy, DeepSpeedStrategy) and not self.is_told:
+            what = f"a schedule under {type(trainer.strategy).__name__} that its engine does not tell of updates"
+            why = "DeepSpeed steps an optimizer piece by piece, and each piece would be counted as an update"
+            raise RuntimeError(explain(what, why, "Use ft.ZeROStrategy, and make it in configure_optimizers"))
+        if not trainer.lr_scheduler_configs:
+            what = "a schedule that configure_optimizers did not return"
+            why = "checkpoints would not say how far it is"
+            raise RuntimeError(explain(what, why, "End with: return ft.build_schedule(...).configured()"))
+        in_charge = any(config.scheduler is self for config in trainer.lr_scheduler_configs)
+        if not in_charge:
+            note_once("a schedule does nothing while the Trainer has another one, as a finder of rates has")
+        return in_charge
+
+    def _settle_for_run(self) -> bool:
+        """Once the loaders are made; not yet, if it is for a run of a finder, which is shorter."""
+        if self._is_in_charge():
+            self._settle()
+        return self.plan is not None
+
+    def _settle(self) -> None:
+        """Fix the numbers, now that the length of the run is known."""
+        trainer = None if self.module is None else trainer_of(self.module)
+        if trainer is None or not self.request.needs_run:
+            self.plan = self.request.plan()
+        else:
+            total = total_steps(trainer) if self.request.total is None else 0
+            self.plan = self.request.plan(total, functools.partial(steps_of_epochs, trainer))
+        self._say_what_differs()
+        self._set_rates()
+
+    def _say_what_differs(self) -> None:
+        now, before = self.plan, self._loaded_plan
+        if now is None or before is None:
+            return
+        self._loaded_plan = None
+        for name, value in now.as_dict().items():
+            if before.get(name) != value:
+                say("the schedule's %s is %s now, and was %s in the checkpoint", name, value, before.get(name))
+
+    def _set_rates(self) -> None:
+        factor = self.factor
+        for group in self.optimizer.param_groups:
+            rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # a group may be added later
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate)
+            else:
+                group["lr"] = rate
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_in_charge():
+            return
+        if self.plan is not None:
+            self._set_rates()
+        elif not isinstance(optimizer.param_groups[0]["params"][0], FakeTensor):  # a prediction needs no rate
+            why = "no Trainer fits the module, and only it knows how long the run is"
+            raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
+
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        overflow = getattr(optimizer, "found_inf", None)  # what a loss scaler tells optimizers that skip by themselves
+        if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device
+            return
+        if not self.is_told and self._is_in_charge():
+            self.end_update()
+
+    def end_update(self) -> None:
+        """An update was made: take the rates of the next one."""
+        self.updates += 1
+        self.seen, self.coming = self.seen + self.coming, 0
+        self._set_rates()
+
+    def _see(self, trainer: L.Trainer, batch: Any) -> None:
+        samples, tokens = sum_over_ranks([*count_batch(batch)], trainer.strategy, trainer.world_size)
+        self.count(samples=samples, tokens=tokens)
+
+
+def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
+    """The schedules of an optimizer that an engine calls once a piece of it: from now on they wait to be told.
+
+    The engine tells each update by :meth:`Schedule.end_update`.
+    """
+    owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
+    schedules = [owner for owner in owners if isinstance(owner, Schedule)]
+    for schedule in schedules:
+        schedule.is_told = True
+    return schedules
+
+
+def _copy(rate: Any) -> Any:
+    return rate.clone() if isinstance(rate, Tensor) else rate

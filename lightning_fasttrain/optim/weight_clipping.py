@@ -1,0 +1,105 @@
+"""Weights that stay within a limit: clipped after each step."""
+
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import Tensor
+
+from lightning_fasttrain._host import step_goes_on
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain._technique import Conflict, Exactness, Technique
+
+
+@torch.no_grad()
+def clip_weights_(parameters: Iterable[Tensor], limit: float) -> int:
+    """Bring every entry of the parameters that train into [−limit, limit]; call it after ``optimizer.step()``.
+
+    Args:
+        parameters: of a model, or of a part of it; those that are frozen are left alone.
+        limit: largest absolute value, positive.
+
+    Returns:
+        How many parameters were looked at.
+
+    Raises:
+        ValueError: ``limit`` is not positive, or no parameter trains.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.tensor([0.5, -2.0]))
+        >>> clip_weights_([weight], limit=1.0), weight.tolist()
+        (1, [0.5, -1.0])
+
+    Source:
+        Arjovsky et al. 2017, "Wasserstein GAN", algorithm 1.
+    """
+    _refuse_limit(limit)
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise ValueError(explain("clip_weights_", "none of the parameters trains", "Give those of a part that does"))
+    torch._foreach_clamp_min_(trained, -limit)
+    torch._foreach_clamp_max_(trained, limit)
+    return len(trained)
+
+
+def _refuse_limit(limit: float) -> None:
+    if not limit > 0:
+        raise ValueError(explain(f"limit={limit}", "no weight could be other than zero", "Use limit=0.01 or more"))
+
+
+class WeightClipping(Technique):
+    """Bring weights into [−limit, limit] after each optimizer step.
+
+    Acts in ``on_train_batch_end``, the first hook after the step, unless gradients are being summed.
+
+    Args:
+        limit: largest absolute value, positive.
+        of: the module whose parameters are clipped, by name: ``"critic"``; by default the whole model.
+
+    Raises:
+        ValueError: ``limit`` is not positive; in ``fit``: the model has no such module, or nothing in it trains.
+
+    Example:
+        >>> clipping = WeightClipping(0.01, of="critic")
+
+    Source:
+        See :func:`~lightning_fasttrain.optim.clip_weights_`.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    effect: ClassVar[str] = "weights stay within a limit"
+    when: ClassVar[str] = "critics of Wasserstein GANs; for others weight decay is the milder way"
+    in_a_loop: ClassVar[str] = "optim.clip_weights_(parameters, limit)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        why = "DeepSpeed keeps the weights that it updates apart from those of the model"
+        return (Conflict(DeepSpeedStrategy, why, "Use FSDP2 or DDP"),)
+
+    def __init__(self, limit: float, of: str = "") -> None:
+        _refuse_limit(limit)
+        self.limit, self.of = limit, of
+        self._parameters: list[Tensor] = []
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        return self._parameters.clear
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the model is complete."""
+        modules = dict(pl_module.named_modules())
+        if self.of not in modules:
+            known = ", ".join(name for name, _ in pl_module.named_children())
+            why = f"{type(pl_module).__name__} has no such module"
+            raise ValueError(explain(f"of={self.of!r}", why, f"Name one, such as {known}"))
+        self._parameters = list(modules[self.of].parameters())
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the optimizer has stepped."""
+        if not step_goes_on(trainer):
+            clip_weights_(self._parameters, self.limit)

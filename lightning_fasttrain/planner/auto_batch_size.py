@@ -1,0 +1,256 @@
+"""The largest part of a batch that fits, found before the first step, at the same global batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerFn
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._counts import format_bytes, number_of
+from lightning_fasttrain._free_memory import free_bytes
+from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._reading import first_line
+from lightning_fasttrain._technique import techniques_of
+from lightning_fasttrain.data import MicroBatching
+from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsing, is_rehearsing
+from lightning_fasttrain.plan.rehearsal.rehearsed import find_window, read_batches
+from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
+from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
+from lightning_fasttrain.planner.auto import Auto
+from lightning_fasttrain.planner.part_trial import PartTrial
+from lightning_fasttrain.planner.plan import GIB
+from lightning_fasttrain.run.memory_meter import MemoryMeter
+from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
+
+
+def possible_parts(size: int) -> list[int]:
+    """The numbers of parts that make parts of other sizes.
+
+    Example:
+        >>> possible_parts(6)
+        [1, 2, 3, 6]
+    """
+    return sorted({-(-size // part) for part in range(1, size + 1)})
+
+
+def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: list[int]) -> int:
+    """The fewest parts whose predicted peak is within a limit; the most that there are, where none is.
+
+    Args:
+        peak_of: parts → bytes, which fall from two parts on. It is asked a few times only.
+        limit_bytes: of a device.
+        parts: that are possible, rising.
+
+    Example:
+        >>> predict_parts(lambda n: 100 + 60 / n, limit_bytes=112, parts=[1, 2, 3, 6, 12])
+        6
+    """
+    if peak_of(parts[0]) <= limit_bytes:
+        return parts[0]
+    first, last = 1, len(parts) - 1
+    while first < last:
+        middle = (first + last) // 2
+        if peak_of(parts[middle]) <= limit_bytes:
+            last = middle
+        else:
+            first = middle + 1
+    return parts[last]
+
+
+class _Found:
+    """What was found, which copies of the callback share: one of them may search for all."""
+
+    def __init__(self) -> None:
+        self.parts: int | None = None
+        self.predicted_bytes: float | None = None
+        self.measured_bytes = 0
+
+    def __deepcopy__(self, memo: Any) -> "_Found":
+        return self
+
+
+class AutoBatchSize(L.Callback):
+    """Run each batch in as few parts as fit, so that the loader's batch, and all that depends on it, stays.
+
+    Before the first step the memory of a step is predicted for several numbers of parts, with all techniques. The
+    fewest that fit are tried: some steps of a copy of the run, with copies of its callbacks, its precision,
+    accumulation and clipping, on all its ranks; if they run out of memory, or take more than the limit, more parts are
+    tried. Then the run begins, as if nothing had been: weights, optimizer, random states and the place in the loader
+    are as they were, and loggers have heard nothing. The parts run as in
+    :class:`~lightning_fasttrain.MicroBatching`, which is added to the Trainer.
+
+    The batch is the largest of a sample of the loader's, with sequences and windows as they are once they have grown.
+    Under DDP the ranks agree on the number, by the one with the least room. A resumed run goes on with what was found.
+
+    Acts in ``on_train_start``, when loaders and optimizers are there, and takes its copies in ``setup``: list it
+    before techniques.
+
+    Args:
+        memory_gib: limit for a step's peak on each device; ``"fit"``: what is free there.
+        steps: that are tried, at least 2, since the first makes the optimizer's state.
+        seconds: that reading batches for the largest may take.
+
+    Attributes:
+        parts: of a batch; None before it is known.
+        predicted_bytes: the peak of a step in these parts, on this rank; None where it could not be predicted.
+        measured_bytes: the peak of the last step that was tried, on this rank.
+
+    Raises:
+        TypeError, ValueError: a limit that is not positive, fewer than 2 steps; in ``fit``: it is listed after a
+            technique or beside MicroBatching or Auto, a strategy under which no copy can be run beside, single
+            samples take more than the limit.
+        torch.OutOfMemoryError: in ``fit``: single samples do not fit, on any rank; with what else helps.
+
+    Example:
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> auto = AutoBatchSize()
+        >>> trainer = L.Trainer(
+        ...     accelerator="cpu", max_steps=1, callbacks=[auto], logger=False, enable_checkpointing=False,
+        ...     enable_progress_bar=False, enable_model_summary=False,
+        ... )
+        >>> trainer.fit(BoringModel())
+        >>> auto.parts
+        1
+
+    Source:
+        Ours. Lightning's ``BatchSizeFinder`` changes the loader's batch, without the other callbacks and on one
+        process only.
+    """
+
+    def __init__(self, memory_gib: float | str = "fit", steps: int = 3, seconds: float = 5.0) -> None:
+        if memory_gib != "fit" and (isinstance(memory_gib, str) or not memory_gib > 0):
+            way_out = "Give a number above 0, or 'fit'"
+            raise ValueError(explain(f"memory_gib={memory_gib!r}", "it is a limit in GiB", way_out))
+        if positive_int("steps", steps) < 2:
+            raise ValueError(explain("steps=1", "the first makes the optimizer's state", "Use steps=2 or more"))
+        self.memory_gib, self.steps, self.seconds = memory_gib, steps, seconds
+        self._found = _Found()
+        self._run: RunCopy | None = None
+        self._added: MicroBatching | None = None
+
+    @property
+    def parts(self) -> int | None:
+        return self._found.parts
+
+    @property
+    def predicted_bytes(self) -> float | None:
+        return self._found.predicted_bytes
+
+    @property
+    def measured_bytes(self) -> int:
+        return self._found.measured_bytes
+
+    def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: Lightning's earliest. What is added here is set up with the others."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
+        if not was_copied:
+            self._refuse_others(trainer)
+            self._added = MicroBatching(1)
+            trainer.callbacks.append(self._added)
+        if not is_rehearsing():
+            self._found.parts = None
+        self._run = copy_run(trainer, pl_module, (AutoBatchSize, MicroBatching, MemoryMeter))
+
+    def _refuse_others(self, trainer: L.Trainer) -> None:
+        place = trainer.callbacks.index(self)
+        techniques = techniques_of(trainer)
+        early = [technique for technique in techniques if trainer.callbacks.index(technique) < place]
+        others = [callback for callback in trainer.callbacks if isinstance(callback, MicroBatching | Auto)]
+        name, unrehearsable = type(self).__name__, find_unrehearsable(trainer)
+        unfit = [
+            (others, "both choose the number of parts", "Remove one of them"),
+            (early, "it has taken its place already when the parts come", f"List {name} before it"),
+        ]
+        for found, why, way_out in unfit:
+            if found:
+                raise ValueError(explain(f"{name} with {found[0]}", why, way_out))
+        if unrehearsable is not None:
+            way_out = "Use MicroBatching('auto'), which tries in the steps of the run itself"
+            raise ValueError(explain(name, unrehearsable, way_out))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the last before the first batch; a checkpoint is read."""
+        run, self._run = self._run, None
+        if run is not None and self._found.parts is None:
+            with Rehearsing(), leaving_no_trace(trainer, pl_module):
+                self._search(trainer, run)
+        for callback in trainer.callbacks:
+            if isinstance(callback, MicroBatching):
+                callback.n = self._found.parts or 1
+                callback.on_fit_start(trainer, pl_module)  # again: what several parts cannot be used with
+
+    def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
+        """Hook: the last. A later fit adds a fresh one."""
+        self._leave(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the only one that is called when a run fails."""
+        self._leave(trainer)
+
+    def _leave(self, trainer: L.Trainer) -> None:
+        added, self._added, self._run = self._added, None, None
+        if added is not None:
+            # a new list: the hooks of those in the old one are being called
+            trainer.callbacks = [callback for callback in trainer.callbacks if callback is not added]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"parts": self._found.parts}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._found.parts = state_dict["parts"]
+
+    def _search(self, trainer: L.Trainer, run: RunCopy) -> None:
+        window = find_window(trainer, run)
+        sample, _ = read_batches(trainer, window, self.seconds)
+        batch = sample.first[0] if sample.largest is None else sample.largest
+        most = max(_of_all_ranks(trainer, batch_size(batch)))
+        trial = PartTrial(trainer, run, batch, most, self.steps, window)
+        limit, possible = self._limit(trainer), possible_parts(most)
+        parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))
+        while True:
+            tried = trial.take_steps(parts)
+            peak = max(_of_all_ranks(trainer, tried.peak_bytes))
+            if tried.parts == parts and (self.memory_gib == "fit" or peak <= limit):
+                break
+            say("AutoBatchSize: batches in %s do not fit", number_of(parts, "part"))
+            failed = parts
+            while 2 * failed < tried.parts:  # these were tried on the way
+                failed *= 2
+            left = [more for more in possible if more > failed]
+            if not left:
+                why = f"one sample at a time takes {peak / GIB:.4g} GiB, {(peak - limit) / GIB:.2g} too much"
+                way_out = "Give more memory, or ActivationCheckpointing and other techniques beside"
+                raise ValueError(explain(f"memory_gib={self.memory_gib}", why, way_out))
+            parts = left[0]
+        found = self._found
+        found.parts, found.measured_bytes, found.predicted_bytes = parts, tried.peak_bytes, trial.predicted.get(parts)
+        in_parts = f"{number_of(parts, 'part')} of {number_of(-(-batch_size(batch) // parts), 'sample')}"
+        took = f"{format_bytes(tried.peak_bytes)} of {format_bytes(limit)}"
+        say("AutoBatchSize: batches run in %s; a step took %s", in_parts, took)
+
+    def _limit(self, trainer: L.Trainer) -> float:
+        """Bytes for a step on the rank with the least."""
+        if not isinstance(self.memory_gib, str):
+            return self.memory_gib * GIB
+        free = free_bytes(trainer.strategy.root_device)
+        return min(_of_all_ranks(trainer, float("inf") if free is None else float(free)))
+
+
+def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
+    """The fewest parts that should fit this rank; the fewest of all where that cannot be predicted."""
+    try:
+        return predict_parts(trial.predict, limit, possible)
+    except Exception as error:
+        say("AutoBatchSize: parts are only tried, since a step cannot be predicted: %s", first_line(error))
+        return possible[0]
+
+
+def _of_all_ranks(trainer: L.Trainer, answer: Any) -> list[Any]:
+    """What each rank answers. All ranks must ask."""
+    everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
+    return [unpack(one)["answer"] for one in everyone]

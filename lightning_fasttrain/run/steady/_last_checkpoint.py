@@ -1,0 +1,56 @@
+"""The checkpoint that a run saved last, and how to go back to it without ending the run."""
+
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain._host import call_module
+from lightning_fasttrain._surgery import Undo, patch
+
+
+class LastCheckpoint:
+    """Where the newest whole checkpoint of a run is: with weights, optimizers and schedules.
+
+    Attributes:
+        path: of the file; "" if there is none.
+        step: the optimizer step that it was saved after.
+    """
+
+    def __init__(self) -> None:
+        self.path, self.step = "", 0
+
+    def watch(self, trainer: L.Trainer) -> Undo:
+        """Note what this run saves, for its length."""
+        strategy = trainer.strategy
+        save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
+
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+            save(checkpoint, filepath, *args, **kwargs)
+            if "optimizer_states" in checkpoint:
+                self.path, self.step = os.fspath(filepath), checkpoint["global_step"]
+
+        def remove_checkpoint(filepath: Any) -> None:
+            remove(filepath)
+            if os.fspath(filepath) == self.path:
+                self.path = ""
+
+        undo = ExitStack()
+        undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+        undo.callback(patch(strategy, "remove_checkpoint", remove_checkpoint))
+        return undo.close
+
+    def begin(self, trainer: L.Trainer) -> None:
+        """A run that goes on from a checkpoint has one already."""
+        self.path, self.step = os.fspath(trainer.ckpt_path or ""), trainer.global_step
+
+    def go_back(self, trainer: L.Trainer) -> None:
+        """Weights, optimizers, schedules and precision as they were saved; loops, loaders and callbacks go on."""
+        strategy, module = trainer.strategy, trainer.lightning_module
+        checkpoint = strategy.load_checkpoint(self.path, weights_only=True)
+        call_module(trainer, "on_load_checkpoint", checkpoint)
+        strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
+        strategy.load_optimizer_state_dict(checkpoint)
+        for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=True):
+            config.scheduler.load_state_dict(state)

@@ -1,0 +1,178 @@
+"""A decision before each step of an optimizer, which skips the step without a trace.
+
+The decision is made on the device. Torch's fused optimizers take it there, as they take that of a loss scaler: their
+update is launched first and does nothing where it must not, and the host looks at the decision while the device is
+busy with the update. All other optimizers have to be kept from stepping, so there the host waits for the backward.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.optim import LBFGS, Optimizer
+
+from lightning_fasttrain._host import FabricOptimizer
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo, patch
+
+Look = Callable[[Optimizer], Tensor]
+Tell = Callable[[list[float]], None]
+
+
+def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler | None = None) -> Undo:
+    """Have ``look`` decide on each step of ``optimizer``, and ``tell`` hear of it.
+
+    A step that is skipped changes neither weights nor state, and no hook of the optimizer fires. Where torch's fused
+    optimizers skip on the device, their hooks do fire.
+
+    Args:
+        optimizer: the plain one, or what Lightning or Fabric made of it.
+        look: optimizer → [n] float32 on the device, the same on all ranks; skip where the first is 1.
+        tell: called with these n numbers once a step: after a step that was made, before one that is not.
+        scaler: a loss scaler, which skips steps itself; of those ``tell`` hears too.
+
+    Returns:
+        How to undo it.
+
+    Raises:
+        TypeError: not a torch optimizer, or one that runs the backward several times a step.
+    """
+    if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+        why = "what is guarded is the one update of a step of a torch.optim.Optimizer"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use one such as AdamW"))
+    return _Gate(optimizer, look, tell).install(scaler)
+
+
+class _Gate:
+    """Stands in the place of an optimizer's ``step``."""
+
+    def __init__(self, optimizer: Optimizer, look: Look, tell: Tell) -> None:
+        self.optimizer, self.look, self.tell = optimizer, look, tell
+        self.own_step: Any = optimizer.step
+        self.passed = False
+
+    def install(self, scaler: GradScaler | None) -> Undo:
+        @functools.wraps(self.own_step)  # a schedule looks for its mark on it
+        def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+            return self.step(closure, **kwargs)
+
+        undo = ExitStack()
+        # a method, since schedules that are made later take it apart
+        undo.callback(patch(self.optimizer, "step", MethodType(step, self.optimizer)))
+        if scaler is not None:
+            own = scaler.step
+
+            def scaled_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                self.passed = False
+                result = own(optimizer, *args, **kwargs)
+                if optimizer is self.optimizer and not self.passed:
+                    self.tell(_Reading(self.look(optimizer)).wait())
+                return result
+
+            undo.callback(patch(scaler, "step", scaled_step))
+        return undo.close
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        self.passed = True
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        numbers = self.look(self.optimizer)
+        reading = _Reading(numbers)
+        if skips_on_device(self.optimizer):
+            with _told_on_device(self.optimizer, numbers[0]):
+                self.own_step(**kwargs)
+            self.tell(reading.wait())
+            return loss
+        values = reading.wait()
+        if values[0] == 0:
+            self.own_step(**kwargs)
+        self.tell(values)
+        return loss
+
+
+class _Reading:
+    """Numbers on their way from the device to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.numbers, self.event = numbers, None
+        if numbers.is_cuda:
+            self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
+            self.numbers.copy_(numbers, non_blocking=True)
+            self.event = torch.cuda.current_stream(numbers.device).record_event()
+
+    def wait(self) -> list[float]:
+        if self.event is not None:
+            self.event.synchronize()
+        return self.numbers.tolist()
+
+
+def skips_on_device(optimizer: Optimizer) -> bool:
+    """Whether the coming step can be skipped by the device alone.
+
+    Of torch's own optimizers only, and not in their first step, in which fused SGD makes its buffers without values.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if not fused or not type(optimizer).__module__.startswith("torch.optim"):
+        return False
+    return all(optimizer.state.get(parameter) for parameter in parameters_with_gradient(optimizer))
+
+
+@contextmanager
+def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
+    """As a loss scaler tells a fused optimizer; beside one, both are heard."""
+    scalers = getattr(optimizer, "found_inf", None)
+    restore = ExitStack()
+    restore.callback(patch(optimizer, "found_inf", skip if scalers is None else torch.maximum(skip, scalers)))
+    if scalers is None:
+        restore.callback(patch(optimizer, "grad_scale", None))
+    with restore:
+        yield
+
+
+def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
+    """The parameters that the coming step would change."""
+    return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+
+
+def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
+    """Whether an entry is NaN or infinite: a 0-d float32 of 0 or 1, on the device, of the pieces that lie here.
+
+    Example:
+        >>> has_unfinite([torch.ones(2), torch.tensor([1.0, float("inf")])])
+        tensor(1.)
+    """
+    pieces = [piece for piece in map(local_values, tensors) if piece.numel() > 0]
+    largest = torch.nn.utils.get_total_norm(pieces, norm_type=float("inf"))
+    return (~largest.isfinite()).float()
+
+
+def has_room_for_nan(tensor: Tensor) -> bool:
+    """Whether it holds floating-point numbers as they are; those of one byte are codes, with scales elsewhere."""
+    return tensor.is_floating_point() and tensor.element_size() > 1
+
+
+def local_values(tensor: Tensor) -> Tensor:
+    """The piece of a sharded tensor that lies here; the entries of a sparse one; others as they are."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        return tensor.to_local()
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def agree(number: Tensor) -> Tensor:
+    """The largest on all ranks. It is part of the step's own communication: the host does not wait for it."""
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(number, dist.ReduceOp.MAX)
+    return number

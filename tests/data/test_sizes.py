@@ -1,0 +1,270 @@
+"""Batches and sequences that grow: by exact counts, beside schedules, over a resume, and on two processes alike."""
+
+import math
+from dataclasses import dataclass
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.data import (
+    BatchSizeWarmup,
+    Growth,
+    SequenceLengthWarmup,
+    cut_sequences,
+    grow_sequences,
+    grow_windows,
+    scale_rates_,
+)
+from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
+from tests.ranks import run_ranks
+
+RAGGED = [*lm_batches(4, size=6), *lm_batches(4, size=3, seed=4), *lm_batches(4, size=5, seed=5)]  # rows of a batch
+ROWS = [len(batch["labels"]) for batch in RAGGED]
+
+
+@pytest.mark.parametrize(("start", "full", "grid", "over"), [(1, 8, 1, 100), (16, 100, 8, 1000), (3, 3, 1, 10)])
+def test_each_size_below_the_full_one_lasts_equally_long(start, full, grid, over):
+    growth = Growth(start, full, over, grid)
+    sizes = [growth.size_at(done) for done in range(2 * over)]
+    below = list(range(start, full, grid))
+    for number, size in enumerate(below):
+        first, last = (math.ceil(over * share / len(below)) for share in (number, number + 1))
+        assert set(sizes[first:last]) == {size}
+    assert set(sizes[over:]) == {full}
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Growth(4, 2, 10), ValueError, "it is to grow"),
+        (lambda: Growth(0, 2, 10), ValueError, "start=0"),
+        (lambda: BatchSizeWarmup(2.5, 10), TypeError, "full=2.5"),
+        (lambda: BatchSizeWarmup(8, "5%"), ValueError, "Give steps, samples or tokens"),
+        (lambda: BatchSizeWarmup(8, "1ep"), ValueError, "Give steps, samples or tokens"),
+        (lambda: BatchSizeWarmup(8, 10, rate="cubic"), ValueError, "Use one of 'linear', 'sqrt'"),
+        (lambda: SequenceLengthWarmup(2, 8, 10, cut=3), TypeError, "Give a function"),
+    ],
+)
+def test_what_cannot_grow_is_refused_at_once(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+class Sizes(L.Callback):
+    """Rows of each optimizer step, and its rate, as a stranger sees them."""
+
+    def __init__(self):
+        self.rows, self.rates, self.window = [], [], 0
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.window += len(batch["labels"])
+
+    def on_train_batch_end(self, trainer, pl_module, *_):
+        if trainer.global_step > len(self.rows):
+            self.rows.append(self.window)
+            self.window = 0
+
+
+def by_samples(rows, full, over):
+    """The windows, slowly: the size is that of the rows that were seen before."""
+    steps, seen, window = [], 0, []
+    for row in rows:
+        below = full - 1
+        size = full if seen >= over else 1 + int(seen * below / over)
+        window.append(row)
+        if len(window) == size:
+            steps.append(sum(window))
+            seen += sum(window)
+            window = []
+    return [*steps, sum(window)] if window else steps
+
+
+def test_batches_of_other_sizes_are_counted_as_they_are():
+    warmup, seen = BatchSizeWarmup(full=4, over="30 samples"), Sizes()
+    fit(TinyLM(), RAGGED, [warmup, seen])
+    assert seen.rows == by_samples(ROWS, 4, 30)
+    assert (warmup.growth.samples, warmup.growth.tokens) == (sum(ROWS), 5 * sum(ROWS))
+    in_a_loop = [sum(len(b["labels"]) for b in window) for window in grow_windows(RAGGED, Growth(1, 4, "30 samples"))]
+    assert in_a_loop == seen.rows
+
+
+class Save(L.Callback):
+    def __init__(self, path, batches):
+        self.path, self.batches = path, batches
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.batches -= 1
+        if self.batches == 0:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: BatchSizeWarmup(full=4, over="150 tok", rate="sqrt"),
+        lambda: BatchSizeWarmup(full=3, over=5),
+        lambda: SequenceLengthWarmup(2, 5, over="150 tok", grid=1),
+        lambda: SequenceLengthWarmup(2, 5, over="50%", grid=1),
+    ],
+)
+def test_resumed_while_it_grows_is_uninterrupted(tmp_path, make, at):
+    """At 4 batches, within a window."""
+    whole, resumed, first, second = TinyLM(), TinyLM(), make(), make()
+    fit(whole, RAGGED, [first, ft.ExactResume(), Save(tmp_path / "half.ckpt", at)])
+    torch.manual_seed(12)
+    t = trainer([second, ft.ExactResume()])
+    t.fit(resumed, as_loader(RAGGED), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert largest_difference(weights(whole), weights(resumed)) == 0
+    assert second.state_dict() == first.state_dict()
+
+
+def test_a_checkpoint_within_a_window_changes_nothing(tmp_path):
+    plain, saves = TinyLM(), TinyLM()
+    fit(plain, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear")])
+    fit(saves, RAGGED, [BatchSizeWarmup(full=4, over="100 tok", rate="linear"), Save(tmp_path / "a.ckpt", 4)])
+    assert largest_difference(weights(plain), weights(saves)) == 0
+
+
+@pytest.mark.parametrize(("rule", "expected"), [("linear", [1 / 3, 2 / 3, 1]), ("sqrt", [3**-0.5, (2 / 3) ** 0.5, 1])])
+def test_rates_follow_the_size_and_it_is_said(rule, expected):
+    """Updates of plain SGD tell the rate that was used: beside a schedule, which goes on as without."""
+
+    class Moves(TinyLM):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+            return ft.build_schedule(optimizer, "linear", total=8).configured()
+
+        def on_before_optimizer_step(self, optimizer):
+            self.before, self.grad = self.head.weight.detach().clone(), self.head.weight.grad.clone()
+
+        def on_train_batch_end(self, *_):
+            used = (self.before - self.head.weight.detach()).norm() / self.grad.norm()
+            if self.trainer.global_step > len(self.used):
+                self.used.append(float(used))
+                self.left.append(self.trainer.optimizers[0].param_groups[0]["lr"])
+
+    module = Moves()
+    module.used, module.left = [], []
+    with heard() as said:
+        fit(module, lm_batches(6), [BatchSizeWarmup(full=3, over=2, rate=rule)])
+    plain = [0.1 * (1 - k / 8) for k in range(4)]
+    assert module.used == pytest.approx([rate * by for rate, by in zip(plain, expected, strict=False)], rel=1e-4)
+    assert module.left == pytest.approx(plain[1:])
+    told = [line for line in said if line.startswith("BatchSizeWarmup: from")]
+    assert told[1] == f"BatchSizeWarmup: from step 1 on 2 of 3 batches, with {expected[1]:.3g} of the learning rate"
+    assert len(told) == 3
+
+
+def test_torchs_schedulers_go_on_as_without_it():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    undo, rates = scale_rates_(optimizer, lambda: 0.1), []
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [0.5, 0.25, 0.125]
+    undo()
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert weight.tolist() == [1 - 0.125]
+
+
+def test_a_schedule_knows_how_many_steps_there_will_be():
+    class Scheduled(TinyLM):
+        def configure_optimizers(self):
+            self.schedule = ft.build_schedule(super().configure_optimizers(), "cosine", module=self)
+            return self.schedule.configured()
+
+    module = Scheduled()
+    t = trainer([BatchSizeWarmup(full=4, over=6)], max_epochs=2)
+    t.fit(module, as_loader(RAGGED))
+    assert module.schedule.plan.total == t.global_step == 9  # 1 1 2 2 3 3 and 4 4 4
+    with pytest.raises(ValueError, match="Give the total in tokens, or the growth in steps"):
+        fit(Scheduled(), RAGGED, [BatchSizeWarmup(full=4, over="100tok")])
+
+
+@dataclass(frozen=True)
+class Row:
+    ids: Tensor
+    names: list
+
+
+def test_all_of_a_batch_is_cut_alike():
+    ids = torch.arange(24).reshape(2, 12)
+    batch = {
+        "nested": (ids, Row(ids + 1, ["a", "b"])),
+        "mask": torch.ones(2, 12, dtype=torch.bool),
+        "table": torch.ones(2, 1, 12, 12),
+        "flags": torch.ones(2, 12, 12, dtype=torch.bool),
+        "embeddings": torch.ones(2, 12, 7),
+        "weight": torch.ones(2, 5),
+        "size": torch.tensor(2),
+    }
+    cut = cut_sequences(batch, 5)
+    assert torch.equal(cut["nested"][0], ids[:, :5])
+    assert torch.equal(cut["nested"][1].ids, ids[:, :5] + 1)
+    shapes = [tuple(cut[name].shape) for name in ("mask", "table", "flags", "embeddings", "weight", "size")]
+    assert shapes == [(2, 5), (2, 1, 5, 5), (2, 5, 5), (2, 5, 7), (2, 5), ()]
+    assert cut["nested"][0].view(-1).shape == (10,)
+    assert cut_sequences(batch, 12) is batch
+    with pytest.raises(ValueError, match="Give cut="):
+        cut_sequences({"x": torch.ones(2, 12)}, 5)
+
+
+def test_only_training_batches_are_cut_and_what_is_trained_on_is_counted():
+    lengths = {"train": [], "validate": []}
+
+    class Looking(TinyLM):
+        def forward(self, ids):
+            lengths["train" if self.training else "validate"].append(ids.shape[1])
+            return super().forward(ids)
+
+    warmup = SequenceLengthWarmup(1, 5, over="50%", grid=2)
+    trainer([warmup], max_epochs=2).fit(Looking(), as_loader(lm_batches(4)), as_loader(lm_batches(1)))
+    assert lengths["train"] == [1, 1, 3, 3, 5, 5, 5, 5]
+    assert set(lengths["validate"]) == {5}
+    assert (warmup.growth.samples, warmup.growth.tokens) == (48, 6 * sum(lengths["train"]))
+
+
+def test_loops_go_on_where_they_were():
+    whole, first, second = (Growth(1, 5, over="100 tok") for _ in range(3))
+    expected = [batch["labels"].shape for batch in grow_sequences(RAGGED, whole)]
+    before = [batch["labels"].shape for batch in grow_sequences(RAGGED[:4], first)]
+    second.load_state_dict(first.state_dict())
+    assert before + [batch["labels"].shape for batch in grow_sequences(RAGGED[4:], second)] == expected
+    assert second.state_dict() == whole.state_dict()
+
+
+RANKS = """
+import os
+import torch
+from lightning_fasttrain.data import BatchSizeWarmup, SequenceLengthWarmup
+from tests.data.test_sizes import Sizes
+from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+
+rank = int(os.environ["RANK"])
+mine = lm_batches(8, size=2 + 4 * rank, seed=rank)
+warmup, seen = BatchSizeWarmup(3, over="40 samples"), Sizes()
+sequences = SequenceLengthWarmup(2, 5, over="300tok", grid=1)
+module = TinyLM()
+t = trainer([warmup, sequences, seen], devices=2, strategy="ddp")
+t.fit(module, as_loader(mine))
+assert (warmup.growth.samples, sequences.growth.samples) == (64, 64)
+assert [rows // (2 + 4 * rank) for rows in seen.rows] == [1, 1, 1, 2, 3], seen.rows
+other = torch.stack([weights(module)["head.weight"]] * 2)
+torch.distributed.broadcast(other[1], src=0)
+assert torch.equal(other[0], other[1])
+"""
+
+
+def test_two_ranks_count_the_samples_of_both_and_grow_together(tmp_path):
+    """Of 2 and of 6 rows: alone they would step at other batches, and wait for one another for ever."""
+    script = tmp_path / "program.py"
+    script.write_text(RANKS)
+    run_ranks(str(script), log=tmp_path / "program.log", timeout_s=60)

@@ -1,0 +1,390 @@
+"""Every optimizer that has a name: how it is made, that it trains in every host, resumes, and keeps what it says."""
+
+import copy
+import io
+
+import lightning as L
+import pytest
+import torch
+from lightning.fabric.utilities.optimizer import _optimizer_to_device
+from torch.optim.lr_scheduler import LambdaLR
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.optim import HostOptimizer, hand_over_state_, layer_decay_groups, optimizer_state_bytes
+from lightning_fasttrain.optim.named._known import KNOWN
+from lightning_fasttrain.optim.named.state_bytes import tensors_in
+from lightning_fasttrain.strategy import predict_model_states
+from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named, refuse_unshardable
+from tests.nets import TinyLM, as_loader, fit, largest_difference, trainer, weights
+
+pytest.importorskip("bitsandbytes")
+pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
+
+CONFIG = GPTConfig(vocabulary=17, context=16, layers=2, heads=2, width=64)  # matrices large enough for 8 bits
+SETTINGS = {"galore": {"rank": 2, "update_every": 2}}
+NEEDS = {"adamw4bit": "torchao", "schedule-free": "schedulefree"}
+
+
+def each_name(names):
+    rows = []
+    for name in names:
+        skip = pytest.mark.skipif(not is_there(NEEDS.get(name)), reason=f"{NEEDS.get(name)} is not installed")
+        rows.append(pytest.param(name, marks=skip))
+    return rows
+
+
+def is_there(package):
+    if package is None:
+        return True
+    try:
+        __import__(package)
+    except ModuleNotFoundError:
+        return False
+    return True
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_compiled():
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes a minute on a CPU
+        yield
+
+
+class NamedLM(ft.FastTrainMixin, GPTModule):
+    """The reference GPT, small, with the optimizer of a name."""
+
+    def __init__(self, name="adamw", **more):
+        torch.manual_seed(7)
+        super().__init__(CONFIG)
+        self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=SETTINGS.get(name, {}), **more)
+
+
+def tokens(count):
+    generator = torch.Generator().manual_seed(3)
+    drawn = [torch.randint(17, (4, 9), generator=generator) for _ in range(count)]
+    return [(ids[:, :-1], ids[:, 1:]) for ids in drawn]
+
+
+def loop(net, optimizer, batches):
+    for batch in batches:
+        optimizer.zero_grad()
+        net.loss(batch).backward()
+        optimizer.step()
+    return net
+
+
+BATCHES = tokens(3)
+
+
+def saved(optimizer):
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    return torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+
+
+def held_bytes(optimizer):
+    """Bytes of every tensor in the state, those that are shared once."""
+    optimizer = optimizer.inner if isinstance(optimizer, HostOptimizer) else optimizer
+    return sum({id(t): t.nbytes for state in optimizer.state.values() for t in tensors_in(state)}.values())
+
+
+# Each name, in each host
+
+
+@pytest.mark.parametrize("name", each_name(KNOWN))
+def test_it_trains_alike_in_trainer_mixin_and_loop_and_resumes_bit_for_bit(name, tmp_path):
+    bare = NamedLM(name)
+    optimizer = bare.optimizer(bare)
+    before = weights(bare)
+    loop(bare, optimizer, BATCHES)
+    state = saved(optimizer), weights(bare)
+    loop(bare, optimizer, BATCHES)
+    assert largest_difference(before, weights(bare)) > 1e-3
+    resumed = NamedLM(name)
+    resumed.load_state_dict(state[1])
+    optimizer = resumed.optimizer(resumed)
+    optimizer.load_state_dict(state[0])
+    loop(resumed, optimizer, BATCHES)
+    assert largest_difference(weights(bare), weights(resumed)) == 0
+
+    class Save(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            if trainer.current_epoch == 0:
+                trainer.save_checkpoint(tmp_path / "half.ckpt")
+
+    in_trainer = fit(NamedLM(name), BATCHES, [Save()], max_epochs=2)
+    assert largest_difference(weights(bare), weights(in_trainer)) == 0
+    again = NamedLM(name)
+    trainer(max_epochs=2).fit(again, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    assert largest_difference(weights(bare), weights(again)) == 0
+
+
+@pytest.mark.parametrize("name", each_name(KNOWN))
+def test_its_state_has_the_bytes_that_were_predicted(name):
+    net = NamedLM(name)
+    optimizer = net.optimizer(net)
+    predicted = optimizer_state_bytes(optimizer)
+    assert not held_bytes(optimizer) or name in ("adagrad", "galore")
+    loop(net, optimizer, BATCHES[:1])
+    assert held_bytes(optimizer) == predicted > 0 or name == "sgd"
+    report = ft.predict_memory(NamedLM(name), BATCHES[0], device="cpu")
+    assert report.at_peak.get("optimizer state", 0) == predicted
+
+
+# State in other precision
+
+FAMILY = ("adamw8bit", "adamw4bit", "paged-adamw", "paged-adamw8bit")
+ROUNDED = {"adamw8bit": 0.02, "paged-adamw8bit": 0.02, "adamw4bit": 0.2, "paged-adamw": 0.0, "lion8bit": 0.02}
+
+
+@pytest.mark.parametrize("name", each_name((*FAMILY, "lion8bit")))
+def test_state_goes_to_the_plain_optimizer_and_back(name):
+    plain = "lion" if "lion" in name else "adamw"
+    net = NamedLM(name)
+    optimizer = net.optimizer(net)
+    loop(net, optimizer, BATCHES)
+    full = ft.build_optimizer(net, plain)
+    count = len(list(net.parameters()))
+    assert hand_over_state_(optimizer, full) == count
+    again = ft.build_optimizer(net, name)
+    assert hand_over_state_(full, again) == count
+    third = ft.build_optimizer(net, plain)
+    hand_over_state_(again, third)
+    for parameter in net.parameters():
+        if plain == "adamw":
+            assert full.state[parameter]["step"] == third.state[parameter]["step"] == len(BATCHES)
+        assert full.state[parameter]["exp_avg"].count_nonzero() > 0
+        one, other = ({"": each.state[parameter]["exp_avg"]} for each in (full, third))
+        assert largest_difference(one, other) <= ROUNDED[name]
+    loop(net, again, BATCHES)  # and it goes on
+
+
+def test_eight_bits_follow_the_moments_of_the_plain_optimizer():
+    nets = NamedLM("adamw"), NamedLM("adamw8bit")
+    full, low = (net.optimizer(net) for net in nets)
+    for net, optimizer in zip(nets, (full, low), strict=True):
+        loop(net, optimizer, BATCHES)
+    read = ft.build_optimizer(nets[1], "adamw")
+    hand_over_state_(low, read)
+    for one, other in zip(*(net.parameters() for net in nets), strict=True):
+        pair = {"": full.state[one]["exp_avg"]}, {"": read.state[other]["exp_avg"]}
+        assert largest_difference(*pair) < 0.1
+
+
+def test_a_state_of_another_family_is_refused():
+    net = NamedLM()
+    adamw, lion, sgd = (ft.build_optimizer(net, name) for name in ("adamw", "lion", "sgd"))
+    with pytest.raises(ValueError, match="AdamW → Lion.*taken no step"):
+        hand_over_state_(adamw, lion)
+    loop(net, adamw, BATCHES[:1])
+    with pytest.raises(ValueError, match="one keeps a mean of squares, the other none"):
+        hand_over_state_(adamw, lion)
+    other = NamedLM()
+    with pytest.raises(ValueError, match="28 parameters of the first are unknown"):
+        hand_over_state_(adamw, ft.build_optimizer(other))
+    momentum = ft.build_optimizer(net, "sgd", momentum=0.9)
+    loop(net, momentum, BATCHES[:1])
+    with pytest.raises(ValueError, match="it keeps momentum_buffer, which the other does not know"):
+        hand_over_state_(momentum, adamw)
+
+
+# What it is given, and what it refuses
+
+
+def rates(optimizer, key="lr"):
+    return {group["name"]: group[key] for group in optimizer.param_groups}
+
+
+def test_groups_are_those_of_the_function_that_is_asked_for():
+    net = NamedLM()
+    assert rates(ft.build_optimizer(net, weight_decay=0.3), "weight_decay") == {"decay": 0.3, "no_decay": 0.0}
+    layered = ft.build_optimizer(net, "muon", lr=0.1, layer_decay=0.5)
+    expected = {group["name"]: group["lr"] for group in layer_decay_groups(net, 0.1, 0.5)}
+    assert {name.removesuffix("/muon"): rate for name, rate in rates(layered).items()} == expected
+    own = [{"params": list(net.parameters()), "name": "mine"}]
+    assert list(rates(ft.build_optimizer(net, "lion", groups=own))) == ["mine"]
+    galore = ft.build_optimizer(net, "galore", rank=3, blocks="gpt.blocks.0")
+    assert rates(galore, "rank") == {"decay/galore": 3, "decay": None, "no_decay": None}
+    assert [len(group["params"]) for group in galore.param_groups[:2]] == [4, 4]
+
+
+def test_lora_plus_rates_and_frozen_parameters_are_left_out():
+    net = NamedLM()
+    ft.apply(net, [ft.LoRA(rank=2)])
+    optimizer = ft.build_optimizer(net, lr=0.1, lora_plus=8)
+    assert rates(optimizer) == {"A": 0.1, "B": 0.8}
+    trained = [p for p in net.parameters() if p.requires_grad]
+    assert sum(len(group["params"]) for group in ft.build_optimizer(net).param_groups) == len(trained)
+
+
+def test_names_are_joined_as_one_likes_and_settings_reach_the_optimizer():
+    net = NamedLM()
+    for name in ("adamw8bit", "AdamW_8bit", "adamw-8-bit"):
+        assert type(ft.build_optimizer(net, name)).__name__ == "AdamW8bit"
+    assert ft.build_optimizer(net, "sgd", momentum=0.7).defaults["momentum"] == 0.7
+    assert ft.build_optimizer(net, "lion").defaults["lr"] == 1e-4
+    assert ft.build_optimizer(net, "sgd").param_groups[0]["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("asked", "kind", "message"),
+    [
+        ({"name": "adamw9"}, ValueError, "'adamw9'.*Use one of sgd, adagrad.*schedule-free"),
+        ({"momentum": 0.9}, TypeError, "momentum for 'adamw': AdamW has no such setting. It has betas, eps"),
+        ({"rank": 2}, TypeError, "rank for 'adamw'"),
+        ({"offload": "disk"}, ValueError, "offload='disk'"),
+        ({"updates": "kahn"}, ValueError, "updates='kahn'"),
+        ({"updates": "kahan"}, ValueError, "parameters of torch.float32: only bfloat16.*bf16-true"),
+        ({"layer_decay": 0.9, "lora_plus": 2}, ValueError, "layer_decay and lora_plus: each makes all groups"),
+        ({"layer_decay": 0.9, "groups": [{}]}, ValueError, "layer_decay and groups"),
+        ({"name": "paged-adamw", "offload": "cpu"}, ValueError, "offload='cpu' with 'paged-adamw'.*by itself"),
+        ({"name": "schedule-free", "updates": "kahan"}, ValueError, "updates='kahan' with 'schedule-free'"),
+        ({"weight_decay": -1}, ValueError, "weight_decay=-1"),
+        ({"name": "muon", "blocks": "Conv2d"}, ValueError, "matches nothing"),
+    ],
+)
+def test_what_cannot_be_is_refused_when_it_is_asked_for(asked, kind, message):
+    with pytest.raises(kind, match=message):
+        ft.build_optimizer(NamedLM(), **asked)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("adamw4bit", "ao"), ("schedule-free", "schedule-free")])
+def test_a_package_that_is_missing_is_named_with_what_installs_it(name, extra):
+    if is_there(NEEDS[name]):
+        pytest.skip("it is there")
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'lightning-fasttrain\[{extra}\]'"):
+        ft.build_optimizer(NamedLM(), name)
+
+
+def test_a_recipe_refuses_an_unknown_name_before_there_is_a_model():
+    with pytest.raises(ValueError, match="Use one of"):
+        ft.NamedOptimizer("adamw9")
+
+
+# Company
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "lion", "muon", "adamw8bit"])
+def test_in_the_backward_it_is_the_same_bit_for_bit(name):
+    plain, net = NamedLM(name), NamedLM(name)
+    loop(plain, plain.optimizer(plain), BATCHES)
+    fit(net, BATCHES, [ft.OptimizerInBackward()])
+    assert largest_difference(weights(plain), weights(net)) == 0
+
+
+@pytest.mark.parametrize("more", [{"name": "muon"}, {"offload": "cpu"}, {"name": "adamw", "updates": "kahan"}])
+def test_a_copy_of_model_and_optimizer_goes_on_by_itself(more):
+    net = NamedLM(**more).to(torch.bfloat16 if "updates" in more else torch.float32)
+    optimizer = net.optimizer(net)
+    loop(net, optimizer, BATCHES)
+    other, copied = copy.deepcopy((net, optimizer))
+    before = weights(net)
+    loop(other, copied, BATCHES)
+    assert largest_difference(before, weights(net)) == 0
+    loop(net, optimizer, BATCHES)
+    assert largest_difference(weights(net), weights(other)) == 0
+
+
+def test_paged_state_is_made_anew_after_loading_with_the_same_numbers():
+    net = NamedLM("paged-adamw8bit")
+    optimizer = net.optimizer(net)
+    loop(net, optimizer, BATCHES[:1])
+    optimizer.load_state_dict(optimizer.state_dict())
+    loaded = optimizer.state[net.gpt.tokens.weight]["state1"]
+    values = loaded.clone()
+    optimizer.zero_grad()
+    optimizer.step()
+    made = optimizer.state[net.gpt.tokens.weight]["state1"]
+    assert made is not loaded
+    assert torch.equal(made, values)
+    optimizer.step()
+    assert optimizer.state[net.gpt.tokens.weight]["state1"] is made
+
+
+@pytest.mark.gpu
+def test_paged_state_is_paged_again_when_a_run_resumes(tmp_path):
+    net = torch.nn.Linear(512, 512).cuda()
+    states = []
+    for _ in range(2):
+        optimizer = ft.build_optimizer(net, "paged-adamw8bit")
+        for state in states:
+            optimizer.load_state_dict(state)
+            _optimizer_to_device(optimizer, torch.device("cuda"))
+        net(torch.ones(2, 512, device="cuda")).sum().backward()
+        optimizer.step()
+        assert optimizer.state[net.weight]["state1"].is_paged
+        states.append(optimizer.state_dict())
+    assert optimizer.state[net.weight]["step"] == 2
+
+
+def test_schedules_and_clipping_reach_every_group_of_muon():
+    net = NamedLM("muon")
+    optimizer = net.optimizer(net)
+    schedule = LambdaLR(optimizer, lambda step: 0.0)
+    before = weights(net)
+    loop(net, optimizer, BATCHES[:1])
+    assert largest_difference(before, weights(net)) == 0
+    schedule.step()
+    clipped = fit(NamedLM("muon"), BATCHES, gradient_clip_val=1e-3)
+    assert largest_difference(weights(fit(NamedLM("muon"), BATCHES)), weights(clipped)) > 0
+
+
+def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
+    net = NamedLM("adamw")
+    net.optimizer = ft.NamedOptimizer("adamw", settings={"fused": True})
+    fit(net, BATCHES, gradient_clip_val=1.0, precision="bf16-mixed")  # Lightning refuses one made by hand
+
+
+@pytest.mark.parametrize("name", ["muon", "galore", "adafactor"])
+def test_zero_is_refused_to_what_needs_whole_matrices(name):
+    net = NamedLM(name)
+    with pytest.raises(ValueError, match="with ZeRO.*flat pieces"):
+        refuse_unshardable(net.optimizer(net))
+
+
+def test_zero_is_refused_to_an_optimizer_in_host_memory():
+    net = NamedLM("adamw", offload="cpu")
+    with pytest.raises(ValueError, match="HostOptimizer with ZeRO: its copy of the weights"):
+        refuse_unshardable(net.optimizer(net))
+
+
+@pytest.mark.parametrize("name", ["sgd", "adam", "adamw", "lion", "adamw8bit", "lion8bit"])
+def test_zero_takes_what_treats_each_number_alike(name):
+    net = NamedLM(name)
+    refuse_unshardable(net.optimizer(net))
+
+
+def test_the_planner_and_the_shard_command_know_the_names():
+    net = NamedLM()
+    bytes_of = {}
+    for name in ("muon", "lion", "adamw8bit", "adamw"):
+        (states,) = predict_model_states(net, optimizer_named(name), world_size=1, stages=("0",))
+        bytes_of[name] = states.optimizer
+        assert states.optimizer == optimizer_state_bytes(ft.build_optimizer(net, name))
+    assert bytes_of["adamw8bit"] < bytes_of["lion"] < bytes_of["muon"] < bytes_of["adamw"]
+    given = ft.NamedOptimizer("muon")
+    report = ft.predict_memory(net, BATCHES[0], optimizer=given, device="cpu")
+    assert report.at_peak["optimizer state"] == bytes_of["muon"]
+
+
+def test_the_proof_of_techniques_takes_a_named_optimizer():
+    net = NamedLM().gpt
+    loss = lambda net, batch: torch.nn.functional.cross_entropy(net(batch[0]).flatten(0, 1), batch[1].flatten())  # noqa: E731
+    proof = ft.verify(net, BATCHES[0], [ft.ActivationCheckpointing()], loss=loss, optimizer=ft.NamedOptimizer("muon"))
+    assert proof.ok
+
+
+def test_a_module_that_names_no_optimizer_says_so():
+    class Bare(ft.FastTrainMixin, L.LightningModule):
+        def training_step(self, batch):
+            return None
+
+    with pytest.raises(ValueError, match="Bare names no optimizer and has no configure_optimizers.*NamedOptimizer"):
+        Bare().configure_optimizers()
+
+
+def test_a_module_with_its_own_configure_optimizers_keeps_it():
+    class Own(ft.FastTrainMixin, TinyLM):
+        pass
+
+    assert type(Own().configure_optimizers()) is torch.optim.AdamW

@@ -1,0 +1,88 @@
+"""Which parameters are decayed, by name; lists written by hand are the reference."""
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_fasttrain as ft
+from tests.nets import HeadFirst, TinyLM, heard
+
+
+def names_in(model, groups):
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {group["name"]: [names[parameter] for parameter in group["params"]] for group in groups}
+
+
+class Vision(nn.Module):
+    """What vision models keep as bare tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, 4))
+        self.pos_embed = nn.Parameter(torch.zeros(1, 9, 4))
+        self.patches = nn.Conv2d(3, 4, 2)
+        self.bn = nn.BatchNorm2d(4)
+        self.attention = nn.MultiheadAttention(4, 2)
+        self.experts = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+def test_products_are_decayed_and_nothing_else():
+    model = Vision()
+    groups = ft.decay_groups(model, 0.2)
+    assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
+    found = names_in(model, groups)
+    products = ["experts", "patches.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
+    assert found["decay"] == products
+    assert set(found["no_decay"]) == {name for name, _ in model.named_parameters()} - set(found["decay"])
+
+
+def test_a_tied_weight_is_listed_once_and_spared_as_an_embedding():
+    model = TinyLM()
+    listed = [p for group in ft.decay_groups(model) for p in group["params"]]
+    assert len(listed) == len(set(listed)) == len(list(model.parameters()))
+    assert "embed.weight" in names_in(model, ft.decay_groups(model))["no_decay"]
+    tied = HeadFirst(tied=True)  # its head is listed before the embedding
+    assert "lm_head.weight" in names_in(tied, ft.decay_groups(tied))["no_decay"]
+    free = HeadFirst()
+    assert "lm_head.weight" in names_in(free, ft.decay_groups(free))["decay"]
+
+
+def test_frozen_parameters_are_out_unless_they_are_asked_for():
+    model = TinyLM()
+    model.blocks[0].requires_grad_(False)
+    assert not [n for names in names_in(model, ft.decay_groups(model)).values() for n in names if "blocks.0." in n]
+    every = ft.decay_groups(model, frozen=True)
+    assert sum(len(group["params"]) for group in every) == len(list(model.parameters()))
+    with pytest.raises(ValueError, match="all its parameters are frozen"):
+        ft.decay_groups(model.requires_grad_(False))
+
+
+def test_one_line_says_which_matrices_are_spared():
+    with heard() as said:
+        ft.decay_groups(Vision(), 0.123)
+    (line,) = [line for line in said if "decay_groups" in line]
+    assert "0.123 for 4 parameters, none for 7: of more than one dimension are cls_token, pos_embed" in line
+
+
+def test_names_change_what_the_rules_say():
+    model = TinyLM()
+    found = names_in(model, ft.decay_groups(model, decayed="embed.weight", spared="blocks.*.up.*"))
+    assert "embed.weight" in found["decay"]
+    assert not [name for name in found["decay"] if ".up." in name]
+    assert [name for name in found["decay"] if ".down." in name]
+    both = names_in(model, ft.decay_groups(model, decayed="**.bias", spared=["blocks.0.up.bias"]))
+    assert "blocks.0.up.bias" in both["no_decay"]
+    assert "blocks.1.up.bias" in both["decay"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"weight_decay": -0.1}, "weight_decay=-0.1: weights would grow"),
+        ({"decayed": "embeds"}, "decayed='embeds': no parameter that trains has this name.*embed.weight"),
+        ({"spared": ["nothing.*"]}, r"spared='nothing\.\*'"),
+    ],
+)
+def test_what_cannot_be_is_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        ft.decay_groups(TinyLM(), **settings)
