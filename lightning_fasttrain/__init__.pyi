@@ -18,8 +18,10 @@ from lightning_fasttrain._technique import Surgery as Surgery
 from lightning_fasttrain._technique import Technique as Technique
 from lightning_fasttrain._technique import apply as apply
 from lightning_fasttrain._version import __version__ as __version__
+from lightning_fasttrain.data import BatchSizeWarmup as BatchSizeWarmup
 from lightning_fasttrain.data import DevicePrefetch as DevicePrefetch
 from lightning_fasttrain.data import MicroBatching as MicroBatching
+from lightning_fasttrain.data import SequenceLengthWarmup as SequenceLengthWarmup
 from lightning_fasttrain.data import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lightning_fasttrain.data import accumulate_gradients as accumulate_gradients
 from lightning_fasttrain.data import accumulate_window as accumulate_window

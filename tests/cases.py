@@ -251,14 +251,14 @@ CASES = [
         regroup=pairs_of,
     ),
     Case(
-        lambda: ft.data.BatchSizeWarmup(full=2, over=1),
+        lambda: ft.BatchSizeWarmup(full=2, over=1),
         takes_growing_windows,
         effects.the_first_step_is_one_batch,
         tolerance=1e-5,
         regroup=one_then_pairs_of,
     ),
     Case(
-        lambda: ft.data.SequenceLengthWarmup(2, 5, over=3, grid=1),
+        lambda: ft.SequenceLengthWarmup(2, 5, over=3, grid=1),
         takes_growing_sequences,
         effects.sequences_are_short_at_first,
         regroup=cut_by_hand,

@@ -86,6 +86,16 @@ def lm_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
+class WideLM(TinyLM):
+    """Rows of whole blocks of 64 numbers, which bitsandbytes multiplies by itself when they are in 4 bits."""
+
+    def build(self) -> None:
+        torch.manual_seed(7)
+        self.embed = nn.Embedding(VOCAB, 64)
+        self.blocks = nn.ModuleList([Block(64) for _ in range(2)])
+        self.head = nn.Linear(64, VOCAB, bias=False)
+
+
 class LazyLM(TinyLM):
     """The same model, built where sharded strategies want it."""
 

@@ -1,6 +1,6 @@
 """Chooses for a user: the fastest mix of techniques that fits a limit of memory, by measurement and prediction.
 
-From the bottom up: ``choice``, ``axes``, ``loader_workers``, ``several_devices``, ``plan``, ``predicted_memory``,
+From the bottom up: ``choice``, ``axes``, ``hints``, ``several_devices``, ``plan``, ``predicted_memory``,
 ``stopwatch``, ``search``, ``make_plan``, ``auto``, ``part_trial``, ``auto_batch_size``.
 """
 

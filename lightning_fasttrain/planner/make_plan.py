@@ -19,7 +19,7 @@ from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.choice import Choice, switch_of
-from lightning_fasttrain.planner.loader_workers import say_workers
+from lightning_fasttrain.planner.hints import say_leaner_optimizer, say_workers
 from lightning_fasttrain.planner.plan import GIB, Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Search
@@ -62,7 +62,7 @@ def make_plan(
             :func:`~lightning_fasttrain.choose_strategy`. What they send one another is counted in bytes, not in time.
         nodes: machines that they are in.
         keep: ``"exact"``, ``"tolerance"`` (also bf16-mixed and compiled blocks) or ``"changes_training"`` (also LoRA
-            and QLoRA).
+            and QLoRA; and what an optimizer in 8 bits would save is in the notes, since the optimizer is yours).
         loss: (module, batch) → loss, for a module without ``training_step``.
         optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
         precision: of your training, which then stays; None: "32-true", or "bf16-mixed" if that is faster and ``keep``
@@ -148,6 +148,8 @@ def make_plan(
         search.notes.append(f"There is no {device} here: times are assumed, and nothing was measured.")
     elif loader is not None:
         search.notes += filter(None, [say_workers(loader, chosen.ms)])
+    if keep_class is Exactness.CHANGES_TRAINING:
+        search.notes += filter(None, [say_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(

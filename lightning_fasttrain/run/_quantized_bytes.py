@@ -22,7 +22,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, module in model.named_modules():
         held: dict[str, Any] = {}
         if isinstance(module, bnb.nn.Linear4bit):
-            held = _of_4bit(module.weight.quant_state)
+            held = _of_4bit(getattr(module.weight, "quant_state", module.quant_state))
         elif isinstance(module, bnb.nn.Linear8bitLt):
             held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
         for name, tensor in held.items():

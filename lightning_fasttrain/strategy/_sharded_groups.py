@@ -8,7 +8,8 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from lightning_fasttrain.optim.named.state_bytes import Shape, state_bytes
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy, stays_whole
+from lightning_fasttrain.strategy.fsdp2._packed_weights import whole_parameters
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import own_groups, precision_policy
 from lightning_fasttrain.strategy.sizes._model_sizes import Held, ceil_div
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates
 
@@ -35,13 +36,14 @@ class ShardedGroup:
 def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
     """The groups of ``held.net``, the root last."""
     policy = precision_policy(precision)
+    whole = whole_parameters(held.net, policy)
     inside: set[nn.Parameter] = set()
     groups = []
     for block in own_groups(held.net).values():
-        parameters = [p for p in block.parameters() if not stays_whole(p)]
+        parameters = [p for p in block.parameters() if p not in whole]
         inside.update(parameters)
         groups.append(_group(held, policy, parameters, gathers=2))
-    rest = [p for p in held.parameters if not stays_whole(p) and p not in inside]
+    rest = [p for p in held.parameters if p not in whole and p not in inside]
     return [*groups, _group(held, policy, rest, gathers=1)]  # the root stays gathered until its backward is done
 
 
@@ -51,7 +53,8 @@ def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Par
     for parameter in parameters:
         part, size = math.prod(_cut(parameter.shape, held.ranks)), held.itemsize(parameter)
         shard += part * size
-        gathered += part * held.ranks * (policy.param_dtype.itemsize if policy.param_dtype else size)
+        cast = policy.param_dtype if parameter.is_floating_point() else None
+        gathered += part * held.ranks * (cast.itemsize if cast else size)
         if parameter.requires_grad:
             trained += part * size
             reduced += part * held.ranks * policy.reduce_dtype.itemsize
@@ -65,7 +68,7 @@ def _cut(shape: Sequence[int], ranks: int) -> Shape:
 
 
 def fsdp2_states(
-    held: Held, groups: Sequence[ShardedGroup], *, micro_batches: int = 1, offload: bool = False
+    held: Held, groups: Sequence[ShardedGroup], precision: str, *, micro_batches: int = 1, offload: bool = False
 ) -> ModelStates:
     """As :func:`predict_model_states`, of FSDP2 with blocks that are freed after their forward.
 
@@ -77,7 +80,7 @@ def fsdp2_states(
     gradients = max((block.reduced for block in blocks), default=root.reduced)
     shards = sum(group.shard for group in groups)
     trained = sum(group.trained_shard for group in groups)
-    whole = sum(p.nbytes for p in held.parameters if stays_whole(p))
+    whole = sum(p.nbytes for p in whole_parameters(held.net, precision_policy(precision)))
     state = waiting = 0
     if micro_batches > 1:
         waiting = sum(group.reduced for group in groups)

@@ -234,7 +234,7 @@ def choose_strategy(
     sizes = usual_sizes(deepspeed)
     names = [name for name in CANDIDATES if not (left_out and name.startswith(left_out))]
     moved = Moved(deepspeed, own, precision, micro_batches=1, sizes=sizes)
-    rows = [ddp_states(own), fsdp2_states(own, moved.groups), fsdp2_states(own, moved.groups, offload=True)]
+    rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
     stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
     by_name = {row.stage: row for row in rows}
     by_name.update({f"zero-{row.stage}": row for row in states_of(deepspeed, stages, sizes)})

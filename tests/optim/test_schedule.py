@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
 from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
-from tests.nets import TinyLM, as_loader, fit, heard, lm_batches, trainer
+from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
 
 BATCHES = lm_batches(5)
@@ -253,6 +253,35 @@ def test_a_step_that_overflows_is_none(fused):
     assert 0 < taken == module.schedule.updates < t.global_step == 10
     assert module.rates == sorted(module.rates, reverse=True)
     assert sorted({round(1000 * rate) for rate in module.rates}) == list(range(11 - taken, 11))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_that_a_guard_skips_is_none(fused):
+    class Breaks(Scheduled):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * (float("nan") if batch_idx == 2 else 1.0)
+
+    module, guard = Breaks("linear", total=10, rate=0.01, fused=fused), ft.FiniteGuard()
+    with pytest.warns(ft.FastTrainWarning, match="a step was skipped"):
+        fit(module, BATCHES, [guard])
+    assert (module.schedule.updates, guard.skipped, module.trainer.global_step) == (4, 1, 5)
+
+
+@pytest.mark.parametrize(("name", "settings"), [("muon", {}), ("lion", {}), ("adamw", {"offload": "cpu"})])
+def test_an_optimizer_by_its_name_is_driven_as_by_torchs_own(name, settings):
+    class Named(TinyLM):
+        def configure_optimizers(self):
+            optimizer = ft.build_optimizer(self, name, lr=0.01, **settings)
+            if self.ours:
+                return build_schedule(optimizer, "linear", module=self).configured()
+            falls = torchs.LinearLR(optimizer, 1.0, 0.0, total_iters=5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
+
+    ours, theirs = Named(), Named()
+    ours.ours, theirs.ours = True, False
+    fit(ours, BATCHES)
+    fit(theirs, BATCHES)
+    assert largest_difference(weights(theirs), weights(ours)) < 1e-6
 
 
 @pytest.mark.gpu

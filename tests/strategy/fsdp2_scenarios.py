@@ -19,6 +19,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.run._quantized_bytes import quantized_tensors
+from lightning_fasttrain.strategy.fsdp2 import _packed_weights
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
@@ -27,6 +30,7 @@ from tests.finetune.test_quantized_stacks import Net as Experts
 from tests.nets import (
     LazyLM,
     TinyLM,
+    WideLM,
     as_loader,
     concatenate,
     largest_difference,
@@ -291,6 +295,63 @@ def techniques(found):
     found["refused"]["GaLoreAdamW"] = refusal(lambda: fit(net=Projects))
 
 
+@contextmanager
+def whole_base():
+    """The strategy as it is where FSDP2 would cast what is packed."""
+    original = _packed_weights._would_be_cast
+    _packed_weights._would_be_cast = lambda *_: True
+    yield
+    _packed_weights._would_be_cast = original
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def packed_bytes(module):
+    layers = [layer for layer in module.modules() if is_quantized(layer)]
+    return sum(local(layer.weight).untyped_storage().nbytes() for layer in layers)
+
+
+def base_in_4_bits(found, folder):
+    recomputed, experts = ft.ActivationCheckpointing(), [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
+    for name, net, callbacks, offload, precision in (
+        ("narrow", TinyLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
+        ("wide", WideLM, [ft.QLoRA(rank=2)], None, "32-true"),
+        ("offload", WideLM, [ft.QLoRA(rank=2)], "cpu", "32-true"),
+        ("bf16-mixed", WideLM, [ft.QLoRA(rank=2), recomputed], None, "bf16-mixed"),
+        ("experts", Experts, experts, None, "32-true"),
+    ):
+        ends = []
+        for base in (whole_base, nullcontext):
+            with base():
+                strategy = FSDP2Strategy(offload=offload)
+                ends.append(fit(callbacks, net=net, strategy=strategy, precision=precision)[0])
+        first, second = ends
+        losses = zip(getattr(first, "losses", []), getattr(second, "losses", []), strict=True)
+        constants = sum(tensor.nbytes for _, tensor in quantized_tensors(second))
+        found[f"4 bits {name}"] = {
+            "losses": [(a - b).item() for a, b in losses],
+            "weights": largest_difference(whole(first), whole(second)),
+            "agree": agree(second),
+            "keys": list(first.state_dict()) == list(second.state_dict()),
+            "moved": max(tensor.abs().max().item() for name, tensor in whole(second).items() if "lora_B" in name),
+            "packed": [packed_bytes(first), packed_bytes(second)],
+            "held": constants + sum(local(parameter).nbytes for parameter in second.parameters()),
+        }
+    run = saving(folder / "full")
+    module, _ = fit(**{**run, "net": WideLM, "callbacks": [*run["callbacks"], ft.QLoRA(rank=2, checkpoint="full")]})
+    again = {**saving(folder / "x"), "net": WideLM, "callbacks": [ft.QLoRA(rank=2, checkpoint="full")]}
+    with resumed_from(folder / "full" / "epoch=1.ckpt"):
+        found["4 bits resumed"] = largest_difference(whole(module), whole(fit(**again)[0]))
+    with resumed_from(folder / "single-qlora.ckpt"):  # of one plain process
+        settings = {"net": WideLM, "batches": {"train_dataloaders": as_loader(RANKS[0][:4])}, "max_epochs": 2}
+        one, _ = fit([ft.QLoRA(rank=2, checkpoint="full")], **settings)
+    ends = {"two": whole(module), "from one": whole(one)}
+    if RANK == 0:
+        torch.save(ends, folder / "qlora.pt")
+
+
 class Drawn(TinyLM):
     """Weights from each rank's own seed, a buffer that is not saved, and one that is."""
 
@@ -541,7 +602,7 @@ def main(path, folder):
         began = time.time()
         scenario(found)
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
-    for scenario in (checkpoints, fabric_loop):
+    for scenario in (checkpoints, base_in_4_bits, fabric_loop):
         began = time.time()
         scenario(found, folder)
         found["seconds"][scenario.__name__] = time.time() - began

@@ -5,23 +5,29 @@ import json
 import os
 import subprocess
 import sys
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 
 import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.strategy._sharded_groups import fsdp2_states, sharded_groups
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafeReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from lightning_fasttrain.strategy.sizes._model_sizes import held_by
+from tests.nets import TinyLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_code, run_ranks
 
 ROOT = Path(__file__).parent.parent.parent
+CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
 
 
 @pytest.fixture(scope="module")
@@ -36,14 +42,18 @@ def single(tmp_path_factory):
     optimizers = {"optimizer_0": named_state(module, t.optimizers[0])}
     rest.pop("optimizer_states")
     save_sharded(folder / "one", rest.pop("state_dict"), optimizers, rest)
-    ends = {}
-    for name, techniques in (("single", []), ("single-lora", [ft.LoRA(rank=2)])):
+    ends, whole = {}, ft.QLoRA(rank=2, checkpoint="full")
+    for name, net, techniques in (
+        ("single", TinyLM, []),
+        ("single-lora", TinyLM, [ft.LoRA(rank=2)]),
+        ("single-qlora", WideLM, [whole]),
+    ):
         if techniques:
             torch.manual_seed(3)
             t = trainer(techniques)
-            t.fit(TinyLM(), as_loader(batches))
+            t.fit(net(), as_loader(batches))
             t.save_checkpoint(folder / f"{name}.ckpt")
-        again = TinyLM()
+        again = net()
         again_from = {"ckpt_path": folder / f"{name}.ckpt", "weights_only": True}
         trainer(techniques, max_epochs=2).fit(again, as_loader(batches), **again_from)
         ends[f"{name}.ckpt"] = weights(again)
@@ -57,8 +67,8 @@ def found(single):
     return json.loads((folder / "found.json").read_text())
 
 
-def largest(found, key):
-    return max(rank[key] for rank in found)
+def largest(found, *keys):
+    return max(reduce(getitem, keys, rank) for rank in found)
 
 
 @pytest.mark.parametrize("run", ["adamw", "sgd"])  # the first with checkpointing and compiled blocks
@@ -212,6 +222,45 @@ def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_fo
         assert "lora_A.default.weight is [2, " in rank[f"{kind} other rank"]
 
 
+@pytest.mark.parametrize("run", ["narrow", "wide", "offload", "bf16-mixed", "experts"])
+def test_a_base_in_4_bits_is_cut_and_trains_bit_for_bit_as_one_that_is_whole(found, run):
+    """Also where blocks are recomputed, and for rows that begin within a block of 64."""
+    for rank in found:
+        seen = rank[f"4 bits {run}"]
+        assert set(seen["losses"]) <= {0.0}
+        assert (seen["weights"], seen["agree"], seen["keys"]) == (0, 0, True)
+        assert seen["moved"] > 1e-3
+        whole, part = seen["packed"]
+        assert part == (whole if run == "bf16-mixed" and CASTS_BYTES else whole / 2)
+
+
+def test_what_a_rank_holds_of_a_base_in_4_bits_is_predicted(found):
+    net = WideLM()
+    ft.apply(net, [ft.QLoRA(rank=2)])
+    held = held_by(net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad]), 2, "32-true")
+    states = fsdp2_states(held, sharded_groups(held, "32-true"), "32-true")
+    assert states.parameters == largest(found, "4 bits wide", "held")
+
+
+def test_a_whole_checkpoint_of_a_base_in_4_bits_resumes_bit_for_bit_and_loads_in_a_plain_model(found, single):
+    assert largest(found, "4 bits resumed") == 0
+    folder, _ = single
+    state, plain = full_state_dict(folder / "full" / "epoch=2.ckpt"), WideLM()
+    ft.apply(plain, [ft.QLoRA(rank=2)])
+    assert set(state) == set(plain.state_dict())
+    plain.load_state_dict(state)
+    end = torch.load(folder / "qlora.pt", weights_only=True)["two"]
+    assert largest_difference(end, plain.state_dict()) == 0
+    assert plain.loss(lm_batches(1)[0]) > 0
+
+
+def test_a_quantised_models_checkpoint_of_one_process_goes_on_on_two(found, single):
+    folder, expected = single
+    end = torch.load(folder / "qlora.pt", weights_only=True)["from one"]
+    trained = {name: tensor for name, tensor in end.items() if name in expected["single-qlora.ckpt"]}
+    assert largest_difference(expected["single-qlora.ckpt"], trained) < 1e-6
+
+
 def test_a_sharded_adapters_checkpoint_goes_on_on_one_device(found, single, tmp_path):
     folder, _ = single
     torch.save(full_checkpoint(folder / "LoRA" / "epoch=1.ckpt"), tmp_path / "whole.ckpt")
@@ -284,7 +333,7 @@ ONE_PROCESS = """
 import sys, torch
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
-from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
+from tests.nets import TinyLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 import lightning as L
 
 folder, batches = sys.argv[1], lm_batches(4)

@@ -7,8 +7,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.finetune import dequantized_weight
+from lightning_fasttrain.finetune.quantized._quantized_layer import pack
+from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
@@ -17,10 +21,12 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     shard_blocks_,
     without_gradient_reduction,
 )
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from tests.nets import Block, TinyLM, gradients, largest_difference, lm_batches, weights
 
 BATCH = lm_batches(1)[0]
+CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +101,7 @@ def test_a_block_used_twice_is_one_block(mesh):
     assert shard_blocks_(model, mesh, blocks=Block) == ["1.a", "1.c"]
 
 
-def test_quantised_weights_stay_whole_and_adapters_are_sharded(mesh):
+def test_weights_in_8_bits_stay_whole_and_adapters_are_sharded(mesh):
     model = TinyLM()
     ft.apply(model, [ft.QLoRA(rank=2, kind="int8")])
     shard_blocks_(model, mesh)
@@ -104,6 +110,63 @@ def test_quantised_weights_stay_whole_and_adapters_are_sharded(mesh):
     assert all(isinstance(p, DTensor) for p in trainable)
     assert type(model.blocks[0].up.base_layer.weight).__name__ == "Int8Params"
     check_sharded(model)
+
+
+def in_4_bits(storage=torch.uint8):
+    """A model of bitsandbytes' own layers, as Hugging Face makes them, that stores its bytes in a dtype."""
+    bnb = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    layers = [bnb.nn.Linear4bit(64, 64, quant_type="nf4", quant_storage=storage) for _ in range(2)]
+    return nn.Sequential(nn.Linear(64, 64), *layers).to("cpu")
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16, torch.float32])
+def test_a_weight_in_4_bits_is_cut_unless_it_would_be_cast(mesh, storage, precision):
+    plain, model = in_4_bits(storage), in_4_bits(storage)
+    shard_blocks_(model, mesh, policy=precision_policy(precision))
+    cast = precision == "bf16-mixed" and (storage is torch.float32 or (storage is torch.uint8 and CASTS_BYTES))
+    assert isinstance(model[1].weight, DTensor) != cast
+    assert list(model.state_dict()) == list(plain.state_dict())
+    packed = full(model[1].state_dict())["weight"]
+    assert torch.equal(packed.view(torch.uint8), plain[1].weight.detach().view(torch.uint8))  # as floats some are NaN
+    x = torch.randn(4, 64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        expected, found = plain(x), model(x)
+    expected.sum().backward()
+    found.sum().backward()
+    assert torch.equal(expected, found)
+    assert largest_difference(gradients(plain[0]), full(gradients(model[0]))) == 0
+
+
+def test_constants_are_kept_when_a_sharded_model_is_moved(mesh):
+    model, keys = in_4_bits(), list(in_4_bits().state_dict())
+    shard_blocks_(model, mesh)
+    model.to("cpu")
+    assert sum(tensor.nbytes for _, tensor in quantized_tensors(model)) > 0
+    assert list(model.state_dict()) == keys
+
+
+def test_a_sharded_weight_in_4_bits_takes_another_and_a_plain_one_to_be_quantised(mesh, tmp_path):
+    model, other, plain = in_4_bits(), in_4_bits(), nn.Linear(64, 64)
+    shard_blocks_(model, mesh)
+    other[1].weight.data.fill_(0x5A)
+    other[1].weight.quant_state.offset += 1
+    torch.save({"state_dict": other.state_dict()}, tmp_path / "packed.ckpt")
+    load_full_(tmp_path / "packed.ckpt", model, strict=True)
+    assert largest_difference(weights(other), full(weights(model))) == 0
+    model.load_state_dict({"1.weight": plain.weight}, strict=False)
+    packed, constants = pack(plain.weight.detach(), "nf4", True)
+    assert torch.equal(model[1].weight.full_tensor(), packed)
+    assert torch.equal(model[1].quant_state.absmax, constants.absmax)
+    assert torch.equal(model.state_dict()["1.weight.absmax"], constants.absmax)
+
+
+def test_a_sharded_weight_in_4_bits_is_not_dequantised_by_halves(mesh):
+    model = in_4_bits()
+    shard_blocks_(model, mesh)
+    with pytest.raises(ValueError, match="Linear4bit: the model is sharded"):
+        dequantized_weight(model[1])
 
 
 def test_precisions_become_policies():

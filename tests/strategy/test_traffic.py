@@ -77,7 +77,7 @@ def states(name):
         return ddp_states(held_by(net, adam(net), 2, precision))
     if strategy == "fsdp2":
         held = held_by(net, adam(net), 2, precision).as_torch_does(precision)
-        return fsdp2_states(held, sharded_groups(held, precision), micro_batches=micro_batches)
+        return fsdp2_states(held, sharded_groups(held, precision), precision, micro_batches=micro_batches)
     stage = strategy.removeprefix("zero-")
     return predict_model_states(
         net, optimizer_for(name, net), world_size=2, precision=precision, stages=[stage], sizes=sizes

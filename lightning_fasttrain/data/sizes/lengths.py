@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
 
 _UNITS = {
@@ -17,7 +18,6 @@ _UNITS = {
 }
 _WRITTEN = re.compile(r"(\d[\d_,]*(?:\.\d+)?(?:e\+?\d+)?)\s*([a-z]*|%)")
 _UNDERSTOOD = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
-CLOCKS = ("steps", "samples", "tokens")
 
 
 @dataclass(frozen=True)
@@ -27,10 +27,16 @@ class Length:
     Attributes:
         amount: how much; of a share, from 0 to 1.
         unit: ``"steps"`` (of the optimizer), ``"epochs"``, ``"samples"``, ``"tokens"`` or ``"share"`` (of the whole).
+
+    Raises:
+        ValueError: another unit.
     """
 
     amount: float
     unit: str
+
+    def __post_init__(self) -> None:
+        one_of("unit", self.unit, ("steps", "epochs", "samples", "tokens", "share"))
 
     @property
     def clock(self) -> str | None:

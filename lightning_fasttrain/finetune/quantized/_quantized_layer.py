@@ -7,8 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._checks import one_of, require
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")
@@ -200,9 +202,13 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
     """Put a layer in order; also a forward pre-hook, for it looks at nothing on the device.
 
     What bitsandbytes leaves behind: pickling, and loading with ``assign=True``, turn the weight into a plain
-    parameter; ``model.to`` moves the weight but not all that belongs to it; copying makes two of what is one.
+    parameter; ``model.to`` moves the weight but not all that belongs to it; copying makes two of what is one. FSDP2
+    gathers the weight as a plain parameter; cut over the ranks it may be elsewhere than what belongs to it.
     """
     weight: Any = layer.weight
+    if isinstance(weight, DTensor):
+        weight.quant_state = layer.quant_state
+        return
     if type(weight) is nn.Parameter:
         layer.weight = weight = _4bit_parameter(weight.data, layer.quant_state)
     state = weight.quant_state
@@ -250,6 +256,7 @@ def dequantized_weight(layer: Any) -> Tensor:
 
     Raises:
         TypeError: the layer is not quantised.
+        ValueError: its weight is sharded, and not gathered now.
 
     Example:
         >>> from lightning_fasttrain.finetune import quantize_base_
@@ -265,6 +272,9 @@ def dequantized_weight(layer: Any) -> Tensor:
     """
     if not is_quantized(layer):
         raise TypeError(f"{type(layer).__name__} has no quantised weight: use its weight as it is.")
+    if isinstance(layer.weight, DTensor):
+        why = "the model is sharded, and this process has but a part of the weight"
+        raise ValueError(explain(f"a {type(layer).__name__}", why, "Load the run's checkpoint into a plain model"))
     if in_8_bits(layer):
         settle_8bit_(layer)
         return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import wrapper_on
@@ -102,9 +103,10 @@ def load_4bit(
         if wrong:
             return _refuse(state_dict, name, layer, wrong, errors)
         functional: Any = require_bitsandbytes().functional
-        new = functional.QuantState.from_dict(found, layer.weight.device)
+        new = functional.QuantState.from_dict(found, old.absmax.device)
     elif (plain := _plain_weight(weight, layer)) is not None:
-        state_dict[name], new = pack(plain, old.quant_type, old.nested)
+        packed, new = pack(plain.to(old.absmax.device), old.quant_type, old.nested)
+        state_dict[name] = _cut_like(layer.weight, packed)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
     layer.weight.quant_state = layer.quant_state = new
@@ -170,7 +172,7 @@ def load_8bit(
         return
     settle_8bit_(layer)
     if (plain := _plain_weight(weight, layer)) is not None:
-        state_dict[name], constants = pack(plain, "int8", False)
+        state_dict[name], constants = pack(plain.to(layer.weight.device), "int8", False)
     elif weight.dtype is not torch.int8 or constants is None or constants.shape != layer.state.SCB.shape:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to int8", errors)
     elif layout not in (0, "row"):
@@ -181,12 +183,19 @@ def load_8bit(
 
 
 def _plain_weight(weight: Tensor, layer: Any) -> Tensor | None:
-    """What is to be quantised, [out, in], on the layer's device; None if it is no plain weight of this layer."""
+    """What is to be quantised, [out, in]; None if it is no plain weight of this layer."""
     if was_transposed(layer) and weight.ndim == 2:
         weight = weight.T
     if weight.dtype not in FLOATS or weight.shape != (layer.out_features, layer.in_features):
         return None
-    return weight.detach().to(layer.weight.device)
+    return weight.detach()
+
+
+def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
+    """This rank's part of what all ranks have packed alike, if the layer's weight is sharded."""
+    if not isinstance(weight, DTensor):
+        return packed
+    return distribute_tensor(packed, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 
 def _refuse(state_dict: StateDict, name: str, layer: Any, wrong: str, errors: list[str]) -> None:

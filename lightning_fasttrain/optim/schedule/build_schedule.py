@@ -50,7 +50,7 @@ def build_schedule(
     (tokens as their tensor holds them, padding too); in a loop tell each batch, :meth:`Schedule.count`.
 
     Args:
-        optimizer: the rates that its groups have now are those that a factor of 1 gives.
+        optimizer: the rates that its groups have now, or had before an earlier schedule, are those of a factor of 1.
         shape: ``"cosine"``, ``"linear"``, ``"constant"``, ``"inverse-sqrt"``, ``"exponential"``, ``"step"``,
             ``"one-cycle"`` or ``"wsd"`` (constant, and down at the end).
         warmup: how long the rate rises from 0 in a line; of ``one-cycle``, 30% where none is given.

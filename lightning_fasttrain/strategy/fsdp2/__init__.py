@@ -2,6 +2,6 @@
 
 Checkpoints are written by all ranks and load on any number.
 
-From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``shard_blocks``, ``materialize``,
+From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``_packed_weights``, ``shard_blocks``, ``materialize``,
 ``gathers_in_step``, ``sharded_checkpoint``, ``sharding``, ``fsdp2_fabric``, ``fsdp2_strategy``.
 """

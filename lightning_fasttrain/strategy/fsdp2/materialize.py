@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import stays_whole
+from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 
 
 def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
@@ -67,11 +67,13 @@ def send_from_rank_zero_(
         for name, target in _tensors(model).items():
             full = whole.pop(name, None)
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
+            if isinstance(target, DTensor):
+                full = full.as_subclass(Tensor)  # of bitsandbytes' own, in 4 bits
             full = full.to(device).contiguous()
             if isinstance(target, DTensor):
                 parts: Any = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())
-            elif not (isinstance(target, nn.Parameter) and stays_whole(target)):  # those were found to agree
+            elif not (isinstance(target, nn.Parameter) and is_opaque(target)):  # those were found to agree
                 dist.broadcast(full, src=0)
                 target.copy_(full)
 
@@ -111,7 +113,7 @@ def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
     """What all ranks must have in common: names, shapes and dtypes, and the numbers in quantised layers."""
     digests = {}
     for name, layer in model.named_modules():
-        if any(stays_whole(p) for p in layer.parameters(recurse=False)):
+        if any(is_opaque(p) for p in layer.parameters(recurse=False)):
             digests[name] = _digest(layer)
     tensors = [(name, tuple(t.shape), str(t.dtype), t.requires_grad) for name, t in _tensors(model).items()]
     return tensors, digests
@@ -132,7 +134,7 @@ def _difference(mine: Any, first: Any, rank: int) -> str | None:
         if mine[1][name] != digest:
             return explain(
                 f"rank {rank} has quantised other weights than rank 0 in '{name}'",
-                "quantised layers stay whole on every rank, so they must agree from the start",
+                "their constants stay whole on every rank, so all of it must agree from the start",
                 "Load the same pretrained weights on every rank, or call seed_everything() before the model is built",
             )
     return None

@@ -16,6 +16,12 @@ from torch.optim import Optimizer
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain.strategy.fsdp2._packed_weights import (
+    is_opaque,
+    keep_packed_,
+    unwrap_packed_,
+    whole_parameters,
+)
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 REDUCE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -79,10 +85,12 @@ def shard_blocks_(
 
     Call it after everything else that changes the model and before the optimizer is made. Parameters become
     ``DTensor``, split along their first axis; ``state_dict`` keys stay. Frozen parameters and adapters are sharded
-    like the others. Quantised parameters (not floating, or of a class of their own) are frozen and stay whole on every
-    rank, as buffers do. A block that shares a parameter with the rest of the model is left to the root, so that tied
-    weights stay tied. A model without repeated blocks is one group. This cannot be undone, and a sharded model
-    cannot be copied. Sharding a second time does nothing.
+    like the others, and so are weights in 4 bits, experts' too: as bytes, gathered as they are. Their constants (with
+    double quantisation a thirtieth of them) stay whole on every rank, as buffers do. So does what is quantised in
+    another way, and weights in 4 bits that would be cast: those that are stored as floats, of a dtype that is not the
+    policy's, and on torch 2.11 under bf16-mixed all that are not stored in bfloat16. A block that shares a parameter
+    with the rest of the model is left to the root, so that tied weights stay tied. A model without repeated blocks is
+    one group. This cannot be undone, and a sharded model cannot be copied. Sharding a second time does nothing.
 
     Args:
         model: any module.
@@ -124,13 +132,18 @@ def shard_blocks_(
         return []
     _refuse_unshardable(model)
     groups = own_groups(model, blocks)
-    whole = {parameter for parameter in model.parameters() if stays_whole(parameter)}
+    policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
+    whole = whole_parameters(model, policy)
     if whole:
         gib = sum(parameter.nbytes for parameter in whole) / 2**30
-        note_once(f"FSDP2: quantised weights, {gib:.2f} GiB, stay whole on every rank; the rest is sharded")
+        note_once(
+            f"FSDP2: quantised weights, {gib:.2f} GiB, stay whole on every rank, since they are not in 4 bits or "
+            "would be cast; the rest is sharded"
+        )
+    packed = unwrap_packed_(model, policy)
     options: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": policy or MixedPrecisionPolicy(cast_forward_inputs=False),
+        "mp_policy": policy,
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
         "ignored_params": whole,
     }
@@ -139,6 +152,7 @@ def shard_blocks_(
     for block in groups.values():
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
+    keep_packed_(packed, [*groups.values(), model])
     return list(groups)
 
 
@@ -165,14 +179,6 @@ def _uses(module: nn.Module) -> Counter[nn.Parameter]:
     return Counter(p for inner in module.modules() for p in inner.parameters(recurse=False))
 
 
-def stays_whole(parameter: nn.Parameter) -> bool:
-    """Whether a parameter is quantised: such are replicated, since their bytes are no numbers to be cut or cast."""
-    if isinstance(parameter, DTensor):
-        return False
-    own_class = type(parameter) is not nn.Parameter and not parameter.requires_grad
-    return own_class or not parameter.is_floating_point()
-
-
 def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
     if not isinstance(reshard, bool | int):
         raise TypeError(explain(f"reshard_after_forward={reshard!r}", "it is a choice or a number", "Use True"))
@@ -186,7 +192,7 @@ def _check_reshard(reshard: bool | int, mesh: DeviceMesh) -> None:
 def _refuse_unshardable(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         why, way_out = None, "Freeze it, and build quantised models on every rank"
-        if not stays_whole(parameter):
+        if not is_opaque(parameter):
             if parameter.ndim == 0:
                 why, way_out = "a number without an axis cannot be cut", "Give it the shape (1,)"
         elif parameter.is_meta:

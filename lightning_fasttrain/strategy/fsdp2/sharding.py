@@ -11,8 +11,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_, stays_whole
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
 
 
 @dataclass
@@ -62,7 +63,7 @@ class Sharding:
             return []
         whole = whole_on_rank_zero(model)
         for module in model.modules():  # quantised layers are left to us, with all that belongs to their weights
-            quantised = [p for p in module.parameters(recurse=False) if stays_whole(p)]
+            quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
             if quantised and not any(p.is_meta for p in quantised):
                 module.to(device)
         names = shard_blocks_(

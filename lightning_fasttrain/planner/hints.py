@@ -1,4 +1,4 @@
-"""How many workers a loader needs, so that steps do not wait for it."""
+"""What is the user's own, and could be better: workers of the loader, state of the optimizer."""
 
 import math
 import os
@@ -6,9 +6,17 @@ import time
 from collections.abc import Sized
 from typing import Any
 
+import lightning as L
 from lightning.pytorch.utilities.seed import isolate_rng
+from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
+from lightning_fasttrain._counts import format_bytes
+from lightning_fasttrain._host import configured_optimizers
+from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
+from lightning_fasttrain.plan.proof.step_record import copy_module, quietly
+
+_LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0
 
 
@@ -40,6 +48,32 @@ def say_workers(loader: Any, step_ms: float) -> str:
     if needed > cores:
         return f"{took}: more than {loader.num_workers} workers on {cores} cores can hide. Prepare samples ahead."
     return ""
+
+
+def say_leaner_optimizer(module: L.LightningModule) -> str:
+    """How much smaller the state of Adam or AdamW would be in 8 bits.
+
+    Args:
+        module: whose ``configure_optimizers`` is asked, on a copy.
+
+    Returns:
+        A sentence; "" for another optimizer, or where nothing would be smaller.
+    """
+    copied = copy_module(module)
+    with quietly(), isolate_rng():
+        optimizers = configured_optimizers(copied)
+        if not optimizers or type(optimizers[0]) not in (Adam, AdamW):
+            return ""
+        now = optimizer_state_bytes(optimizers[0])
+        try:
+            leaner = optimizer_state_bytes(build_optimizer(copied, _LEANER))
+        except ModuleNotFoundError:
+            return ""
+    if leaner > 0.9 * now:
+        return ""
+    made = f"ft.build_optimizer(self, {_LEANER!r}, ...)"
+    name = type(optimizers[0]).__name__
+    return f"{name}'s state takes {format_bytes(now)}; {made} keeps it in {format_bytes(leaner)}, and rounds it."
 
 
 def _measure(loader: Any) -> float | None:

@@ -1,4 +1,4 @@
-"""How many workers a loader needs, from how long its samples take."""
+"""What is said of the loader, from how long its samples take, and of the optimizer, from what it keeps."""
 
 import time
 
@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.planner import loader_workers
-from lightning_fasttrain.planner.loader_workers import say_workers
+from lightning_fasttrain.planner import hints
+from lightning_fasttrain.planner.hints import say_leaner_optimizer, say_workers
 from tests.nets import TinyLM, lm_batches
 
 
@@ -37,8 +37,8 @@ class Clock:
 @pytest.fixture
 def slow(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(loader_workers.time, "perf_counter", clock)
-    monkeypatch.setattr(loader_workers.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(hints.time, "perf_counter", clock)
+    monkeypatch.setattr(hints.os, "cpu_count", lambda: 8)
     return Slow(clock)
 
 
@@ -92,3 +92,20 @@ def test_a_plan_says_it():
         TinyLM(), batch, 1.0, keep="exact", device="cpu", seconds=0.01, loader=DataLoader(Late(), batch_size=2)
     )
     assert any("A batch takes the loader" in note and "num_workers" in note for note in found.notes)
+
+
+def test_what_eight_bits_would_save():
+    class Net(TinyLM):
+        def __init__(self, optimizer, width):
+            super().__init__()
+            self.wide, self.optimizer = torch.nn.Linear(width, width), optimizer
+
+        def configure_optimizers(self):
+            return self.optimizer(self.parameters(), lr=1e-3)
+
+    large = Net(torch.optim.AdamW, 512)
+    now = 8 * sum(parameter.numel() for parameter in large.parameters())
+    said = say_leaner_optimizer(large)
+    assert said.startswith(f"AdamW's state takes {now / 2**20:.2f} MiB; ft.build_optimizer(self, 'adamw8bit', ...)")
+    assert say_leaner_optimizer(Net(torch.optim.SGD, 512)) == ""
+    assert say_leaner_optimizer(Net(torch.optim.AdamW, 4)) == ""  # tensors this small stay in 32 bits
