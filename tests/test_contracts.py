@@ -175,18 +175,11 @@ def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average
         with pytest.raises(ValueError, match="StochasticWeightAveraging: it copies the model before the adapter"):
             train(case, [case.make(), averaging()])
         return
-    epochs = (
-        1 if "Warmup" in case.name else 2
-    )  # by then it has grown, which the plain run's second epoch knows nothing of
-    if epochs == 1 and average == "SWA":
+    grows = "Warmup" in case.name  # in the first epoch only, and a plain run would do so in each
+    if grows and average == "SWA":
         pytest.skip("it averages over epochs")
-    key = (
-        case.name if epochs == 1 else "",
-        average,
-        len(case.regroup(BATCHES)),
-        str(case.settings),
-        *map(type, by_hand_of([case])),
-    )
+    epochs, batches = (1 if grows else 2), case.regroup(BATCHES)
+    key = average, case.name if grows else len(batches), str(case.settings), *map(type, by_hand_of([case]))
     if key not in PLAIN_RUNS:
         PLAIN_RUNS[key] = weights(plain(case, epochs=epochs, callbacks=[averaging()]))
     averaged, _ = train(case, [case.make(), averaging()], epochs=epochs)
