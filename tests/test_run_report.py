@@ -2,11 +2,13 @@
 
 import copy
 import logging
+import struct
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._messages import log
@@ -177,12 +179,37 @@ MADE = "MicroBatching(n=2), EagerGradientRelease()"
 @pytest.mark.parametrize("net", [TinyLM, WithSettings])
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
 def test_techniques_are_hyper_parameters_beside_the_users_own(net, kind, tmp_path):
-    if kind is TensorBoardLogger:
-        pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
     run([ft.MicroBatching(2), ft.EagerGradientRelease()], net, logger=kind(tmp_path, name="", version=""))
     users = {"width": 3} if net is WithSettings else {}
     written = L.pytorch.core.saving.load_hparams_from_yaml(next(tmp_path.rglob("hparams.yaml")))
     assert written == {KEY: MADE, **users}
+
+
+def written_scalars(folder):
+    """Names of the scalars in TensorBoard's files: records of (length, its checksum, an event, its checksum)."""
+    names = set()
+    for path in folder.rglob("events.out.tfevents*"):
+        content, place = path.read_bytes(), 0
+        while place < len(content):
+            (length,) = struct.unpack_from("<Q", content, place)
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
+            names.update(value.tag for value in event.summary.value)
+            place += 12 + length + 4
+    return names
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_what_the_meters_measure_reaches_the_loggers(kind, tmp_path):
+    logger = kind(tmp_path, name="", version="")
+    settings = {"logger": logger, "log_every_n_steps": 1}
+    run([ft.StepMeter(warmup=0), ft.MemoryMeter()], batches=lm_batches(3, size=4), **settings)
+    logger.finalize("success")
+    if kind is CSVLogger:
+        found = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(","))
+    else:
+        found = written_scalars(tmp_path)
+    assert {"step_meter/step_ms", "step_meter/tokens_per_s"} <= found
+    assert any(name.startswith("memory_meter/") for name in found), found
 
 
 class KeepsAll(CSVLogger):
