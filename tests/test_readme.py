@@ -6,6 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
+from examples.plan_against_search import as_row
 from lightning_fasttrain.bench.ladder.rows import Climbed
 from lightning_fasttrain.bench.techniques import markdown_table
 from lightning_fasttrain.cli import main
@@ -80,6 +81,15 @@ def test_the_table_of_predictions_is_what_was_measured():
     rows = [row for name in results for row in json.loads((ROOT / "examples/results" / name).read_text())["rows"]]
     found = {(r["model"], r["way"]): f"{r['predicted_bytes'] / r['measured_bytes'] - 1:+.1%}" for r in rows}
     assert {key: cell for key, cell in cells.items() if cell} == found
+
+
+def test_plans_are_as_good_as_what_a_search_found():
+    rows = json.loads((ROOT / "examples" / "results" / "plan_against_search.json").read_text())["rows"]
+    written = RESULTS.split("<!-- plans -->\n")[1].split("\n<!-- /plans -->")[0].splitlines()[2:]
+    assert written == [as_row(row) for row in rows]
+    assert all(row["ratio"] <= 1 + max(0.05, row["noise"]) for row in rows)
+    assert all(abs(row["predicted_gib"] / row["measured_gib"] - 1) < 0.1 for row in rows)
+    assert all(row["plan_s"] < 120 for row in rows)
 
 
 def test_the_table_of_the_chunked_loss_is_what_was_measured():
