@@ -54,3 +54,25 @@ class QLoRA(L.Callback):
         if not hasattr(pl_module, "peft_config"):
             QuantizedBase().setup(trainer, pl_module, stage)
             LoRA().setup(trainer, pl_module, stage)
+
+
+class AdaptiveClipping(L.Callback):
+    """Unit by unit, with a factor of 0.01; not the embeddings."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        for name, weight in pl_module.named_parameters():
+            if weight.grad is None or name.startswith("embed"):
+                continue
+            units = zip(weight, weight.grad, strict=True) if weight.ndim > 1 else [(weight, weight.grad)]
+            for row, gradient in units:
+                largest = 0.01 * max(float(row.detach().float().norm()), 1e-3)
+                norm = float(gradient.float().norm())
+                if norm > largest:
+                    gradient.mul_(largest / norm)
+
+
+class WeightClipping(L.Callback):
+    def on_train_batch_end(self, trainer, pl_module, *args):
+        for weight in pl_module.parameters():
+            if weight.requires_grad:
+                weight.data.clamp_(-1.5, 1.5)

@@ -187,6 +187,24 @@ def skips_spikes(technique: Any, loop: Loop) -> None:
     loop.stack.callback(technique.steps.guard_(loop.optimizer))
 
 
+def ends_evenly(technique: Any, loop: Loop) -> None:
+    loop.batches = ft.data.even_epochs(loop.batches)
+
+
+def guards_samples(technique: Any, loop: Loop) -> None:
+    loop.batches = ft.data.guard_samples(loop.batches, technique.skip_bad_samples)
+
+
+def clips_units(technique: Any, loop: Loop) -> None:
+    tables = set(loop.model.embed.parameters())
+    clipped = [parameter for parameter in loop.model.parameters() if parameter not in tables]
+    loop.after_backward.append(lambda: ft.optim.clip_adaptively_(clipped, technique.factor, technique.eps))
+
+
+def clips_weights(technique: Any, loop: Loop) -> None:
+    loop.after_step.append(lambda: ft.optim.clip_weights_(loop.model.parameters(), technique.limit))
+
+
 def averages(technique: Any, loop: Loop) -> None:
     loop.after_step.append(lambda: technique.update(loop.model))
 
@@ -263,6 +281,8 @@ CASES = [
         effects.sequences_are_short_at_first,
         regroup=cut_by_hand,
     ),
+    Case(lambda: ft.data.EvenEpochs(), ends_evenly, effects.the_loader_agrees_with_others),
+    Case(lambda: ft.data.SampleGuard(), guards_samples, effects.a_bad_sample_is_passed_over),
     Case(lambda: ft.DevicePrefetch(), prefetches, effects.says_that_a_cpu_has_the_batches),
     # model
     Case(lambda: ft.ActivationCheckpointing(), applied, effects.runs_blocks_twice),
@@ -294,6 +314,19 @@ CASES = [
     ),  # with α = 0 the plain training
     # optim
     Case(lambda: ft.EagerGradientRelease(), releases, effects.no_gradients_during_the_forward),
+    Case(
+        lambda: ft.optim.AdaptiveClipping(),
+        clips_units,
+        effects.no_unit_has_a_larger_gradient,
+        tolerance=1e-5,
+        by_hand=by_hand.AdaptiveClipping,
+    ),
+    Case(
+        lambda: ft.optim.WeightClipping(1.5),
+        clips_weights,
+        effects.no_weight_is_larger,
+        by_hand=by_hand.WeightClipping,
+    ),
     Case(
         lambda: ft.FusedClipping(),
         clips,

@@ -13,9 +13,10 @@ from typing import Any
 import lightning as L
 import peft
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain._messages import note_once
+from lightning_fasttrain.data.loading.even_epochs import EvenLoader
 from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 
 BATCHES = lm_batches(5)
@@ -277,6 +278,47 @@ def a_step_with_nan_is_not_made(kind: Kind) -> None:
 
 def a_step_with_a_spike_is_not_made(kind: Kind) -> None:
     assert_batch_three_is_skipped(kind(after=3), 1e3)
+
+
+class _OneIsBroken(Dataset[Any]):
+    """The samples of a batch, of which the second cannot be read."""
+
+    def __len__(self) -> int:
+        return len(BATCHES[0]["labels"])
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 1:
+            raise RuntimeError("it is cut off")
+        return {name: values[index] for name, values in BATCHES[0].items()}
+
+
+def a_bad_sample_is_passed_over(kind: Kind) -> None:
+    guard, t = kind(1), trainer()
+    t.callbacks.append(guard)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        t.fit(TinyLM(), DataLoader(_OneIsBroken(), batch_size=4))
+    assert guard.skipped == 1
+
+
+def the_loader_agrees_with_others(kind: Kind) -> None:
+    (loader,) = probed(kind(), "on_train_start", lambda t, module: t.train_dataloader)
+    assert isinstance(loader, EvenLoader)
+
+
+def no_unit_has_a_larger_gradient(kind: Kind) -> None:
+    def worst(t: L.Trainer, module: Any) -> float:
+        weight = module.blocks[0].up.weight
+        return float((weight.grad.norm(dim=1) / weight.detach().norm(dim=1)).max())
+
+    # a callback that is listed later sees what this one has left
+    assert max(probed(kind(factor=1e-4), "on_before_optimizer_step", worst)) <= 1.001e-4
+
+
+def no_weight_is_larger(kind: Kind) -> None:
+    net = TinyLM()
+    fit(net, BATCHES, [kind(0.01)])
+    assert max(float(parameter.detach().abs().max()) for parameter in net.parameters()) <= 0.01 + 1e-9
 
 
 def assert_batch_three_is_skipped(guard: Any, times: float) -> None:

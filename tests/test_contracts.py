@@ -15,7 +15,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import Exactness, Technique
+from lightning_fasttrain import Exactness
+from lightning_fasttrain.bench.techniques import techniques as all_techniques
 from lightning_fasttrain.finetune.parts._float32_adapters import StaysInFloat32
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
@@ -56,10 +57,9 @@ def same(one, other):
 
 
 def test_every_technique_has_a_row():
-    classes = {name for name in ft.__all__ if inspect.isclass(getattr(ft, name))}
-    public = {name for name in classes if issubclass(getattr(ft, name), Technique)}
+    public = {technique.__name__ for technique in all_techniques()}
     need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
-    assert public - {"Technique"} - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
+    assert public - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
 
 
 @each
@@ -93,7 +93,7 @@ def test_negative_control_another_seed_of_weights_differs():
     with torch.no_grad():
         other.head.weight.add_(1e-3)
     trainer().fit(other, as_loader(BATCHES))
-    assert largest_difference(weights(plain(CASES[2])), weights(other)) > 1e-4
+    assert largest_difference(weights(plain(BY_NAME["DevicePrefetch"])), weights(other)) > 1e-4
 
 
 @each
@@ -188,13 +188,13 @@ def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average
 
 def test_an_average_that_would_copy_the_model_without_its_adapter_is_refused():
     with pytest.raises(ValueError, match="EMAWeightAveraging before LoRA: it copies the model before the adapter"):
-        train(CASES[2], [AVERAGES["EMA"](), ft.LoRA(rank=2)])
+        train(BY_NAME["DevicePrefetch"], [AVERAGES["EMA"](), ft.LoRA(rank=2)])
 
 
 def test_averages_are_not_the_last_weights():
-    last = weights(train(CASES[2], epochs=2)[0])
+    last = weights(train(BY_NAME["DevicePrefetch"], epochs=2)[0])
     for averaging in (*AVERAGES.values(), WeightAveraging):
-        assert largest_difference(last, weights(train(CASES[2], [averaging()], epochs=2)[0])) > 1e-4
+        assert largest_difference(last, weights(train(BY_NAME["DevicePrefetch"], [averaging()], epochs=2)[0])) > 1e-4
 
 
 def surgery_on(net):
