@@ -3,7 +3,7 @@
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.loops.optimization.automatic import _AutomaticOptimization
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import WarningCache
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -157,7 +157,7 @@ def test_a_part_that_returns_none_gives_its_weight_to_the_others():
 
 def test_all_parts_returning_none_skips_the_batch_as_lightning_does(monkeypatch):
     # which says so once a process
-    monkeypatch.setattr(_AutomaticOptimization, "warning_cache", WarningCache())
+    monkeypatch.setattr(Closure, "warning_cache", WarningCache())
 
     class Skipping(TinyLM):
         def training_step(self, batch, batch_idx):
