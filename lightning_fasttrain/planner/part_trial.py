@@ -12,9 +12,9 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.plan import predict_memory
-from lightning_fasttrain.plan.proof.step_record import quietly
+from lightning_fasttrain.plan.proof.step_record import EnoughError, quietly
 from lightning_fasttrain.plan.rehearsal.rehearsed import fill_up
-from lightning_fasttrain.plan.rehearsal.run_copy import EnoughError, RunCopy
+from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again
 from lightning_fasttrain.run.memory_meter import PeakMemory
 

@@ -24,7 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain._technique import Onlooker, Technique
-from lightning_fasttrain.plan.proof.step_record import as_it_is, copy_batch, copy_module, quietly
+from lightning_fasttrain.plan.proof.step_record import EnoughError, as_it_is, copy_batch, copy_module, quietly
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
@@ -45,10 +45,6 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
 )
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _TO_EPOCH_TWO = 2  # epochs: what a rehearsal needs of a run that has fewer
-
-
-class EnoughError(Exception):
-    """Ends a run of a copy, before what belongs to the end of a run."""
 
 
 @dataclass

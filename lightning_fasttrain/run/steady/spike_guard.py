@@ -17,7 +17,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Technique
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.steady._running_limit import RunningLimit
@@ -186,6 +186,7 @@ class SpikeGuard(Technique):
         batches.
     """
 
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING  # where there is a spike
     effect: ClassVar[str] = "a step with a spike of loss or gradient is skipped, or the run goes back before it"
     when: ClassVar[str] = "a long run that diverges now and then; not where losses differ widely from batch to batch"
     in_a_loop: ClassVar[str] = "run.SteadySteps().guard_(optimizer)"
