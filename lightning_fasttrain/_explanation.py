@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import lightning as L
 from torch import nn
@@ -142,10 +142,23 @@ class Explanation:
         return f"exactness: {', '.join(kinds) or 'exact, the same training as without them'}"
 
 
+@runtime_checkable
+class PredictsPeak(Protocol):
+    """A callback that knows, before the first batch, the bytes that a step will take on its rank; or None."""
+
+    @property
+    def predicted_bytes(self) -> int | None: ...
+
+
 def explain_run(
     trainer: L.Trainer, module: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any
 ) -> Explanation:
-    """What acts on a run that is going on, read from its model; nothing waits for the device."""
+    """What acts on a run that is going on, read from its model; nothing waits for the device.
+
+    A peak is told where a callback has predicted it. It is never predicted unasked: that runs the user's own
+    ``training_step`` once more, with all that it prints, counts and sends elsewhere.
+    """
+    known = [callback.predicted_bytes for callback in trainer.callbacks if isinstance(callback, PredictsPeak)]
     samples, tokens = count_batch(batch)
     trained, parameters = count_parameters(module)
     device = trainer.strategy.root_device
@@ -161,6 +174,7 @@ def explain_run(
         tokens=tokens,
         accumulation=trainer.accumulate_grad_batches,
         free_bytes=free_bytes(device),
+        predicted_bytes=next(filter(None, known), None),
     )
 
 

@@ -11,6 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._counts import format_bytes
 from lightning_fasttrain._messages import log
 from lightning_fasttrain._run_report import KEY
 from tests.cases import CASES
@@ -60,6 +61,29 @@ def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
     assert lines[5].endswith("in 32-true, on cpu, SingleDeviceStrategy")
     assert lines[6] == "  a step is 12 samples, 60 tokens: 1 rank × 6 samples × 2 batches"
     assert lines[-1] == "  exactness: changes training (LoRA)"
+
+
+@pytest.mark.parametrize("predicts", [lambda: ft.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"])
+def test_a_peak_that_a_callback_has_predicted_stands_beside_what_is_free(predicts):
+    callback, meter = predicts(), ft.MemoryMeter()
+    said, _ = run([callback, ft.EagerGradientRelease(), meter])
+    line = next(text for text in start_of(said).splitlines() if "memory: " in text)
+    assert line.startswith(f"  memory: a step is predicted to take {format_bytes(callback.predicted_bytes)}; ")
+    assert line.endswith(" are free")
+    assert callback.predicted_bytes == pytest.approx(meter.peak_bytes, rel=0.1)
+
+
+def test_nothing_is_predicted_unasked():
+    runs = []
+
+    class Net(TinyLM):
+        def training_step(self, batch, batch_idx):
+            runs.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    said, _ = run([ft.ActivationCheckpointing()], Net, max_steps=1)
+    assert "predicted" not in start_of(said)
+    assert runs == [0]
 
 
 def with_lora():

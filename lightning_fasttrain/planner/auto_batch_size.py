@@ -65,7 +65,7 @@ class _Found:
 
     def __init__(self) -> None:
         self.parts: int | None = None
-        self.predicted_bytes: float | None = None
+        self.predicted_bytes: int | None = None
         self.measured_bytes = 0
 
     def __deepcopy__(self, memo: Any) -> "_Found":
@@ -136,7 +136,7 @@ class AutoBatchSize(L.Callback):
         return self._found.parts
 
     @property
-    def predicted_bytes(self) -> float | None:
+    def predicted_bytes(self) -> int | None:
         return self._found.predicted_bytes
 
     @property

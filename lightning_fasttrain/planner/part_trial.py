@@ -11,15 +11,13 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
-from lightning_fasttrain.plan import predict_memory
-from lightning_fasttrain.plan.proof.step_record import EnoughError, quietly
+from lightning_fasttrain.plan.proof.step_record import EnoughError
 from lightning_fasttrain.plan.rehearsal.rehearsed import fill_up
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again
 from lightning_fasttrain.run.memory_meter import PeakMemory
 
 _ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
-_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ class PartTrial:
     most: int
     steps: int
     window: int
-    predicted: dict[int, float] = field(default_factory=dict)
+    predicted: dict[int, int] = field(default_factory=dict)
 
     def predict(self, parts: int) -> float:
         """Bytes that a device should have for a step of this rank.
@@ -63,21 +61,9 @@ class PartTrial:
         Raises:
             Exception: it cannot be predicted; of the module's own too, which without values may go another way.
         """
-        module, device = self.run.fresh_module(), self.trainer.strategy.root_device.type
-        precision = str(self.trainer.precision)
-        with quietly():
-            report = predict_memory(
-                module,
-                self.batch,
-                techniques=[*self.run.techniques, MicroBatching(parts)],
-                precision=_AS_LARGE.get(precision, precision),
-                device=device,
-            )
-        self.predicted[parts] = report.peak_bytes
-        buckets = 0
-        if self.trainer.world_size > 1:  # DDP holds the gradients once more
-            buckets = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-        return (report.peak_bytes + buckets) / (_ROOM if device == "cuda" else 1.0)
+        peak = self.run.predict_peak(self.trainer, self.batch, MicroBatching(parts))
+        self.predicted[parts] = peak
+        return peak / (_ROOM if self.trainer.strategy.root_device.type == "cuda" else 1.0)
 
     def take_steps(self, parts: int) -> Tried:
         """Run some optimizer steps of a copy in so many parts a batch.

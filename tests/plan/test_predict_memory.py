@@ -251,6 +251,24 @@ def test_it_is_the_peak_of_the_real_trainer(techniques):
     assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
+def test_batches_are_changed_on_their_way_as_the_trainer_does():
+    class Cut(TinyLM):
+        """Takes the first half of each text, and labels of its own."""
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return {name: value[:, :25] for name, value in batch.items()}
+
+        def on_after_batch_transfer(self, batch, dataloader_idx):
+            return {**batch, "labels": batch["labels"].clone()}
+
+    batches = lm_batches(4, size=60, length=50)
+    meter = ft.MemoryMeter()
+    fit(Cut(), batches, [meter])
+    predicted = predict_memory(Cut, batches[0], device="cpu")
+    assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
+    assert predicted.peak_bytes < 0.7 * predict_memory(TinyLM, batches[0], device="cpu").peak_bytes
+
+
 def quantised(kind, precision="32-true"):
     """As the Trainer of this precision would have it."""
     in_bf16 = precision == "bf16-mixed" and kind != "int8"

@@ -12,6 +12,7 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._counts import format_bytes
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain.plan import RehearsalError
 from lightning_fasttrain.run import AtomicCheckpointIO
@@ -40,6 +41,19 @@ def refused(tmp_path, words, *args, **settings):
 
 
 # What goes well
+
+
+def test_a_step_that_cannot_be_predicted_is_none_that_fails(tmp_path):
+    class Reads(TinyLM):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            loss.detach().numpy()  # tensors without numbers have none to read
+            return loss
+
+    report, _, _ = rehearse(tmp_path, [ft.MicroBatching(2)], Reads())
+    assert report.resumed_exactly
+    assert report.predicted_bytes is None
+    assert any(note.startswith("step: its memory is not predicted, since ") for note in report.notes)
 
 
 def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
@@ -72,6 +86,7 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
     assert report.verified
     assert report.resumed_exactly
     assert "of 2 batches" in report.lines["step"]
+    assert f" s and {format_bytes(report.predicted_bytes)}, as predicted (" in report.lines["step"]
     assert "a short window, a batch of validation, the end of an epoch went well" in report.lines["step"]
     assert report.as_dict()["checkpoint_bytes"] > 1000
 

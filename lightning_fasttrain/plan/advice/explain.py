@@ -30,10 +30,12 @@ def explain(
 ) -> Explanation:
     """Say what techniques take hold of in a model, and how large the run is.
 
-    Every fit with techniques begins with this block, but for the predicted peak, which takes seconds, and ends with
-    steps, time, tokens/s and what fell back. Both are quiet with ``Trainer(enable_model_summary=False)`` and
-    ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO. Loggers get
-    the techniques as the hyper-parameter ``fasttrain/techniques``, unless ``Trainer(enable_autolog_hparams=False)``.
+    Every fit with techniques begins with this block, and ends with steps, time, tokens/s and what fell back. There the
+    predicted peak is told where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``): that runs
+    ``training_step`` on a copy, which nobody gets unasked. Both are quiet with ``Trainer(enable_model_summary=False)``
+    and ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
+    Loggers get the techniques as the hyper-parameter ``fasttrain/techniques``, unless
+    ``Trainer(enable_autolog_hparams=False)``.
 
     Before a fit the techniques operate on a copy without memory, within one they are read from the model itself.
 

@@ -161,6 +161,8 @@ def _trace_steps(
         undo.enter_context(trace)
         undo.enter_context(trace.watching(net))
         data = plugin.convert_input(fake_batch(batch, mode))
+        if loss is None and isinstance(net, L.LightningModule):
+            data = net.on_after_batch_transfer(net.on_before_batch_transfer(data, 0), 0)
         batches = [trace.mark_all(data, "inputs")]
         if planned.on_cuda and planned.prefetches:
             batches.append(trace.mark_all(fake_batch(data, mode), "inputs"))

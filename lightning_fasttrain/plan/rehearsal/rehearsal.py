@@ -101,7 +101,8 @@ class Rehearsal(Onlooker):
 
     - ``verify``: the techniques are the same training on the first batch;
     - a window of ``accumulate_grad_batches``, a short one, a batch of each validation loader, the end of an epoch, and
-      the first step of the next; what ModelCheckpoint and EarlyStopping monitor is logged;
+      the first step of the next; what ModelCheckpoint and EarlyStopping monitor is logged; the step's predicted peak,
+      which the block that the fit begins with tells beside what is free;
     - a checkpoint, with what the run's ModelCheckpoints put into it, written to their disk and removed again: its size,
       its seconds, and room for all that the run will keep;
     - a new model loads it, holds what was saved, and its next step is the uninterrupted run's, bit for bit (or within
@@ -148,6 +149,11 @@ class Rehearsal(Onlooker):
         self.seconds, self.without = seconds, tuple(without)
         self.report: RehearsalReport | None = None
         self._run: RunCopy | None = None
+
+    @property
+    def predicted_bytes(self) -> int | None:
+        """The peak of a step on this rank, which the block that a fit begins with tells."""
+        return None if self.report is None else self.report.predicted_bytes
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if trainer.state.fn != TrainerFn.FITTING or self.report is not None or self._run is not None:

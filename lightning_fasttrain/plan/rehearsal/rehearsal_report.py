@@ -18,6 +18,7 @@ class RehearsalReport:
         lines: stage → what is said of it: ``verify``, ``step``, ``checkpoint``, ``resume``, ``largest batch``.
         notes: what was left out, and why.
         verified: whether techniques are the same training; None where it was not asked.
+        predicted_bytes: the peak of a step on this rank; None where it could not be predicted.
         step_s: seconds of an optimizer step, all batches of its window.
         save_s: seconds of a save.
         checkpoint_bytes: of one checkpoint on disk.
@@ -30,6 +31,7 @@ class RehearsalReport:
     lines: dict[str, str] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     verified: bool | None = None
+    predicted_bytes: int | None = None
     step_s: float | None = None
     save_s: float | None = None
     checkpoint_bytes: int | None = None

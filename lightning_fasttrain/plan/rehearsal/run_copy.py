@@ -24,6 +24,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_fasttrain._technique import Onlooker, Technique
+from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.step_record import EnoughError, as_it_is, copy_batch, copy_module, quietly
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
@@ -44,6 +45,7 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     Onlooker,
 )
 _TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # whose steps are predicted
 _TO_EPOCH_TWO = 2  # epochs: what a rehearsal needs of a run that has fewer
 
 
@@ -76,6 +78,27 @@ class RunCopy:
         module.prepare_data = MethodType(L.LightningModule.prepare_data, module)
         module.configure_callbacks = _no_callbacks
         return module
+
+    def predict_peak(self, trainer: L.Trainer, batch: Any, *others: Technique) -> int:
+        """Bytes that a step of this rank takes at its peak, with ``others`` beside its own techniques.
+
+        Raises:
+            Exception: it cannot be predicted; of the module's own too, which without values may go another way.
+        """
+        module, precision = self.fresh_module(), str(trainer.precision)
+        bring_transfer_hooks(module, self.datamodule)
+        with quietly():
+            report = predict_memory(
+                module,
+                batch,
+                techniques=[*self.techniques, *others],
+                precision=_AS_LARGE.get(precision, precision),
+                device=trainer.strategy.root_device.type,
+            )
+        buckets = 0
+        if trainer.world_size > 1:  # DDP holds the gradients once more
+            buckets = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+        return report.peak_bytes + buckets
 
     def fit(
         self,

@@ -98,8 +98,20 @@ def run_in_small(on: Rehearsed, saving: Saving) -> Course:
         parts.insert(0, "a short window")
     window = f", a window of {on.window} batches," if on.window > 1 else ""
     first = describe_batch(on.sample.first[0])
-    on.report.tell("step", f"one{window} takes {course.step_s:.3g} s ({first}); {', '.join(parts)} went well")
+    size = _predict_size(on)
+    on.report.tell("step", f"one{window} takes {course.step_s:.3g} s{size} ({first}); {', '.join(parts)} went well")
     return course
+
+
+def _predict_size(on: Rehearsed) -> str:
+    """And how much memory, where that can be predicted. Ranks do not talk here, so each may fail on its own."""
+    try:
+        nbytes = on.run.predict_peak(on.trainer, on.sample.first[0])
+    except Exception as error:  # the module's own code runs without values
+        on.report.notes.append(f"step: its memory is not predicted, since {first_line(error).rstrip('.')}.")
+        return ""
+    on.report.predicted_bytes = nbytes
+    return f" and {format_bytes(nbytes)}, as predicted"
 
 
 def _find_unfit_loss(course: Course) -> str | None:
