@@ -1,6 +1,7 @@
 """Shared fixtures: every test starts from the same seed, leaves no global switch changed and reaches no network."""
 
 import gc
+import itertools
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,7 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import host_costs
+
 torch.set_num_threads(1)  # small tensors: threads only get in each other's way
+host_costs.spare()
 
 
 @pytest.fixture(autouse=True)
@@ -22,13 +26,6 @@ def _same_seed():
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _what_is_there_already_is_not_searched():
-    """The garbage collector, and whoever asks it for all objects, would look at half a million of imported modules."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +79,16 @@ _FIRST = (
     *("test_compile_blocks.py", "test_hang_watch.py", "test_distributed.py"),
     "test_consolidate.py",  # reads what test_zero.py leaves
 )
+
+
+_begun = itertools.count()
+
+
+def pytest_runtest_setup(item):
+    """The garbage collector, and whoever asks it for all objects, need not look at half a million of imported ones."""
+    if next(_begun) % 25 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_collection_modifyitems(items):
