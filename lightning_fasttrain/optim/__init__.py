@@ -18,6 +18,7 @@ from lightning_fasttrain.optim.named.lion import Lion
 from lightning_fasttrain.optim.named.low_precision_updates import LowPrecisionUpdates
 from lightning_fasttrain.optim.named.muon import MuonAdamW
 from lightning_fasttrain.optim.named.plain_state import hand_over_state_
+from lightning_fasttrain.optim.named.schedule_free_evaluation import ScheduleFreeEvaluation
 from lightning_fasttrain.optim.named.state_bytes import optimizer_state_bytes
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward, optimize_in_backward_
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups

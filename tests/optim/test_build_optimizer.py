@@ -2,6 +2,8 @@
 
 import copy
 import io
+import sys
+from importlib.util import find_spec
 
 import lightning as L
 import pytest
@@ -23,25 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Paged optimizers are not support
 
 CONFIG = GPTConfig(vocabulary=17, context=16, layers=2, heads=2, width=64)  # matrices large enough for 8 bits
 SETTINGS = {"galore": {"rank": 2, "update_every": 2}}
-NEEDS = {"adamw4bit": "torchao", "schedule-free": "schedulefree"}
-
-
-def each_name(names):
-    rows = []
-    for name in names:
-        skip = pytest.mark.skipif(not is_there(NEEDS.get(name)), reason=f"{NEEDS.get(name)} is not installed")
-        rows.append(pytest.param(name, marks=skip))
-    return rows
-
-
-def is_there(package):
-    if package is None:
-        return True
-    try:
-        __import__(package)
-    except ModuleNotFoundError:
-        return False
-    return True
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +40,11 @@ class NamedLM(ft.FastTrainMixin, GPTModule):
         torch.manual_seed(7)
         super().__init__(CONFIG)
         self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=SETTINGS.get(name, {}), **more)
+
+
+def each_name(names):
+    no_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="the extra 'ao' brings it")
+    return [pytest.param(name, marks=no_torchao if name == "adamw4bit" else ()) for name in names]
 
 
 def tokens(count):
@@ -248,10 +236,14 @@ def test_what_cannot_be_is_refused_when_it_is_asked_for(asked, kind, message):
         ft.build_optimizer(NamedLM(), **asked)
 
 
-@pytest.mark.parametrize(("name", "extra"), [("adamw4bit", "ao"), ("schedule-free", "schedule-free")])
-def test_a_package_that_is_missing_is_named_with_what_installs_it(name, extra):
-    if is_there(NEEDS[name]):
-        pytest.skip("it is there")
+@pytest.mark.parametrize(
+    ("name", "package", "extra"),
+    [("adamw4bit", "torchao", "ao"), ("schedule-free", "schedulefree", "schedule-free")],
+)
+def test_a_package_that_is_missing_is_named_with_what_installs_it(name, package, extra, monkeypatch):
+    for module in [module for module in sys.modules if module.partition(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'lightning-fasttrain\[{extra}\]'"):
         ft.build_optimizer(NamedLM(), name)
 

@@ -39,8 +39,8 @@ def build_optimizer(
     The names: ``sgd``, ``adagrad``, ``rmsprop``, ``adam``, ``adamw``, ``adafactor``, ``lion``; ``muon`` (PyTorch's for
     the matrices of the blocks, AdamW for the rest, in one optimizer); ``galore``; ``adamw8bit``, ``adamw4bit`` and
     ``lion8bit``, whose state has so few bits; ``paged-adamw``, ``paged-adamw8bit`` and ``paged-lion8bit``, whose state
-    goes to host memory where a GPU is full; ``schedule-free``, whose weights are an average: call its ``eval()`` before
-    evaluation (in a LightningModule's ``on_validation_start``) and at the end, and its ``train()`` to go on.
+    goes to host memory where a GPU is full; ``schedule-free``, which evaluates at an average of the weights: add
+    ``optim.ScheduleFreeEvaluation()`` to the Trainer, or call its ``eval()`` and ``train()`` yourself.
 
     Norms, biases and embeddings have no weight decay (:func:`decay_groups`), a tied weight is listed once, a frozen one
     not at all. On CUDA, SGD, Adam and AdamW are fused, and clipping works all the same.

@@ -1,0 +1,77 @@
+"""Evaluation at the average, training where gradients are taken, and files that go on."""
+
+import lightning as L
+import pytest
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.optim import ScheduleFreeEvaluation
+from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
+
+BATCHES = lm_batches(6)
+
+
+class Averages(TinyLM):
+    def configure_optimizers(self):
+        return ft.build_optimizer(self, "schedule-free", lr=0.05, weight_decay=0.0)
+
+
+def fit(callbacks=(), epochs=2, path=None):
+    net = Averages()
+    t = trainer(callbacks, max_epochs=epochs)
+    t.fit(net, as_loader(BATCHES[:5]), as_loader(BATCHES[5:]), ckpt_path=path, weights_only=True if path else None)
+    return net, t
+
+
+class At(L.Callback):
+    """Weights in the last batches of training, and of validation."""
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        self.trained = weights(pl_module)
+
+    def on_validation_batch_end(self, trainer, pl_module, *batch):
+        self.validated = weights(pl_module)
+
+
+def test_it_validates_and_ends_at_the_average_and_trains_where_gradients_are_taken():
+    plain, seen = At(), At()
+    net, _ = fit([plain])
+    averaged, _ = fit([ScheduleFreeEvaluation(), seen])
+    assert largest_difference(plain.trained, seen.trained) <= 1e-5
+    assert largest_difference(plain.trained, plain.validated) == 0  # what it is for
+    assert largest_difference(seen.trained, seen.validated) > 1e-2
+    assert largest_difference(seen.validated, weights(averaged)) <= 1e-5
+    assert not torch.equal(net.head.weight, averaged.head.weight)
+
+
+def test_the_average_is_the_mean_of_where_it_stepped():
+    class Follow(At):
+        def __init__(self):
+            self.stepped = []
+
+        def on_train_batch_end(self, trainer, pl_module, *batch):
+            self.stepped.append(trainer.optimizers[0].state[pl_module.head.weight]["z"].double().clone())
+
+    follow = Follow()
+    net, _ = fit([ScheduleFreeEvaluation(), follow], epochs=1)
+    mean = torch.stack(follow.stepped).mean(dim=0)
+    assert (net.head.weight - mean).abs().max() <= 1e-6 * mean.abs().max()
+
+
+def test_what_is_saved_in_training_goes_on_bit_for_bit_and_what_is_saved_after_it_goes_on_too(tmp_path):
+    class Saves(L.Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            trainer.save_checkpoint(tmp_path / f"{trainer.current_epoch}.ckpt")
+
+    through, _ = fit([Saves(), ScheduleFreeEvaluation()], epochs=2)
+    resumed, _ = fit([ScheduleFreeEvaluation()], epochs=2, path=tmp_path / "0.ckpt")
+    assert largest_difference(weights(through), weights(resumed)) == 0
+    _, t = fit([ScheduleFreeEvaluation()], epochs=1)
+    t.save_checkpoint(tmp_path / "end.ckpt")
+    again, _ = fit([ScheduleFreeEvaluation()], epochs=2, path=tmp_path / "end.ckpt")
+    assert largest_difference(weights(through), weights(again)) <= 1e-5
+
+
+def test_another_optimizer_is_refused():
+    with pytest.raises(ValueError, match="ScheduleFreeEvaluation with SGD: its weights are no average"):
+        trainer([ScheduleFreeEvaluation()]).fit(TinyLM(optimizer=sgd), as_loader(BATCHES))
