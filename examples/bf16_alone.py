@@ -8,6 +8,7 @@ trains.
 """
 
 import argparse
+import functools
 import json
 import shlex
 import statistics
@@ -33,13 +34,19 @@ RUNS = {
 }
 
 
+@functools.cache
+def read_tokens():
+    """The same for every run."""
+    return encode_text(read_text(max_mib=2), "bytes", 256)
+
+
 def train(name="adamw", steps=200, dtype=torch.float32, lr=1e-4, **settings):
     """The losses, and bytes of optimizer state for each number that trains."""
     torch.manual_seed(0)
     net = GPTModule(CONFIG).to(dtype)
     optimizer = ft.build_optimizer(net, name, lr=lr, **settings)
-    tokens, losses = encode_text(read_text(max_mib=2), "bytes", 256), []
-    for batch in batches(tokens, CONFIG.context, 8, steps):
+    losses = []
+    for batch in batches(read_tokens(), CONFIG.context, 8, steps):
         optimizer.zero_grad()
         loss = net.loss(batch)
         loss.backward()

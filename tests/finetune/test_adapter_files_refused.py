@@ -20,6 +20,7 @@ from tests.finetune.test_adapter_files import CONFIG, WEIGHTS, adapted, output, 
 from tests.finetune.test_base_fingerprint import altered, deeper, renamed
 from tests.finetune.test_targets import bert, llama
 from tests.nets import TinyLM, weights
+from tests.ranks import run_code
 
 peft = pytest.importorskip("peft")
 safetensors = pytest.importorskip("safetensors.torch")
@@ -253,7 +254,7 @@ def test_patterns_in_files_are_never_run(folder):
     hang = "(([a-z0-9._]+)+)+!"
     with pytest.raises(subprocess.TimeoutExpired):  # negative control: it would
         code = f"import re; re.fullmatch({hang!r}, 'blocks.0.up.blocks.0.up.blocks.0.up')"
-        subprocess.run([sys.executable, "-c", code], timeout=1)
+        subprocess.run([sys.executable, "-c", code], timeout=0.5)
     assert len(load_adapter_(TinyLM(), settings(folder, target_modules=hang, exclude_modules=hang))) == 4
 
 
@@ -304,8 +305,9 @@ class Payload:
 
 AUDIT = """
 import json, os, sys
-sys.path.insert(0, os.getcwd())  # where evil.py is
-import torch, lightning_fasttrain, peft, transformers, safetensors.torch
+os.chdir(sys.path[0])  # where evil.py is
+import huggingface_hub, torch, lightning_fasttrain, peft, transformers, safetensors.torch
+os.environ["HF_HUB_OFFLINE"], huggingface_hub.constants.HF_HUB_OFFLINE = "0", False  # whoever would download tries to
 from tests.nets import TinyLM
 from lightning_fasttrain.finetune import load_adapter_
 folders = json.loads(sys.argv[1])
@@ -332,12 +334,8 @@ print(json.dumps({**found, "noticed": sorted({event for event, _ in seen}), "it 
 
 
 def audited(tmp_path, folders):
-    command = [sys.executable, "-W", "ignore", "-c", AUDIT, json.dumps([str(one) for one in folders])]
-    root = str(Path(__file__).parents[2])
-    environment = {"PYTHONPATH": root, "HF_HUB_OFFLINE": "0", "PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-3000:]
-    return json.loads(run.stdout.splitlines()[-1])
+    said = run_code(AUDIT, json.dumps([str(one) for one in folders]), folder=tmp_path, timeout_s=120)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_hostile_files_run_nothing_import_nothing_and_reach_nothing(folder, tmp_path):

@@ -1,6 +1,4 @@
 import json
-import os
-import subprocess
 import sys
 import threading
 
@@ -14,6 +12,7 @@ from lightning_fasttrain.finetune import load_quantized, quantize_base_
 from lightning_fasttrain.finetune.quantized._quantized_layer import KINDS
 from lightning_fasttrain.finetune.quantized._tensor_files import INDEX, find_tensors
 from tests.nets import TinyLM, lm_batches
+from tests.ranks import run_code
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
@@ -156,9 +155,10 @@ def test_it_trains(tmp_path):
 # --- memory
 
 MEASURE = """
-import sys, threading, torch
+import ctypes, sys, threading, torch
 from torch import nn
 from lightning_fasttrain.finetune import load_quantized, quantize_base_
+ctypes.CDLL(None).mallopt(-3, 65536)  # M_MMAP_THRESHOLD: the C library gives back at once what is freed
 def anonymous():
     for line in open("/proc/self/status"):
         if line.startswith("RssAnon"):
@@ -192,11 +192,8 @@ def test_the_full_precision_model_never_lives_whole(tmp_path):
     save_file({**layers, **head}, tmp_path / "model.safetensors")
     one = 1024 * 1024 * 4 / 2**20  # MiB
     whole, quantised = 16 * one, 16 * one * 4.127 / 32
-    # The threshold makes the C library give back at once what is freed.
-    settings = {**os.environ, "OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "65536"}
-    command = [sys.executable, "-c", MEASURE, str(tmp_path / "model.safetensors")]
-    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, env=settings)
-    streamed, made_whole = map(float, run.stdout.splitlines()[-1].split())
+    said = run_code(MEASURE, tmp_path / "model.safetensors", folder=tmp_path, timeout_s=120)
+    streamed, made_whole = map(float, said.splitlines()[-1].split())
     assert made_whole > whole  # that this way of measuring would see it
     assert quantised < streamed < quantised + 5 * one < whole / 2
 
