@@ -15,17 +15,23 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationCheckpointing, EveryBlock, MemoryBudget
 from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.plan.budget.checkpoint_plan import GIB, make_plan
 from lightning_fasttrain.run import PeakMemory
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
+
+def tokens():
+    return torch.randint(256, (4, 128))
+
+
 SMALL = {
-    "gpt": lambda: zoo.gpt(batch=2),
+    "gpt": lambda: zoo.Specimen(lambda: GPTModule(GPTConfig(context=128, layers=3)), lambda: (tokens(), tokens())),
     "llama": lambda: zoo.llama(layers=3, width=64, batch=4, length=128, vocabulary=512),
     "encoder": lambda: zoo.encoder(layers=3, width=64, batch=8, length=64),
-    "resnet": lambda: zoo.resnet(layers=2, width=8, batch=8, pixels=32),
+    "resnet": lambda: zoo.resnet(layers=1, width=8, batch=8, pixels=32),
     "uneven": lambda: zoo.uneven(layers=4, width=64, batch=8, length=64),
 }
 STEPS = 8  # costs, peaks, check, time; and room to decide again
@@ -51,7 +57,7 @@ def ends(request):
     """A specimen, its weights after training, and the peaks of a step with everything kept and recomputed."""
     specimen = SMALL[request.param]()
     expected, kept = train(specimen)
-    _, recomputed = train(specimen, EveryBlock())
+    _, recomputed = train(specimen, EveryBlock(), sizes=(None,) * 2)
     return specimen, expected, kept, recomputed
 
 
