@@ -20,10 +20,11 @@ def random_state() -> dict[str, Any]:
         (True, True, True)
     """
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state()
     return {
         "torch": torch.get_rng_state(),
-        "python": random.getstate(),
+        "python": (version, torch.tensor(numbers), gauss),  # 625 numbers, which one by one load slowly
         "numpy": (numpy[0], torch.from_numpy(numpy[1].astype(np.int64)), *numpy[2:]),
         "cuda": torch.cuda.get_rng_state_all() if cuda else [],
     }
@@ -33,6 +34,8 @@ def set_random_state(state: dict[str, Any]) -> None:
     """Put back what :func:`random_state` returned; of CUDA as many devices as there are now."""
     torch.set_rng_state(state["torch"])
     version, numbers, gauss = state["python"]
+    if isinstance(numbers, torch.Tensor):  # once they were saved as they are
+        numbers = numbers.tolist()
     random.setstate((version, tuple(numbers), gauss))
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))

@@ -175,6 +175,14 @@ def run(callbacks, ckpt=None, loader=shuffled, net=Net, seed=3, val=lambda: Data
     return module, trainer, opened(trainer._checkpoint_connector.dump_checkpoint())
 
 
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory):
+    """The module, the end and the files of a run with no settings of its own; who changes a file copies it before."""
+    save = SaveEverywhere(tmp_path_factory.mktemp("plain"))
+    module, _, whole = run([ExactResume(), save])
+    return module, whole, save.files
+
+
 def opened(checkpoint):
     if KEY not in checkpoint:
         return checkpoint
@@ -200,7 +208,7 @@ SETTINGS = {
     "max_steps": {"max_epochs": -1, "max_steps": 7},
     "no validation, loaders made early": {"net": WithoutValidation},
     "restored after the loaders are made": {"net": WithoutValidation, "strategy": lambda: RestoresLate("cpu")},
-    "own generator": {"loader": lambda: shuffled(generator=own_generator()), "max_epochs": 3},
+    "own generator": {"loader": lambda: shuffled(generator=own_generator())},
     "part of the data": {"loader": lambda: shuffled(generator=own_generator()), "limit_train_batches": 3},
     "no length": {"loader": lambda: DataLoader(Stream(), batch_size=2), "max_epochs": 3},
     "several loaders": {"loader": two_loaders, "max_epochs": 3},
@@ -250,12 +258,12 @@ def test_with_workers(name, tmp_path):
 def test_negative_control_lightning_alone_ends_elsewhere(tmp_path):
     save = SaveEverywhere(tmp_path)
     *_, whole = run([save])
-    same = [not differences(whole["state_dict"], run([], path, seed=4)[2]["state_dict"]) for path in save.files]
-    assert not any(same[:-5])  # the last five hold the weights of the end
+    files = save.files[:-5]  # the last five hold the weights of the end
+    assert not any(not differences(whole["state_dict"], run([], path, seed=4)[2]["state_dict"]) for path in files)
 
 
-def tampered(path, part, value):
-    """The checkpoint with one part of one process's state replaced."""
+def tampered(path, part, value, folder):
+    """A copy of the checkpoint with one part of one process's state replaced."""
     checkpoint = torch.load(path, weights_only=True)
     mine = unpack(checkpoint[KEY]["ranks"][0])
     if part == "gradients":
@@ -267,8 +275,17 @@ def tampered(path, part, value):
     else:
         mine[part] = value(mine[part])
     checkpoint[KEY]["ranks"] = [pack(mine)]
-    torch.save(checkpoint, path)
-    return path
+    torch.save(checkpoint, folder / path.name)
+    return folder / path.name
+
+
+IN_A_WINDOW = {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
+
+
+@pytest.fixture(scope="module")
+def run_with_windows(tmp_path_factory):
+    save = SaveEverywhere(tmp_path_factory.mktemp("windows"))
+    return run([ExactResume(), save], **IN_A_WINDOW)[2], save.files
 
 
 @pytest.mark.parametrize(
@@ -283,13 +300,11 @@ def tampered(path, part, value):
         ("metrics", lambda state: {}, f".{KEY}.ranks[0].metrics.forever"),
     ],
 )
-def test_negative_control_each_part_of_the_state_matters(part, value, shows_in, tmp_path):
-    save = SaveEverywhere(tmp_path)
-    settings = {"accumulate_grad_batches": 3, "val_check_interval": 2, "max_epochs": 1}
-    *_, whole = run([ExactResume(), save], **settings)
-    path = tampered(save.files[2], part, value)
+def test_negative_control_each_part_of_the_state_matters(part, value, shows_in, run_with_windows, tmp_path):
+    whole, files = run_with_windows
+    path = tampered(files[2], part, value, tmp_path)
     assert path.name == "02-batch.ckpt"  # two of the three batches of a window are done, and validation is due
-    *_, end = run([ExactResume()], path, seed=4, **settings)
+    *_, end = run([ExactResume()], path, seed=4, **IN_A_WINDOW)
     found = differences(whole, end)
     assert any(difference.startswith(shows_in) for difference in found), found
 
@@ -328,11 +343,10 @@ def test_under_a_prefetcher_in_either_order(turned, tmp_path):
         assert not differences(module.state_dict(), end.state_dict()), path.name
 
 
-def test_with_device_prefetch_in_either_order(tmp_path):
-    save = SaveEverywhere(tmp_path)
-    *_, whole = run([ExactResume(), save])
+def test_with_device_prefetch_in_either_order(plain_run):
+    _, whole, files = plain_run
     for callbacks in ([ft.DevicePrefetch(), ExactResume()], [ExactResume(), ft.DevicePrefetch()]):
-        *_, end = run(callbacks, save.files[2], seed=4)
+        *_, end = run(callbacks, files[2], seed=4)
         assert not differences(whole["state_dict"], end["state_dict"])
 
 
@@ -406,7 +420,7 @@ def test_a_run_that_was_to_stop_stops(tmp_path):
     assert resumed.seen == []
 
 
-def test_after_an_exception_the_batch_is_begun_again(tmp_path):
+def test_after_an_exception_the_batch_is_begun_again(plain_run, tmp_path):
     class Fails(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -417,7 +431,7 @@ def test_after_an_exception_the_batch_is_begun_again(tmp_path):
     save = ModelCheckpoint(tmp_path, "failed", save_on_exception=True)
     with pytest.raises(RuntimeError, match="out of luck"):
         run([ExactResume(), save], net=Fails)
-    whole, *_ = run([ExactResume()])
+    whole, *_ = plain_run
     resumed, *_ = run([ExactResume()], tmp_path / "failed.ckpt", seed=4)
     order = [batch[:, 0] for batch in whole.seen]
     assert not differences(order[2:4], [batch[:, 0] for batch in resumed.seen[:2]])
@@ -453,10 +467,8 @@ def test_a_stateful_loader_is_left_to_lightning(tmp_path):
     assert not differences(module.seen[2:], resumed.seen)
 
 
-def test_a_checkpoint_resumes_without_it_as_lightning_does(tmp_path):
-    save = SaveEverywhere(tmp_path)
-    run([ExactResume(), save])
-    module, *_ = run([], save.files[2], seed=4)
+def test_a_checkpoint_resumes_without_it_as_lightning_does(plain_run):
+    module, *_ = run([], plain_run[2][2], seed=4)
     assert len(module.seen) == 6
 
 
@@ -488,14 +500,13 @@ def test_an_iterator_as_loader_is_warned_about(tmp_path):
         ({"processes": 2}, "processes = 2, this run has 1"),
     ],
 )
-def test_another_run_than_the_saved_one_is_refused(other, message, tmp_path):
-    save = SaveEverywhere(tmp_path)
-    run([ExactResume(), save])
-    path, other = save.files[2], dict(other)
+def test_another_run_than_the_saved_one_is_refused(other, message, plain_run, tmp_path):
+    path, other = plain_run[2][2], dict(other)
     if (processes := other.pop("processes", None)) is not None:
         checkpoint = torch.load(path, weights_only=True)
         checkpoint[KEY]["settings"]["processes"] = processes
         checkpoint[KEY]["ranks"] *= processes
+        path = tmp_path / path.name
         torch.save(checkpoint, path)
     with pytest.raises(ValueError, match=message):
         run([ExactResume()], path, **other)
@@ -557,18 +568,16 @@ def test_other_hyper_parameters_are_named(tmp_path):
         run([ExactResume()], save.files[2], net=lambda: Set(0.2), max_epochs=1)
 
 
-def test_checkpoints_load_without_unpickling_objects(tmp_path):
-    save = SaveEverywhere(tmp_path)
-    run([ExactResume(), save], accumulate_grad_batches=3)
-    state = torch.load(save.files[2], weights_only=True)[KEY]
+def test_checkpoints_load_without_unpickling_objects(run_with_windows):
+    state = torch.load(run_with_windows[1][2], weights_only=True)[KEY]
     assert [rank.dtype for rank in state["ranks"]] == [torch.uint8]
     assert state["gradients"][0].keys() == dict(Net().named_parameters()).keys()
 
 
-def test_copies_and_pickles(tmp_path):
+def test_copies_and_pickles():
     for callback in (copy.deepcopy(ExactResume(strict=False)), pickle.loads(pickle.dumps(ExactResume(strict=False)))):
         assert not callback.strict
-        run([callback])
+        run([callback], max_epochs=1)
 
 
 def test_sampling_with_replacement_and_a_second_fit(tmp_path):
@@ -583,10 +592,9 @@ def test_sampling_with_replacement_and_a_second_fit(tmp_path):
     assert not differences(whole, end)
 
 
-def test_the_same_trainer_twice(tmp_path):
-    save = SaveEverywhere(tmp_path)
-    *_, whole = run([ExactResume(), save])
-    last = save.files[6]  # after the last batch of an epoch, before validation
+def test_the_same_trainer_twice(plain_run):
+    _, whole, files = plain_run
+    last = files[6]  # after the last batch of an epoch, before validation
     module, trainer, _ = run([ExactResume()], max_epochs=2)
     trainer.fit(module, shuffled(), DataLoader(Rows(4), batch_size=2), ckpt_path=last, weights_only=True)
     assert not differences(whole, opened(trainer._checkpoint_connector.dump_checkpoint()))
