@@ -24,7 +24,7 @@ class Half(L.LightningModule):
 
     def __init__(self):
         super().__init__()
-        size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+        size = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
         self.lm = transformers.LlamaForCausalLM(transformers.LlamaConfig(**size, vocab_size=200))
 
     def training_step(self, batch, _):

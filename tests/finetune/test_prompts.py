@@ -1,6 +1,7 @@
 """Virtual tokens: that they are what real ones would be, what PEFT's are, and that nothing else is changed."""
 
 import copy
+import functools
 import pickle
 
 import lightning as L
@@ -53,6 +54,11 @@ def t5():
 
 def seeded(make, scale=1.0):
     """The same weights each time, large enough for tokens to matter, and no dropout."""
+    return copy.deepcopy(_built(make, scale))
+
+
+@functools.cache
+def _built(make, scale):
     torch.manual_seed(5)
     model = make().eval()
     for parameter in model.parameters():

@@ -14,6 +14,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
+from lightning_fasttrain._surgery import WrappedForward
 from lightning_fasttrain.model import CompileWatch, compile_cache
 from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_code
@@ -66,6 +67,15 @@ def test_blocks_of_other_shapes_do_not_use_up_each_others_limit():
         block(torch.randn(2, n))
     assert backend.graphs == 11
     assert watch.report().recompiles == 0
+
+
+def test_blocks_with_replaced_layers_do_not_use_up_each_others_limit():
+    net, backend = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(10)]), Counting()
+    for block in net:
+        WrappedForward(block[0]).install()
+    compile_blocks_(net, backend=backend)
+    net(torch.randn(2, 4, requires_grad=True))
+    assert backend.graphs == 10  # the compiler tells such layers by identity, and its limit is eight
 
 
 def test_keys_types_and_weights_are_kept_and_a_plain_model_loads_them():

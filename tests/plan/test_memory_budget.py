@@ -24,15 +24,15 @@ from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 
 def tokens():
-    return torch.randint(256, (4, 128))
+    return torch.randint(256, (2, 128))
 
 
 SMALL = {
     "gpt": lambda: zoo.Specimen(lambda: GPTModule(GPTConfig(context=128, layers=3)), lambda: (tokens(), tokens())),
-    "llama": lambda: zoo.llama(layers=3, width=64, batch=4, length=128, vocabulary=512),
+    "llama": lambda: zoo.llama(layers=3, width=64, batch=2, length=128, vocabulary=512),
     "encoder": lambda: zoo.encoder(layers=3, width=64, batch=8, length=64),
     "resnet": lambda: zoo.resnet(layers=1, width=8, batch=8, pixels=32),
-    "uneven": lambda: zoo.uneven(layers=4, width=64, batch=8, length=64),
+    "uneven": lambda: zoo.uneven(layers=4, width=64, batch=4, length=64),
 }
 STEPS = 8  # costs, peaks, check, time; and room to decide again
 
@@ -193,7 +193,7 @@ def test_a_plan_reads_well():
 
 # --- hosts and company -------------------------------------------------------------------------------------------
 
-BATCHES = lm_batches(10, size=64, length=32)
+BATCHES = lm_batches(8, size=64, length=32)
 
 
 def limit_between(share=0.5):
