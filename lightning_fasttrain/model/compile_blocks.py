@@ -93,7 +93,9 @@ def compile_blocks_(
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-        signature = (type(block), _runs_class_forward(block), shapes, _replaced_layers(block))
+        # The compiler tells a replaced forward by identity, so blocks with such layers share no result.
+        replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
+        signature = (type(block), _runs_class_forward(block), shapes, *replaced)
         if signature not in entries:
             entries[signature] = torch.compile(_new_entry(block), **options)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
@@ -125,11 +127,6 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
         copy.__kwdefaults__ = forward.__kwdefaults__
         return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
-
-
-def _replaced_layers(block: nn.Module) -> tuple[int, ...]:
-    """Of the layers inside: the compiler tells a replaced forward by identity, so such blocks share no result."""
-    return tuple(id(part) for part in block.modules() if part is not block and "forward" in vars(part))
 
 
 def _runs_class_forward(block: nn.Module) -> bool:
