@@ -95,6 +95,7 @@ def make_plan(
         ...     loss=loss,
         ...     optimizer=torch.optim.AdamW,
         ...     device="cpu",
+        ...     seconds=1,
         ... )
         >>> plan.chosen.peak_bytes <= 0.0005 * 2**30 < plan.plain.predicted_bytes
         True
