@@ -119,7 +119,7 @@ FAMILY = ("adamw8bit", "adamw4bit", "paged-adamw", "paged-adamw8bit")
 ROUNDED = {"adamw8bit": 0.02, "paged-adamw8bit": 0.02, "adamw4bit": 0.2, "paged-adamw": 0.0, "lion8bit": 0.02}
 
 
-@pytest.mark.parametrize("name", (*FAMILY, "lion8bit"))
+@pytest.mark.parametrize("name", [*FAMILY, "lion8bit"])
 def test_state_goes_to_the_plain_optimizer_and_back(name):
     plain = "lion" if "lion" in name else "adamw"
     net = NamedLM(name)
