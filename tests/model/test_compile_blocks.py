@@ -235,6 +235,7 @@ from lightning_fasttrain.model import compile_blocks_, load_compile_cache, save_
 from torch._inductor.utils import fresh_inductor_cache
 from torch._inductor import codecache
 from pathlib import Path
+torch._inductor.config.cpp.vec_isa_ok = True  # compiles no probe of each kind of instruction, in the new folder too
 torch._inductor.config.compile_threads = 1  # instead of a pool, whose processes import torch; the test above has one
 
 def libraries(folder):
