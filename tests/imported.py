@@ -3,9 +3,14 @@
 import gc
 import importlib
 import logging
+import warnings
+
+import torch
+from lightning.fabric.utilities import registry
 
 from lightning_fasttrain.strategy.zero._zero_engine import import_deepspeed
 from tests import host_costs
+from tests.nets import TinyLM, as_loader, lm_batches, trainer
 
 host_costs.spare()
 importlib.import_module("tests.cases")
@@ -19,18 +24,16 @@ for name in (
 
 
 def train_once() -> None:
-    """Lightning asks for entry points and for the kinds of everything that it meets; a tenth of a second each time."""
-    import warnings
-
-    from tests.nets import TinyLM, as_loader, lm_batches, trainer
-
+    """Lightning imports late, and finds out the kind of everything that it meets: in forks no more."""
+    batches = as_loader(lm_batches(1))
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.random.fork_rng():
         warnings.simplefilter("ignore")
-        trainer().fit(TinyLM(), as_loader(lm_batches(1)), as_loader(lm_batches(1)))
+        trainer().fit(TinyLM(), batches, batches)
     logging.disable(logging.NOTSET)
 
 
 train_once()
+registry.entry_points.cache_clear()  # a script may bring its own
 gc.collect()
 gc.freeze()  # nobody need look through it again

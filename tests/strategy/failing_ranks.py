@@ -113,7 +113,7 @@ def does_not_come(folder):
         until((folder / "left0").exists)
 
     try:
-        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=8)), Fails(in_model={1: is_late}))
+        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=6)), Fails(in_model={1: is_late}))
     finally:
         (folder / f"left{rank()}").touch()
 
