@@ -159,6 +159,7 @@ def explain_run(
     ``training_step`` once more, with all that it prints, counts and sends elsewhere.
     """
     known = [callback.predicted_bytes for callback in trainer.callbacks if isinstance(callback, PredictsPeak)]
+    peaks = [nbytes for nbytes in known if isinstance(nbytes, int)]  # a stranger may mean something else
     samples, tokens = count_batch(batch)
     trained, parameters = count_parameters(module)
     device = trainer.strategy.root_device
@@ -174,7 +175,7 @@ def explain_run(
         tokens=tokens,
         accumulation=trainer.accumulate_grad_batches,
         free_bytes=free_bytes(device),
-        predicted_bytes=next(filter(None, known), None),
+        predicted_bytes=max(peaks, default=None),
     )
 
 

@@ -214,7 +214,7 @@ class Technique(L.Callback):
             undo.close()
 
     def __getstate__(self) -> dict[str, Any]:  # spawned processes get the technique, never its live patches
-        runs = self._undo is not None  # what the run has put in the place of hooks acts for this object alone
+        runs = self._undo is not None  # what the run has put for hooks acts for this object alone
         kept = {name: value for name, value in vars(self).items() if not (runs and name.startswith("on_"))}
         return {**kept, "_undo": None}
 

@@ -1,98 +1,18 @@
-"""Shared fixtures: every test starts from the same seed, leaves no global switch changed and reaches no network."""
+"""What every process of a test run needs, and no more: the one that only hands out tests imports no torch."""
 
-import gc
-import itertools
+import importlib
 import os
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of processes that tests start: several run at once, on few cores
 
-import random
 
-import numpy as np
-import pytest
-import torch
-import torch.distributed as dist
-
-from tests import host_costs
-
-torch.set_num_threads(1)  # small tensors: threads only get in each other's way
-host_costs.spare()
-
-
-@pytest.fixture(autouse=True)
-def _same_seed():
-    random.seed(0)
-    np.random.seed(0)
-    torch.manual_seed(0)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_global_changed():
-    before = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    yield
-    after = (torch.get_default_dtype(), torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
-    assert after == before
-
-
-_cuda = torch.backends.cuda
-_MODES = (  # of a GPU: (what reads it, what sets it)
-    (torch.cuda.get_sync_debug_mode, torch.cuda.set_sync_debug_mode),
-    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
-    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
-    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
-    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
-)
-
-
-@pytest.fixture(autouse=True)
-def _modes_of_the_gpu_are_put_back(request):
-    """A test that fails with a mode switched on must not take the later ones with it."""
-    if "gpu" not in request.keywords:
-        yield
-        return
-    torch.cuda.synchronize()  # an error of the device belongs to the test before
-    before = [get() for get, _ in _MODES]
-    yield
-    for (_, put), mode in zip(_MODES, before, strict=True):
-        put(mode)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_distributed_stays():
-    """Lightning and DeepSpeed leave process groups, ranks and ports, which whatever is started later would believe."""
-    grouped, environment = dist.is_initialized(), dict(os.environ)
-    yield
-    if dist.is_initialized() and not grouped:
-        dist.destroy_process_group()
-    if os.environ != environment:
-        os.environ.clear()
-        os.environ.update(environment)
-
-
-# The long ones first, since whatever begins last is what the other worker waits for.
-_FIRST = (
-    *("test_zero.py", "test_notebooks.py", "test_ladder.py", "test_example_benchmarks.py"),
-    *("test_examples.py", "test_fsdp2.py", "test_kill.py", "test_contracts.py", "test_failing_ranks.py"),
-    *("test_compile_blocks.py", "test_hang_watch.py", "test_distributed.py"),
-    "test_consolidate.py",  # reads what test_zero.py leaves
-)
-
-
-_begun = itertools.count()
-
-
-def pytest_runtest_setup(item):
-    """The garbage collector, and whoever asks it for all objects, need not look at half a million of imported ones."""
-    if next(_begun) % 25 == 0:
-        gc.collect()
-        gc.freeze()
-
-
-def pytest_collection_modifyitems(items):
-    items.sort(key=lambda item: _FIRST.index(item.path.name) if item.path.name in _FIRST else len(_FIRST))
-    for item in items:
-        if "gpu" in item.keywords and not torch.cuda.is_available():
-            item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+def pytest_configure(config):
+    # Lightning's advice: few workers, no val_dataloader, no logger, existing folders; our runs are tiny on purpose.
+    # It is not in pyproject.toml, since whoever reads it there imports Lightning at once.
+    advice = "lightning.fabric.utilities.warnings.PossibleUserWarning"
+    config.addinivalue_line("filterwarnings", f"ignore::{advice}")
+    hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    if not hands_out:
+        config.pluginmanager.register(importlib.import_module("tests.fixtures"))

@@ -34,7 +34,7 @@ class Net(L.LightningModule):
 
 def calls_of(techniques, **settings):
     torch.manual_seed(0)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # put back by conftest.py
+    torch.backends.cuda.enable_cudnn_sdp(False)  # put back by fixtures.py
     calls = DeviceCalls(STEP)
     tokens = [torch.randint(0, 200, (2, 8, 32)).pin_memory() for _ in range(STEP + 3)]
     trainer = L.Trainer(

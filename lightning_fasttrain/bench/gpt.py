@@ -170,11 +170,11 @@ class GPT(nn.Module):
         return self.head(self.hidden(idx))
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Split the trainable parameters: matrices decay, biases and norm gains do not; a tied one is listed once.
+def matrices_and_others(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Split what trains: matrices decay, embeddings among them, and others do not; a tied one is listed once.
 
     Example:
-        >>> [len(group["params"]) for group in decay_groups(nn.Linear(2, 2), 0.1)]
+        >>> [len(group["params"]) for group in matrices_and_others(nn.Linear(2, 2), 0.1)]
         [1, 1]
     """
     trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
@@ -220,7 +220,7 @@ class GPTModule(L.LightningModule):
         return self.loss(batch)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        groups = decay_groups(self, self.weight_decay)
+        groups = matrices_and_others(self, self.weight_decay)
         if self.name != "adamw" or self.updates is not None:
             rates = {"lr": self.lr, "betas": (0.9, 0.95)}
             return build_optimizer(self, self.name, groups=groups, updates=self.updates, **rates)

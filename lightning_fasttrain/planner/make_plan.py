@@ -1,7 +1,7 @@
 """The fastest way to train a model within a limit of memory, at the same global batch: measured, with reasons."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import facts_of_machine
+from lightning_fasttrain._facts import Facts, facts_of_machine
 from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
@@ -95,6 +95,7 @@ def make_plan(
         ...     loss=loss,
         ...     optimizer=torch.optim.AdamW,
         ...     device="cpu",
+        ...     seconds=1,
         ... )
         >>> plan.chosen.peak_bytes <= 0.0005 * 2**30 < plan.plain.predicted_bytes
         True
@@ -115,14 +116,7 @@ def make_plan(
         )
     limit_gib = _limit(memory_gib, device, here)
     plain = as_lightning_module(module, loss, optimizer)
-    clips = settings.get("gradient_clip_algorithm") or "norm"
-    facts = replace(
-        facts_of_machine(),
-        device=device,
-        devices=positive_int("devices", devices),
-        accumulates=settings.get("accumulate_grad_batches", 1),
-        clips=clips if settings.get("gradient_clip_val") else "no",
-    )
+    facts = _facts(device, positive_int("devices", devices), settings)
     fast_bf16 = device == "cuda" or bool(bf16_units())
     tell("looking at the model")
     usable = limit_gib * GIB * (_ROOM if device == "cuda" else 1.0)
@@ -164,6 +158,18 @@ def make_plan(
         strategy,
         time.monotonic() - began,
         tuple(search.notes),
+    )
+
+
+def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
+    """Of this machine, and of the Trainer that the plan is for."""
+    clips = settings.get("gradient_clip_algorithm") or "norm"
+    return replace(
+        facts_of_machine(),
+        device=device,
+        devices=devices,
+        accumulates=settings.get("accumulate_grad_batches", 1),
+        clips=clips if settings.get("gradient_clip_val") else "no",
     )
 
 

@@ -86,7 +86,7 @@ class PeakMemory:
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self._at_entry = _allocator_bytes(self.device, "current")
-            _start_counting_anew(self.device)
+            _start_counting_again(self.device)
             self._peak_so_far = 0
             _OPEN_ON_CUDA.append(self)
             return self
@@ -122,7 +122,7 @@ class PeakMemory:
         if self._profile is not None:
             self._marks.append(time.time_ns())
         else:
-            _start_counting_anew(self.device)
+            _start_counting_again(self.device)
             self.segments.append(self._peak_so_far)
             self._peak_so_far = 0
 
@@ -156,7 +156,7 @@ class PeakMemory:
 _OPEN_ON_CUDA: list[PeakMemory] = []  # the allocator keeps one peak; who begins again leaves it to the others
 
 
-def _start_counting_anew(device: torch.device) -> None:
+def _start_counting_again(device: torch.device) -> None:
     peak = _allocator_bytes(device, "peak")
     for other in _OPEN_ON_CUDA:
         if other.device == device:

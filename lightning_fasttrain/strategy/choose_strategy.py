@@ -155,7 +155,7 @@ class StrategyChoice:
 
 
 def _meet(strategy: Any, name: str, devices: int) -> None:
-    """In the place of ``setup_environment``: refuse another number of processes before they wait for one another."""
+    """Instead of ``setup_environment``: refuse another number of processes before they wait for one another."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"

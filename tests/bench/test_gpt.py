@@ -2,7 +2,7 @@ import lightning as L
 import pytest
 import torch
 
-from lightning_fasttrain.bench.gpt import GPT, GPTConfig, GPTModule, decay_groups
+from lightning_fasttrain.bench.gpt import GPT, GPTConfig, GPTModule, matrices_and_others
 from lightning_fasttrain.bench.sizes import SIZES, size_named
 
 SMALL = {"vocabulary": 11, "context": 8, "layers": 2, "heads": 2, "width": 8}
@@ -69,7 +69,7 @@ def test_sizes_are_the_documented_ones():
 
 
 def test_matrices_decay_and_vectors_do_not():
-    decayed, spared = decay_groups(gpt(), weight_decay=0.1)
+    decayed, spared = matrices_and_others(gpt(), weight_decay=0.1)
     assert {p.dim() for p in decayed["params"]} == {2}
     assert {p.dim() for p in spared["params"]} == {1}
     assert len(decayed["params"]) + len(spared["params"]) == len(list(gpt().parameters()))

@@ -6,6 +6,10 @@ import sys
 
 import pytest
 
+from lightning_fasttrain.cli import main
+from lightning_fasttrain.commands import rehearse as command
+from tests.bench.forked_script import start_fork
+
 SCRIPT = """
 import sys
 import lightning as L
@@ -48,12 +52,13 @@ def test_a_script_on_two_ranks_that_its_trainer_starts(tmp_path):
     assert left == set()
 
 
-@pytest.mark.slow
-def test_a_run_that_would_fail_at_its_first_checkpoint(tmp_path):
-    done, left = run(tmp_path, "train.py", "vall")
-    assert done.returncode == 1
-    assert "fasttrain rehearse: ModelCheckpoint(monitor='val'): nothing of that name is logged" in done.stderr
-    assert left == set()
+def test_a_run_that_would_fail_at_its_first_checkpoint(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "run_script", start_fork)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    assert main(["rehearse", str(tmp_path / "train.py"), "vall"]) == 1
+    words = "fasttrain rehearse: ModelCheckpoint(monitor='val'): nothing of that name is logged"
+    assert words in capsys.readouterr().err
+    assert {path.name for path in tmp_path.rglob("*")} == {"train.py"}
 
 
 def test_nothing_to_rehearse(tmp_path):

@@ -3,16 +3,17 @@
 import json
 import subprocess
 import sys
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_fasttrain.cli import main
+from lightning_fasttrain.commands import rehearse as command
 from lightning_fasttrain.commands.killed_script import digest
 from lightning_fasttrain.commands.rehearse_kills import rehearse_kills
-from lightning_fasttrain.commands.run_script import write_entry_point
-from tests.ranks import Ranks
+from tests.bench.forked_script import start_fork
 
 SCRIPT = """
 import sys
@@ -52,20 +53,6 @@ if __name__ == "__main__":
 """
 
 
-def start_fork(script, arguments, point, orders, *, quiet):
-    """As ``run_script`` does it, in a fork of a process that has imported everything."""
-    with tempfile.TemporaryDirectory() as name:
-        write_entry_point(Path(name), point)
-        program = Path(name) / "start.py"
-        argv = [script, *arguments]
-        program.write_text(
-            f"import os, runpy, sys\nos.environ |= {dict(orders)}\nsys.path.insert(0, {name!r})\nsys.argv = {argv}\n"
-            f"runpy.run_path({script!r}, run_name='__main__')\n"
-        )
-        (code,), _, _ = Ranks(str(program), log=Path(name) / "log", count=None).end()
-        return code
-
-
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "train.py"
@@ -95,7 +82,6 @@ def test_a_script_that_goes_on_exactly(seed, script):
 @pytest.mark.parametrize(
     ("word", "problem"),
     [
-        ("plain", "it does not end as the uninterrupted run"),  # other samples and masks after a kill
         ("forgetful", "it began from nothing after every kill"),
         ("unseeded", "two uninterrupted runs end differently too"),
     ],
@@ -116,13 +102,14 @@ def test_a_script_that_fails(script):
     assert rehearse(script).problem == "it failed by itself, with exit code 3, see above"
 
 
-@pytest.mark.slow
-def test_the_command(script):
-    done = run(script, "--kill", "1", "--steps", "6", "--json", "train.py", "{folder}", "safe")
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout)
+def test_the_command(script, capsys, monkeypatch):
+    monkeypatch.setattr(command, "rehearse_kills", partial(rehearse_kills, start=start_fork))
+    assert main(["rehearse", "--kill", "1", "--steps", "6", "--json", script, "{folder}", "safe"]) == 0
+    found = json.loads(capsys.readouterr().out)
     assert (found["ok"], found["steps"], found["differ"]) == (True, 6, [])
     assert {path.name for path in Path(script).parent.iterdir()} == {"train.py"}
+    assert main(["rehearse", "--kill", "1", "--steps", "6", script, "{folder}", "plain"]) == 1
+    assert "it does not end as the uninterrupted run" in capsys.readouterr().err
 
 
 def test_bad_input(script):

@@ -3,7 +3,6 @@
 import copy
 import io
 import sys
-from importlib.util import find_spec
 
 import lightning as L
 import pytest
@@ -42,11 +41,6 @@ class NamedLM(ft.FastTrainMixin, GPTModule):
         self.optimizer = ft.NamedOptimizer(name, lr=0.01, settings=SETTINGS.get(name, {}), **more)
 
 
-def each_name(names):
-    no_torchao = pytest.mark.skipif(find_spec("torchao") is None, reason="the extra 'ao' brings it")
-    return [pytest.param(name, marks=no_torchao if name == "adamw4bit" else ()) for name in names]
-
-
 def tokens(count):
     generator = torch.Generator().manual_seed(3)
     drawn = [torch.randint(17, (4, 9), generator=generator) for _ in range(count)]
@@ -79,7 +73,7 @@ def held_bytes(optimizer):
 # Each name, in each host
 
 
-@pytest.mark.parametrize("name", each_name(KNOWN))
+@pytest.mark.parametrize("name", KNOWN)
 def test_it_trains_alike_in_trainer_mixin_and_loop_and_resumes_bit_for_bit(name, tmp_path):
     bare = NamedLM(name)
     optimizer = bare.optimizer(bare)
@@ -107,7 +101,7 @@ def test_it_trains_alike_in_trainer_mixin_and_loop_and_resumes_bit_for_bit(name,
     assert largest_difference(weights(bare), weights(again)) == 0
 
 
-@pytest.mark.parametrize("name", each_name(KNOWN))
+@pytest.mark.parametrize("name", KNOWN)
 def test_its_state_has_the_bytes_that_were_predicted(name):
     net = NamedLM(name)
     optimizer = net.optimizer(net)
@@ -125,7 +119,7 @@ FAMILY = ("adamw8bit", "adamw4bit", "paged-adamw", "paged-adamw8bit")
 ROUNDED = {"adamw8bit": 0.02, "paged-adamw8bit": 0.02, "adamw4bit": 0.2, "paged-adamw": 0.0, "lion8bit": 0.02}
 
 
-@pytest.mark.parametrize("name", each_name((*FAMILY, "lion8bit")))
+@pytest.mark.parametrize("name", [*FAMILY, "lion8bit"])
 def test_state_goes_to_the_plain_optimizer_and_back(name):
     plain = "lion" if "lion" in name else "adamw"
     net = NamedLM(name)

@@ -24,7 +24,7 @@ GIB = 2**30
 
 
 def plan(memory_gib, module=None, batch=BATCH, **settings):
-    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 6, **settings})
+    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 2, **settings})
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_code_yaml_json_and_the_trainer_say_the_same(tight, tmp_path):
 def test_what_is_planned_is_the_same_training_and_leaves_no_trace():
     net, numbers = TinyLM(), torch.get_rng_state()
     before = weights(net)
-    found = plan(0.001, net, keep="exact", seconds=5)
+    found = plan(0.001, net, keep="exact")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert torch.equal(torch.get_rng_state(), numbers)
     if found.callbacks:
@@ -85,7 +85,7 @@ def test_with_room_for_everything_nothing_is_recomputed():
 
 
 def test_by_default_the_limit_is_what_is_free():
-    found = plan("fit", keep="exact", seconds=2)
+    found = plan("fit", keep="exact")
     assert 0 < found.limit_gib <= free_bytes(torch.device("cpu")) / GIB * 1.5
     assert not found.chosen.choice.recompute
 
@@ -226,7 +226,7 @@ def fit_with(auto, folder, callbacks=(), net=None):
 
 def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
-    auto = ft.Auto(0.6 * whole, seconds=4)
+    auto = ft.Auto(0.6 * whole, seconds=1)
     t, module = fit_with(auto, tmp_path)
     assert auto.choice != Choice()
     assert auto.plan is not None
@@ -236,12 +236,12 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     trainer().fit(plain, as_loader(lm_batches(2, size=32, length=24)))
     for name, value in weights(plain).items():
         assert torch.allclose(value, module.state_dict()[name], atol=1e-4)
-    again = ft.Auto(0.6 * whole, seconds=4)
+    again = ft.Auto(0.6 * whole, seconds=1)
     fit_with(again, tmp_path)
     assert again.plan is None
     assert again.choice == auto.choice
     assert again.state_dict()["choice"]["parts"] == auto.choice.parts
-    other = ft.Auto(0.7 * whole, seconds=4)
+    other = ft.Auto(0.7 * whole, seconds=1)
     fit_with(other, tmp_path)
     assert other.plan is not None
 

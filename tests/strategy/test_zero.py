@@ -64,7 +64,9 @@ def test_torchs_own_linear_is_put_back_after_stage_3(two):
 
 def test_steps_are_counted_as_the_engine_counts_them(two):
     for stage in STAGES:
-        assert two[0][f"sgd {stage}"]["steps"] == [21, 21]
+        assert two[0][f"sgd {stage}"]["steps"] == [9, 9]
+    for stage in (2, 3):
+        assert two[0][f"adamw {stage}"]["steps"] == [21, 21]
 
 
 def test_an_optimizer_takes_no_other_steps_than_those_of_one_process(one):

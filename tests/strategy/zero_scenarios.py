@@ -31,6 +31,7 @@ ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other ro
 MINE = ALL[RANK]
 WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
 STAGES = (0, 1, 2, 3, "2+offload", "3+offload")
+LONG = {("adamw", 2): 7, ("adamw", 3): 7}  # epochs
 OPTIMIZERS = {"sgd": (sgd, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 
 
@@ -94,15 +95,19 @@ def whole_difference(expected, module):
 
 
 def equals_one_process(found, folder):
-    """21 steps with accumulation, ragged ends, clipping, checkpointing, and once at each stage compile on."""
+    """9 or 21 steps with accumulation, ragged ends, clipping, checkpointing, and once at each stage compile on."""
     linear = functional.linear
+    by_hand = {}
     for kind in OPTIMIZERS:
-        expected, losses = steps_by_hand(kind, 7, 0.3)
         for stage in STAGES if kind == "adamw" else STAGES[:4]:
+            epochs = LONG.get((kind, stage), 3)
+            if (kind, epochs) not in by_hand:
+                by_hand[kind, epochs] = steps_by_hand(kind, epochs, 0.3)
+            expected, losses = by_hand[kind, epochs]
             module = net(kind)
             techniques = [ft.ActivationCheckpointing()]
             techniques += [ft.CompileBlocks(backend="aot_eager")] if kind == "adamw" else []
-            settings = {"max_epochs": 7, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+            settings = {"max_epochs": epochs, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
             t = fit(module, ZeROStrategy(stage=stage), techniques, **settings)
             found[f"{kind} {stage}"] = {
                 "losses": (mean_losses(module) - torch.stack(losses)).abs().max().item(),

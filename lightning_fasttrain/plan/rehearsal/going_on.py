@@ -64,7 +64,7 @@ def _find_other_content(on: Rehearsed, whole: Course, resumed: Course) -> str | 
     what = f"a checkpoint was saved and loaded, and differs in {list_some(wrong)}"
     why = f"{wrong[0]} {describe_change(saved.get(wrong[0]), loaded.get(wrong[0]))}"
     way_out = "Look at the checkpoint plugin, on_save_checkpoint, load_state_dict"
-    return explain(what, why, f"{way_out}; in the place of a plugin, ft.AtomicCheckpoints() verifies what it reads")
+    return explain(what, why, f"{way_out}; instead of a plugin, ft.AtomicCheckpoints() verifies what it reads")
 
 
 def _explain_difference(whole: Course, resumed: Course, again: Course, differ: list[str]) -> str | None:

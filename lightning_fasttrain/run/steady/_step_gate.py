@@ -54,7 +54,7 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
 
 
 class _Gate:
-    """Stands in the place of an optimizer's ``step``."""
+    """Stands for an optimizer's ``step``."""
 
     def __init__(self, optimizer: Optimizer, look: Look, tell: Tell) -> None:
         self.optimizer, self.look, self.tell = optimizer, look, tell

@@ -67,7 +67,7 @@ def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[Any]:
 def keep_packed_(layers: list[Any], groups: Iterable[nn.Module]) -> None:
     """Let sharded weights have their constants, as whole ones do, when they are saved, loaded and used.
 
-    FSDP2 puts one parameter in the place of the other. What it has gathered is made a weight of bitsandbytes' before
+    FSDP2 replaces parameters by its own. What it has gathered is made a weight of bitsandbytes' before
     its group's forward, where no compiler looks, and again by the layer itself where blocks are recomputed. What is cut
     needs its constants for the keys of ``state_dict`` only.
 
