@@ -1,7 +1,7 @@
 """Real processes that are told to go, hang, stop, fail or are killed; see the tests of Preemption and HangWatch.
 
-One process forks for each scenario a conductor, which starts the ranks, sends the signals
-and writes what it saw. All scenarios run at the same time: most of the time they wait. Lightning's launcher and
+One process forks for each scenario a conductor, which starts the ranks, sends the signals and writes what it saw. All
+scenarios run at the same time: most of the time they wait. Lightning's launcher and
 torchrun are real, and what they start is a fork of them; in ``test_examples.py`` it is a fresh interpreter.
 """
 

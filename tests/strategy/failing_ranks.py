@@ -249,7 +249,6 @@ def fork(scenario, folder, number, port):
         traceback.print_exc()
         code = 1
     end_as_a_script(code, empty_modules=scenario in TO_THE_LAST)
-    return 0
 
 
 def serve(folder, names):
