@@ -1,6 +1,7 @@
 """One row for each technique. The promises of ``test_contracts.py`` are held over all rows."""
 
 import atexit
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +21,15 @@ from tests import by_hand, effects
 from tests.nets import TinyLM, as_loader, concatenate, lm_loss
 
 FOLDER = tempfile.mkdtemp()  # of this process: several may run tests at once
-atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
+
+
+def _remove(folder: str, owner: int) -> None:
+    """Not by a fork of this process, which calls it as well when it ends."""
+    if os.getpid() == owner:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+atexit.register(_remove, FOLDER, os.getpid())
 
 
 @dataclass

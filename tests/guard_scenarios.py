@@ -1,20 +1,17 @@
 """Real processes that are told to go, hang, stop, fail or are killed; see the tests of Preemption and HangWatch.
 
-One process imports everything once and forks for each scenario a conductor, which starts the ranks, sends the signals
-and writes what it saw. All scenarios run at the same time: most of the time they wait. Lightning's launcher and
+One process forks for each scenario a conductor, which starts the ranks, sends the signals and writes what it saw. All
+scenarios run at the same time: most of the time they wait. Lightning's launcher and
 torchrun are real, and what they start is a fork of them; in ``test_examples.py`` it is a fresh interpreter.
 """
 
-import atexit
 import ctypes
-import gc
 import json
 import os
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -33,9 +30,8 @@ from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
 from lightning_fasttrain.run.guard.progress_watch import ProgressWatch
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
-from tests.ranks import launch_once
+from tests.ranks import end_as_a_script, launch_once, run_ranks
 
-ROOT = Path(__file__).parent.parent
 LIMIT_S = 150
 TIMEOUT_S = 3.0
 
@@ -313,22 +309,20 @@ def fork(run, folder, **env):
     file = os.open(folder / f"err{env.get('RANK', 'main')}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    code = 1
+    code, by_itself = 1, False
     try:
         run(folder)
         code = 0
     except SystemExit as error:
-        code = error.code
-        raise
+        code, by_itself = error.code, True
     except BaseException:
         import traceback
 
         traceback.print_exc()
-    finally:
-        if not isinstance(sys.exception(), SystemExit):
-            sys.stderr.flush()
-            os._exit(code)
-    return 0
+    if by_itself:
+        end_as_a_script(code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def be_a_rank(name, folder):
@@ -358,10 +352,7 @@ class ForkedRank(subprocess.Popen):
             code = error.code
         except BaseException:
             sys.excepthook(*sys.exc_info())
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stderr.flush()
-        os._exit(code)
+        end_as_a_script(code, empty_modules=False)
 
 
 def start(name, folder):
@@ -423,13 +414,12 @@ def conduct(name, folder):
 
 
 def serve(folder, names):
-    gc.freeze()  # or the end of each interpreter would look through all that was imported
     conductors = []
     for i, name in enumerate(names):
         pid = os.fork()
         if pid == 0:
             with suppress(Exception):
-                conduct(name, folder / str(i))  # a rank that it forks leaves by SystemExit, as any script
+                conduct(name, folder / str(i))
             os._exit(0)
         conductors.append(pid)
     for pid in conductors:
@@ -443,14 +433,8 @@ def run_scenarios(factory):
 
 
 def _launch(folder):
-    subprocess.run(
-        [sys.executable, "-m", "tests.guard_scenarios", str(folder), *SCENARIOS],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
-        timeout=LIMIT_S + 60,
-        check=True,
-        capture_output=True,
-    )
+    log, limit_s = folder / "log", LIMIT_S + 60
+    run_ranks("tests.guard_scenarios", folder, *SCENARIOS, log=log, count=None, timeout_s=limit_s)
 
 
 if __name__ == "__main__":

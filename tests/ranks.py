@@ -4,17 +4,20 @@ Importing takes longer than most of what they do. What a launcher itself must do
 ``guard_scenarios.py`` and ``test_examples.py``.
 """
 
+import atexit
+import ctypes
 import gc
 import multiprocessing
 import os
 import runpy
 import socket
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from filelock import FileLock
 
@@ -102,6 +105,20 @@ def launch_once(factory: Any, name: str, launch: Callable[[Path], object]) -> Pa
             folder.mkdir()
             launch(folder)
     return folder
+
+
+def end_as_a_script(code: Any, empty_modules: bool = True) -> NoReturn:
+    """End a fork as its interpreter would: threads are joined, exit functions called and modules emptied.
+
+    Half a second goes into the modules, so that a few tests are enough for what happens there.
+    """
+    if empty_modules:
+        ctypes.pythonapi.Py_Exit(code)
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _ranks_of_a_launch(count: int) -> list[dict[str, str]]:

@@ -38,13 +38,23 @@ def run_forked(command, **settings):
     return subprocess.CompletedProcess(command, next(filter(None, codes), 0), said, errors)
 
 
+def read_smaller(path, *smaller):
+    """A notebook with other sizes than it has."""
+    content = nbformat.read(path, as_version=4)
+    for size, instead in zip(smaller[::2], smaller[1::2], strict=True):
+        assert any(size in cell.source for cell in code_cells(content)), f"no cell has {size!r}"
+        for cell in code_cells(content):
+            cell.source = cell.source.replace(size, instead)
+    return content
+
+
+def code_cells(content):
+    return [cell for cell in content.cells if cell.cell_type == "code"]
+
+
 def main(path, folder, *smaller):
     """Print how many outputs of each kind its cells have; a cell that fails ends it with its source and its error."""
-    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
-    for size, instead in zip(smaller[::2], smaller[1::2], strict=True):
-        assert any(size in cell.source for cell in cells), f"no cell has {size!r}"
-        for cell in cells:
-            cell.source = cell.source.replace(size, instead)
+    cells = code_cells(read_smaller(path, *smaller))
     os.chdir(folder)
     subprocess.run = run_forked
     shell = Shell.instance()

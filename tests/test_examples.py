@@ -8,10 +8,13 @@ import pytest
 from examples import your_own_technique
 from tests.run_example import last_line, last_line_under_torchrun
 
+SMALLER_GPT = ("context=128, layers=4, heads=4, width=64", "context=128, layers=2, heads=4, width=32")
+
 
 @pytest.mark.slow
 def test_the_same_run_prints_the_same_numbers_in_every_host():
-    lines = {host: last_line(f"same_run_{host}.py") for host in ("plain", "trainer", "mixin", "fabric")}
+    sizes = [("batch=16, steps=10", "batch=8, steps=5"), SMALLER_GPT]
+    lines = {host: last_line(f"same_run_{host}.py", smaller=sizes) for host in ("plain", "trainer", "mixin", "fabric")}
     assert lines["plain"].startswith("loss ")
     assert len(set(lines.values())) == 1, lines
 
@@ -20,11 +23,11 @@ def test_the_same_run_prints_the_same_numbers_in_every_host():
 @pytest.mark.parametrize("script", ["zero_auto.py", "fsdp2_fabric.py"])
 def test_two_processes_shard_save_and_go_on(script, tmp_path):
     arguments = script, "--steps", "4", "--save-every", "2", "--folder"
-    first = last_line(*arguments, str(tmp_path / "whole"), ranks=2)
+    first = last_line(*arguments, str(tmp_path / "whole"), ranks=2, smaller=[SMALLER_GPT])
     assert first.split()[2:7] == ["after", "4", "steps", "on", "2"]
     (tmp_path / "again").mkdir()
     shutil.copytree(tmp_path / "whole" / "step=2.ckpt", tmp_path / "again" / "step=2.ckpt")
-    second = last_line(*arguments, str(tmp_path / "again"), ranks=2)
+    second = last_line(*arguments, str(tmp_path / "again"), ranks=2, smaller=[SMALLER_GPT])
     assert second.split()[:7] == first.split()[:7]
     whole, again = (tmp_path / name / "weights.safetensors" for name in ("whole", "again"))
     assert whole.read_bytes() == again.read_bytes()
@@ -43,7 +46,9 @@ def test_a_technique_of_your_own_is_worth_having(capsys):
 
 @pytest.mark.slow
 def test_a_small_llama_is_adapted_taken_back_and_merged():
-    words = last_line("finetune_llama.py", "--seconds", "2", "--held-out", "1").split()
+    sizes = [("hidden_size=192", "hidden_size=64"), ("intermediate_size=512", "intermediate_size=128")]
+    sizes += [("num_hidden_layers=4", "num_hidden_layers=2"), ("length: int = 160", "length: int = 20")]
+    words = last_line("finetune_llama.py", "--seconds", "0.5", "--held-out", "1", smaller=sizes).split()
     assert words[:5] == ["merged", "and", "unmerged", "differ", "by"]
     assert float(words[5]) < 1e-5
 
@@ -61,9 +66,8 @@ def test_minilm_learns_and_peft_reads_its_adapters_back(tmp_path):
 
 @pytest.mark.slow
 def test_large_models_are_accounted_for_and_predicted(tmp_path):
-    last_line(
-        "finetune_memory.py", "--models", "tiny,tiny mixture", "--length", "64", "--out", str(tmp_path / "found.json")
-    )
+    arguments = "--models", "tiny,tiny mixture", "--length", "64", "--out", str(tmp_path / "found.json")
+    last_line("finetune_memory.py", *arguments, smaller=[('num_hidden_layers": 2', 'num_hidden_layers": 1')])
     for row in json.loads((tmp_path / "found.json").read_text())["rows"]:
         weights, step = row["weights"], row["step"]
         assert min(weights["4 bits"], weights["adapters"]) > 0
@@ -73,7 +77,7 @@ def test_large_models_are_accounted_for_and_predicted(tmp_path):
 
 @pytest.mark.slow
 def test_an_8b_model_is_predicted_to_fit(tmp_path):
-    small = ["--layers", "2", "--width", "256", "--vocabulary", "4096", "--length", "256"]
+    small = ["--layers", "1", "--width", "256", "--vocabulary", "4096", "--length", "256"]
     last_line("gpu/qlora_8b.py", "--predict", *small, "--out", str(tmp_path / "results.json"))
     predicted = json.loads((tmp_path / "results.json").read_text())["predicted"]
     peaks = [predicted[way]["peak_gib"] for way in ("full fine-tuning", "LoRA", "QLoRA", "QLoRA + FusedLossHead")]

@@ -44,7 +44,7 @@ class Hungry(TinyLM):
 
     def __init__(self, short=None, place="forward", part="first", unused=False, **settings):
         self.unused = unused
-        super().__init__(dropout=0.3, **settings)
+        super().__init__(depth=2, dropout=0.3, **settings)
         self.short, self.place, self.part = short, place, part
         self.calls = 0
         self.norm = nn.BatchNorm1d(DIM, affine=False)

@@ -1,6 +1,7 @@
 """A loader that continues where it was, without a Trainer."""
 
 import copy
+import functools
 import pickle
 import random
 
@@ -112,6 +113,7 @@ def seed(number):
     np.random.seed(number)
 
 
+@functools.cache  # the same for each place where it is cut
 def uninterrupted(make):
     seed(1)
     return run(make)

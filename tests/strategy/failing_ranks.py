@@ -1,11 +1,9 @@
 """Pairs of real processes of which one fails, is killed, does not come, or has a full disk; see test_failing_ranks.py.
 
-One process imports everything once and forks the pairs, all at the same time: most of the time they wait.
+One process forks the pairs, all at the same time: most of the time they wait.
 """
 
 import functools
-import gc
-import importlib
 import json
 import os
 import resource
@@ -29,8 +27,8 @@ from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
+from tests.ranks import end_as_a_script, run_ranks
 
-ROOT = Path(__file__).parent.parent.parent
 LIMIT_S = 200
 FULL_AT_BYTES = 1_000  # no file gets larger; less than any of a checkpoint's shards
 
@@ -115,7 +113,7 @@ def does_not_come(folder):
         until((folder / "left0").exists)
 
     try:
-        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=8)), Fails(in_model={1: is_late}))
+        fit(ZeROStrategy(stage=2, timeout=timedelta(seconds=6)), Fails(in_model={1: is_late}))
     finally:
         (folder / f"left{rank()}").touch()
 
@@ -222,6 +220,9 @@ SCENARIOS = (
 )
 
 
+TO_THE_LAST = (fails_in_configure_model, fails_under_fsdp2, saves_after_fit)  # groups end with their modules
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -247,12 +248,10 @@ def fork(scenario, folder, number, port):
     except Exception:
         traceback.print_exc()
         code = 1
-    raise SystemExit(code)  # as any script: what happens at the end of an interpreter belongs to it
+    end_as_a_script(code, empty_modules=scenario in TO_THE_LAST)
 
 
 def serve(folder, names):
-    importlib.import_module("tests.imported")
-    gc.freeze()  # or the end of each interpreter would look through all of it
     pairs = {}
     for name in names:
         (folder / name).mkdir()
@@ -275,9 +274,8 @@ def serve(folder, names):
 def run_scenarios(folder):
     """For the tests: name → exit codes (None: it had not ended), what was said and found by each rank."""
     names = [scenario.__name__ for scenario in SCENARIOS]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.strategy.failing_ranks", str(folder), *names]
-    subprocess.run(command, cwd=ROOT, env=environment, timeout=LIMIT_S + 100, check=True, capture_output=True)
+    log = folder / "log"
+    run_ranks("tests.strategy.failing_ranks", folder, *names, log=log, count=None, timeout_s=LIMIT_S + 100)
     codes, seen = json.loads((folder / "codes.json").read_text()), {}
     for name in names:
         said = [(folder / name / f"err{i}").read_text() for i in (0, 1)]
