@@ -17,13 +17,15 @@ def last_line(script, *arguments, ranks=None, smaller=()):
         ranks: how many processes of one run; None for one that is no rank.
         smaller: pairs of what stands there, and what is run instead of it.
     """
-    source = (ROOT / "examples" / script).read_text()
+    path = ROOT / "examples" / script
+    source = path.read_text()
     for size, instead in smaller:
         assert size in source, f"{script} has no {size!r}"
         source = source.replace(size, instead)
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, Path(script).name)
-        path.write_text(source)
+        if smaller:
+            path = Path(folder, path.name)
+            path.write_text(source)
         said = run_ranks(str(path), *arguments, log=Path(folder, "log"), count=ranks, timeout_s=600)
     return said.strip().splitlines()[-1]
 
