@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.data.count_targets import CountRule
 from tests.nets import (
     VOCAB,
@@ -250,6 +251,39 @@ def test_weights_in_bfloat16_find_the_rule_within_their_rounding():
     net, step = language_model(reduction="sum")
     net.bfloat16()
     assert ft.data.find_count(step, PADDED) == CountRule("sum")
+
+
+def long_texts_in_bfloat16():
+    """So many tokens that the gradients of biases, sums in 16 bits, are many percent off: also those of the whole."""
+    torch.manual_seed(0)
+    net = GPT(GPTConfig(vocabulary=256, context=256, layers=2, heads=4, width=256)).bfloat16()
+    ids = torch.randint(256, (8, 257))
+    return net, (ids[:, :-1], ids[:, 1:])
+
+
+def test_weights_in_bfloat16_find_the_rule_on_long_texts_too():
+    net, batch = long_texts_in_bfloat16()
+
+    def step(part):
+        return F.cross_entropy(net(part[0]).flatten(0, 1).float(), part[1].flatten())
+
+    assert ft.data.find_count(step, batch).name == "targets"
+    with pytest.raises(ValueError, match="not split"):
+        ft.data.find_count(step, batch, count="sum")
+
+
+@pytest.mark.parametrize("share", [1.0, 0.3])
+def test_weights_in_bfloat16_do_not_hide_that_samples_depend_on_one_another(share):
+    net, batch = long_texts_in_bfloat16()
+
+    def contrastive(part):
+        logits = net(part[0]).float()
+        x = F.normalize(logits.mean(1), dim=1)
+        pairs = F.cross_entropy(x @ x.T / 0.1, torch.arange(len(x)))
+        return share * pairs + (1 - share) * F.cross_entropy(logits.flatten(0, 1), part[1].flatten())
+
+    with pytest.raises(ValueError, match="not split"):
+        ft.data.find_count(contrastive, batch)
 
 
 @pytest.mark.parametrize("base", ["bfloat16", "nf4"])

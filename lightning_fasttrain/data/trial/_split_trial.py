@@ -21,6 +21,7 @@ from lightning_fasttrain.data.trial._trial_mode import SeenLoss, TrialMode, auto
 
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
 _SAMPLES = 8
+_LOW = (torch.bfloat16, torch.float16)
 _ALONE = "there is no second sample to compare with"
 
 
@@ -48,7 +49,8 @@ class Split:
     def error(self, weights: Sequence[float], floor: float) -> float:
         """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
 
-        A parameter whose gradient is below ``floor`` of the average one is compared with that instead.
+        A parameter whose gradient is below ``floor`` of the average one is compared with that instead, though never
+        with more than all gradients together.
         """
         used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
         if not all(run.is_finite for _, run in used):
@@ -56,7 +58,7 @@ class Split:
         size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
         missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
         errors = [missed / size if size else 0.0]
-        least = floor * self.norm / max(1, len(self.whole.gradient)) ** 0.5
+        least = self.norm * min(1.0, floor / max(1, len(self.whole.gradient)) ** 0.5)
         for i, whole in enumerate(self.whole.gradient):
             pieces = sum(w * run.gradient[i] for w, run in used)
             errors.append(float((whole - pieces).norm()) / max(float(whole.norm()), least, 1e-300))
@@ -118,6 +120,7 @@ class Trial:
         losses: the losses that the step computed on the whole sample.
         value: the loss that it returned.
         rounding: whether low precision hides small differences.
+        low: whether gradients themselves are summed in low precision, as those of weights in bfloat16.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing can be said yet.
     """
@@ -127,6 +130,7 @@ class Trial:
     losses: list[SeenLoss] = field(default_factory=list)
     value: float = float("nan")
     rounding: bool = True
+    low: bool = False
     why_not: str = ""
     is_skipped: bool = False
 
@@ -216,7 +220,8 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
     finally:
         put_back()
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
-    return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
+    low = any(parameter.dtype in _LOW for parameter in parameters)
+    return Trial(sample, splits, losses, whole.loss, rounding, low, _why_not(mode, whole, splits, stage))
 
 
 def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:
