@@ -57,8 +57,10 @@ def test_the_budget_is_the_peak_of_a_checkpointed_state_and_less_than_another():
     named = {rung.name: rung for rung in rungs()}
     below = Row(state=NAIVE, peak_mib=512.0)
     checkpointed = Row(state=named["checkpointing"].on(below), peak_mib=256.0)
-    for row, gib in [(below, 0.375), (checkpointed, 0.25 * 1.005), (replace(below, error="boom"), "fit")]:
-        (callback,) = callbacks_of(named["budget"].on(row))
+    compiled = replace(checkpointed, state=named["checkpointing"].on(replace(below, state=named["compile"].on(below))))
+    failed = replace(below, error="boom")
+    for row, gib in [(below, 0.375), (checkpointed, 0.25 * 1.005), (compiled, 0.25 * 1.1), (failed, "fit")]:
+        *_, callback = callbacks_of(named["budget"].on(row))
         assert callback.policy.budget_gib == gib
 
 
