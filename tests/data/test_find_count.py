@@ -286,6 +286,18 @@ def test_weights_in_bfloat16_do_not_hide_that_samples_depend_on_one_another(shar
         ft.data.find_count(contrastive, batch)
 
 
+def test_weights_in_float32_among_others_in_bfloat16_are_compared_as_closely_as_ever():
+    torch.manual_seed(0)
+    large, small = nn.Linear(64, 64).bfloat16(), nn.Parameter(torch.ones(64))
+
+    def step(x):
+        coupled = (small * x.mean(0)).square().mean()  # of all samples; its gradient is a fourteenth of the other
+        return large(x.bfloat16()).float().square().mean() + 0.3 * coupled
+
+    with pytest.raises(ValueError, match="not split"):
+        ft.data.find_count(step, torch.randn(8, 64) + 1)
+
+
 @pytest.mark.parametrize("base", ["bfloat16", "nf4"])
 def test_what_trains_in_float32_beside_a_base_that_rounds_finds_the_rule(base):
     model = TinyLM().bfloat16()

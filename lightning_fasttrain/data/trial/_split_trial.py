@@ -22,6 +22,9 @@ from lightning_fasttrain.data.trial._trial_mode import SeenLoss, TrialMode, auto
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
 _SAMPLES = 8
 _LOW = (torch.bfloat16, torch.float16)
+# Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
+# pieces: there only what is large shows anything.
+_LOW_FLOOR = 3.0
 _ALONE = "there is no second sample to compare with"
 
 
@@ -40,11 +43,16 @@ class Run:
 
 @dataclass
 class Split:
-    """A run, and the runs of the pieces that its samples were cut into."""
+    """A run, and the runs of the pieces that its samples were cut into.
+
+    Attributes:
+        low: of each gradient, whether it is summed in 16 bits, as that of a weight in bfloat16.
+    """
 
     pieces: list[Any]
     whole: Run
     runs: list[Run]
+    low: list[bool]
 
     def error(self, weights: Sequence[float], floor: float) -> float:
         """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
@@ -58,9 +66,10 @@ class Split:
         size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
         missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
         errors = [missed / size if size else 0.0]
-        least = self.norm * min(1.0, floor / max(1, len(self.whole.gradient)) ** 0.5)
+        average = self.norm / max(1, len(self.whole.gradient)) ** 0.5
         for i, whole in enumerate(self.whole.gradient):
             pieces = sum(w * run.gradient[i] for w, run in used)
+            least = min(self.norm, average * (_LOW_FLOOR if self.low[i] else floor))
             errors.append(float((whole - pieces).norm()) / max(float(whole.norm()), least, 1e-300))
         return max(errors)
 
@@ -120,7 +129,6 @@ class Trial:
         losses: the losses that the step computed on the whole sample.
         value: the loss that it returned.
         rounding: whether low precision hides small differences.
-        low: whether gradients themselves are summed in low precision, as those of weights in bfloat16.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing can be said yet.
     """
@@ -130,7 +138,6 @@ class Trial:
     losses: list[SeenLoss] = field(default_factory=list)
     value: float = float("nan")
     rounding: bool = True
-    low: bool = False
     why_not: str = ""
     is_skipped: bool = False
 
@@ -210,18 +217,17 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
     try:
         whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
         losses = mode.losses
-        splits = []
+        splits, low = [], [parameter.dtype in _LOW for parameter in parameters]
         for cutting in sample.cuttings:
             runs: list[Run] = []
             for piece, rows in cutting:
                 put_back()
                 runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
-            splits.append(Split([piece for piece, _ in cutting], whole, runs))
+            splits.append(Split([piece for piece, _ in cutting], whole, runs, low))
     finally:
         put_back()
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
-    low = any(parameter.dtype in _LOW for parameter in parameters)
-    return Trial(sample, splits, losses, whole.loss, rounding, low, _why_not(mode, whole, splits, stage))
+    return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
 
 
 def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:

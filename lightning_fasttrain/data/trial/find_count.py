@@ -183,23 +183,12 @@ def _told_by(seen: SeenLoss, sample: Any) -> CountRule | None:
 def _measure(trial: Trial, rules: Sequence[CountTargets]) -> _Fit | None:
     if trial.why_not:
         return None
-    floor = _floor(trial)
+    floor = 0.3 if trial.rounding else 1e-2
     errors = [_error(rule, trial.splits, floor) for rule in rules]
     if not trial.splits[0].whole.gradient:  # two weights can always explain one loss
         return _Fit(errors, _ROUNDED, _ROUNDED)
     best = max(split.error(split.best_weights(), floor) for split in trial.splits)
     return _Fit(errors, best, _ROUNDED if trial.rounding else _FLOAT32)
-
-
-def _floor(trial: Trial) -> float:
-    """Below which share of the average gradient one is compared with that share.
-
-    Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
-    pieces: there only what is large shows anything.
-    """
-    if trial.low:
-        return 3.0
-    return 0.3 if trial.rounding else 1e-2
 
 
 def _error(rule: CountTargets, splits: Sequence[Split], floor: float) -> float:
