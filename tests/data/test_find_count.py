@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
@@ -284,6 +285,26 @@ def test_weights_in_bfloat16_do_not_hide_that_samples_depend_on_one_another(shar
 
     with pytest.raises(ValueError, match="not split"):
         ft.data.find_count(contrastive, batch)
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_it_costs_grows_no_faster_than_the_model():
+    def operations(layers):
+        net = nn.Sequential(*[nn.Linear(3, 3) for _ in range(layers)])
+        with Operations() as seen:
+            ft.data.find_count(lambda x: net(x).square().sum(), torch.ones(6, 3))
+        return seen.count
+
+    assert operations(48) - operations(32) == operations(32) - operations(16)
 
 
 def test_weights_in_float32_among_others_in_bfloat16_are_compared_as_closely_as_ever():

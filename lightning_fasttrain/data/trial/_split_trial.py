@@ -33,12 +33,16 @@ class Run:
     """What one run of a step gave: its loss, and some entries of each parameter's gradient, in float64 on the CPU."""
 
     loss: float
-    gradient: list[Tensor]
+    gradient: Tensor
     drawn: tuple[Any, ...] = ()  # where Python's and NumPy's generators stood at its end
 
     @property
+    def everything(self) -> Tensor:
+        return torch.cat([torch.tensor([self.loss]).double(), self.gradient])
+
+    @property
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(entries).all()) for entries in (torch.tensor(self.loss), *self.gradient))
+        return bool(torch.isfinite(self.everything).all())
 
 
 @dataclass
@@ -46,13 +50,13 @@ class Split:
     """A run, and the runs of the pieces that its samples were cut into.
 
     Attributes:
-        low: of each gradient, whether it is summed in 16 bits, as that of a weight in bfloat16.
+        parameters: whose gradients the runs have, one after another.
     """
 
     pieces: list[Any]
     whole: Run
     runs: list[Run]
-    low: list[bool]
+    parameters: list[Tensor]
 
     def error(self, weights: Sequence[float], floor: float) -> float:
         """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
@@ -65,27 +69,31 @@ class Split:
             return float("inf")
         size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
         missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
-        errors = [missed / size if size else 0.0]
-        average = self.norm / max(1, len(self.whole.gradient)) ** 0.5
-        for i, whole in enumerate(self.whole.gradient):
-            pieces = sum(w * run.gradient[i] for w, run in used)
-            least = min(self.norm, average * (_LOW_FLOOR if self.low[i] else floor))
-            errors.append(float((whole - pieces).norm()) / max(float(whole.norm()), least, 1e-300))
-        return max(errors)
+        norms = self._norms(self.whole.gradient)
+        floors = torch.tensor([_LOW_FLOOR if parameter.dtype in _LOW else floor for parameter in self.parameters])
+        least = norms.square().mean().sqrt() * floors
+        missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
+        errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
+        return max([missed / size if size else 0.0, *errors.tolist()])
 
     @property
     def norm(self) -> float:
-        return float(sum(entries.square().sum() for entries in self.whole.gradient)) ** 0.5
+        return float(self.whole.gradient.norm())
+
+    def _norms(self, gradient: Tensor) -> Tensor:
+        """Of each parameter's entries."""
+        sizes = torch.tensor([len(_kept(parameter)) for parameter in self.parameters], dtype=torch.int64)
+        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+        return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
 
     def best_weights(self) -> list[float]:
         """The weights that come nearest, whatever they mean; what they miss, no rule can reach."""
-        columns = [torch.cat([torch.tensor([run.loss]).double(), *run.gradient]) for run in self.runs]
-        whole = torch.cat([torch.tensor([self.whole.loss]).double(), *self.whole.gradient])
-        weights = [0.0] * len(columns)
+        columns, weights = [run.everything for run in self.runs], [0.0] * len(self.runs)
         usable = [i for i, column in enumerate(columns) if bool(torch.isfinite(column).all())]
         if usable:
             matrix = torch.stack([columns[i] for i in usable], dim=1)
-            solved = torch.linalg.lstsq(matrix, whole[:, None], driver="gelsd").solution.flatten().tolist()
+            whole = self.whole.everything[:, None]
+            solved = torch.linalg.lstsq(matrix, whole, driver="gelsd").solution.flatten().tolist()
             for i, weight in zip(usable, solved, strict=True):
                 weights[i] = weight
         return weights
@@ -217,13 +225,13 @@ def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
     try:
         whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
         losses = mode.losses
-        splits, low = [], [parameter.dtype in _LOW for parameter in parameters]
+        splits = []
         for cutting in sample.cuttings:
             runs: list[Run] = []
             for piece, rows in cutting:
                 put_back()
                 runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
-            splits.append(Split([piece for piece, _ in cutting], whole, runs, low))
+            splits.append(Split([piece for piece, _ in cutting], whole, runs, parameters))
     finally:
         put_back()
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
@@ -256,7 +264,7 @@ def _run_once(
                 parameters = _leaves_of(loss)
             gradients = _gradients(loss, parameters)
     entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-    return Run(float(loss.detach()), entries, _drawn()), parameters
+    return Run(float(loss.detach()), torch.cat([torch.zeros(0).double(), *entries]), _drawn()), parameters
 
 
 def _drawn() -> tuple[Any, ...]:
@@ -312,13 +320,16 @@ def _without_logging(models: Sequence[nn.Module]) -> Iterator[None]:
 
 
 def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    """Some entries of a gradient, spread over it; an odd stride meets every column."""
-    stride = (parameter.numel() // _ENTRIES) | 1
     if gradient is None:
-        return torch.zeros(len(range(0, parameter.numel(), stride)), dtype=torch.float64)
+        return torch.zeros(len(_kept(parameter)), dtype=torch.float64)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    return gradient.detach().reshape(-1)[::stride].cpu().double()
+    return gradient.detach().reshape(-1)[:: _kept(parameter).step].cpu().double()
+
+
+def _kept(parameter: Tensor) -> range:
+    """Which entries of a gradient are compared, spread over it; an odd step meets every column."""
+    return range(0, parameter.numel(), (parameter.numel() // _ENTRIES) | 1)
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:

@@ -185,7 +185,7 @@ def _measure(trial: Trial, rules: Sequence[CountTargets]) -> _Fit | None:
         return None
     floor = 0.3 if trial.rounding else 1e-2
     errors = [_error(rule, trial.splits, floor) for rule in rules]
-    if not trial.splits[0].whole.gradient:  # two weights can always explain one loss
+    if not trial.splits[0].parameters:  # two weights can always explain one loss
         return _Fit(errors, _ROUNDED, _ROUNDED)
     best = max(split.error(split.best_weights(), floor) for split in trial.splits)
     return _Fit(errors, best, _ROUNDED if trial.rounding else _FLOAT32)
@@ -233,7 +233,7 @@ def _choose_unchecked(
 
 
 def _say_found(rule: CountTargets, error: float, trial: Trial, tied: CountTargets | None) -> None:
-    what = "loss and gradient" if trial.splits and trial.splits[0].whole.gradient else "the loss"
+    what = "loss and gradient" if trial.splits and trial.splits[0].parameters else "the loss"
     alike = "" if tied is None else f" (these samples do not tell it from {_name_of_rule(tied)})"
     say(
         "micro-batches are weighed by %s%s; checked on %d samples: pieces add up in %s to %.0e",
