@@ -266,14 +266,14 @@ def test_documented_with_example_and_source_and_one_line_for_the_table(case):
 PLAIN_RUNS = {}  # weights, by what is not plain about the run: nothing for most combinations
 
 
-def reference_for(cases, batches=BATCHES):
+def reference_for(cases, batches=BATCHES, net=TinyLM):
     """Weights of the plain run that a combination must equal: regrouped if one regroups, in bf16 if one needs it."""
     settings, by_hand, count = {}, by_hand_of(cases), len(batches)
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
-    key = count, tuple(case.regroup for case in cases), str(settings), *map(type, by_hand)
+    key = net, count, tuple(case.regroup for case in cases), str(settings), *map(type, by_hand)
     if key not in PLAIN_RUNS:
-        PLAIN_RUNS[key] = weights(train(replace(CASES[0], settings=settings), by_hand, batches=batches)[0])
+        PLAIN_RUNS[key] = weights(train(replace(CASES[0], settings=settings), by_hand, net=net, batches=batches)[0])
     return PLAIN_RUNS[key]
 
 
@@ -301,18 +301,24 @@ def check_pair(pair, batches):
     assert largest_difference(reference_for(pair, batches), weights(module)) <= tolerance
 
 
-# A frozen first block has an input without gradient, MemoryTimeline names each block, and sequences grow: all of these
-# are compiled apart.
+class TwoBlocks(TinyLM):
+    """Each block is compiled apart beside all others: the first has an input without gradient, and each has a name."""
+
+    def __init__(self, **settings):
+        super().__init__(depth=2, **settings)
+
+
+# Sequences grow as well.
 @pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 def test_all_at_once_in_half_precision_and_turned_round_in_float32():
     fused = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
-    module, t = train(fused, [case.make() for case in TOGETHER])
+    module, t = train(fused, [case.make() for case in TOGETHER], net=TwoBlocks)
     assert t.global_step == 3
-    assert largest_difference(reference_for(TOGETHER), weights(module)) <= 2e-2
+    assert largest_difference(reference_for(TOGETHER, net=TwoBlocks), weights(module)) <= 2e-2
     in_float32 = replace(fused, settings={"gradient_clip_val": 0.5})
-    module, _ = train(in_float32, [case.make() for case in reversed(TOGETHER)])
+    module, _ = train(in_float32, [case.make() for case in reversed(TOGETHER)], net=TwoBlocks)
     clipped = replace(CASES[0], settings=in_float32.settings)
-    expected = reference_for([c for c in TOGETHER if c.name != "FusedClipping"] + [clipped])
+    expected = reference_for([c for c in TOGETHER if c.name != "FusedClipping"] + [clipped], net=TwoBlocks)
     assert largest_difference(expected, weights(module)) <= 1e-5
 
 
@@ -320,8 +326,8 @@ def test_all_at_once_in_half_precision_and_turned_round_in_float32():
 def test_all_at_once_in_a_loop():
     unclipped = [c for c in TOGETHER if c.name != "FusedClipping"]
     torch.manual_seed(11)
-    bare = in_a_loop(TinyLM(), BATCHES, [c.make() for c in unclipped])
-    assert largest_difference(reference_for(unclipped), weights(bare)) <= 1e-5
+    bare = in_a_loop(TwoBlocks(), BATCHES, [c.make() for c in unclipped])
+    assert largest_difference(reference_for(unclipped, net=TwoBlocks), weights(bare)) <= 1e-5
 
 
 POLICIES = [
