@@ -14,7 +14,7 @@ from lightning_fasttrain.strategy.consolidate import consolidate
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
 from tests.nets import TinyLM, weights
 from tests.ranks import run_code
-from tests.strategy.zero_launches import launched
+from tests.strategy.zero_launches import DEPTH, launched
 
 STAGES = ("0", "1", "2", "3", "3+offload")
 
@@ -35,7 +35,7 @@ def out(tmp_path):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_file_loads_into_the_plain_model_and_holds_what_was_trained(folder, out, ranks, stage):
     consolidated = consolidate(folder / f"by-{ranks}-stage-{stage}", out)
-    module = TinyLM()
+    module = TinyLM(depth=DEPTH)
     module.load_state_dict(safetensors.torch.load_file(out))
     trained = torch.load(folder / f"weights-{ranks}-{stage}", weights_only=True)
     assert all(torch.equal(value, trained[name]) for name, value in weights(module).items())
@@ -138,7 +138,7 @@ def test_nothing_in_a_file_is_run(folder, out, tmp_path):
     state = torch.load(file, weights_only=True)
     torch.save({**state, "callbacks": Payload(tempfile.mkdtemp, None, "was-run", str(tmp_path))}, file)
     consolidate(path, out)
-    module = TinyLM()
+    module = TinyLM(depth=DEPTH)
     module.load_state_dict(safetensors.torch.load_file(out))
     torch.save({**state, "callbacks": Payload(os.mkdir, str(tmp_path / "was-run"))}, file)
     with pytest.raises(CorruptCheckpoint, match="posix is blocked"):  # torch takes not even a stand-in for that

@@ -64,16 +64,15 @@ def test_torchs_own_linear_is_put_back_after_stage_3(two):
 
 def test_steps_are_counted_as_the_engine_counts_them(two):
     for stage in STAGES:
-        assert two[0][f"sgd {stage}"]["steps"] == [9, 9]
-    for stage in (2, 3):
-        assert two[0][f"adamw {stage}"]["steps"] == [21, 21]
+        for kind in ("sgd", "adamw"):
+            assert two[0][f"{kind} {stage}"]["steps"] == [6, 6]
 
 
 def test_an_optimizer_takes_no_other_steps_than_those_of_one_process(one):
     cases = {key: found for key, found in one.items() if key.startswith("steps ") and isinstance(found, dict)}
     assert len(cases) == 2 * 5 * 5 + 1 + 3  # dtypes, optimizers and groups, stages; auto; Fabric
     for key, found in cases.items():
-        assert found["counts"] == ([] if "sgd" in key else [5.0]), key
+        assert found["counts"] == ([] if "sgd" in key else [4.0]), key
         assert found["weights"] < 1e-6 < 1e-3 < found["moved"], (key, found)
         assert found["rates"] < 1e-9, key
         assert found["named"] == ("SGD" if "sgd" in key else "AdamW"), key
@@ -118,6 +117,7 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(runs, ranks):
     for found in runs[0][ranks]:
         for stage in (*STAGES, "3+offload"):
             assert found[f"resumed {stage}"] == 0
+            assert found[f"through {stage}"] < 1e-5  # to save has not changed it
             assert found[f"rate {stage}"] == [6, pytest.approx(0.9**6)]
 
 
@@ -129,7 +129,7 @@ def test_resuming_on_another_number_of_processes_is_exact(runs, ranks):
             assert resharded["differ"] == []
             assert resharded["decay"] == [0.1, 0.0]
             assert resharded["rate"] == pytest.approx(0.9**3)
-            assert resharded["steps"] == 8
+            assert resharded["steps"] == 3 + 2
 
 
 def test_nothing_is_left_beside_the_checkpoints(runs):
@@ -166,7 +166,7 @@ def test_adapters_quantised_layers_and_the_fused_loss_train_as_under_ddp(two):
 
 @pytest.mark.parametrize("run", ["LoRA 2", "LoRA 3", "QLoRA 3"])
 def test_a_fine_tuning_runs_checkpoints_hold_the_adapter_alone_and_resume_bit_for_bit(two, run):
-    assert len(two[0][f"held {run}"]) == 12
+    assert len(two[0][f"held {run}"]) == 8
     assert all("lora_" in name for name in two[0][f"held {run}"])
     for found in two:
         assert found[f"kept {run}"] == 0
@@ -239,7 +239,7 @@ def test_a_failed_save_is_an_error_on_all_ranks_and_leaves_the_checkpoint_that_w
 
 def test_a_damaged_checkpoint_is_passed_over_on_all_ranks(one, two):
     for found in (one, *two):
-        assert found["fell back"] == 10  # from step 5 of the one beside it
+        assert found["fell back"] == 4  # from step 2 of the one beside it
 
 
 @pytest.mark.parametrize(

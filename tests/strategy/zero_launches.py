@@ -8,6 +8,7 @@ from tests.ranks import Ranks, launch_once
 
 Found = dict[int, list[dict[str, Any]]]
 COUNTS = (1, 2)
+DEPTH = 2  # blocks of the models: what stage 3 costs goes by the number of parameters
 
 
 def launched(factory: Any) -> tuple[Found, Path]:

@@ -3,6 +3,7 @@
 The two launches run side by side and hand each other checkpoints, so that both directions of resharding are tried.
 """
 
+import gc
 import json
 import os
 import shutil
@@ -23,25 +24,35 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
-from tests.nets import LazyLM, TinyLM, as_loader, concatenate, largest_difference, lm_batches, lm_loss, sgd, trainer
+from tests.nets import (
+    LazyLM,
+    TinyLM,
+    as_loader,
+    concatenate,
+    largest_difference,
+    lm_batches,
+    lm_loss,
+    sgd,
+    trainer,
+    weights,
+)
 from tests.strategy import zero_steps
+from tests.strategy.zero_launches import DEPTH
 
 RANK, RANKS = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
 ALL = [lm_batches(5, size=6, seed=3), lm_batches(5, size=4, seed=4)]  # other rows and numbers of targets on each rank
 MINE = ALL[RANK]
 WINDOWS = ((0, 1), (2, 3), (4,))  # accumulation over 2 of 5 batches
 STAGES = (0, 1, 2, 3, "2+offload", "3+offload")
-LONG = {("adamw", 2): 7, ("adamw", 3): 7}  # epochs
 OPTIMIZERS = {"sgd": (sgd, {"lr": 0.1}), "adamw": (torch.optim.AdamW, {"lr": 0.01})}
 
 
 def net(kind, cls=TinyLM, **more):
     optimizer, settings = OPTIMIZERS[kind]
-    return cls(optimizer=optimizer, **settings, **more)
+    return cls(optimizer=optimizer, depth=DEPTH, **settings, **more)
 
 
 def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
-    torch._dynamo.reset()
     torch.manual_seed(11)
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
     t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
@@ -63,9 +74,9 @@ def mean_losses(module):
     return losses / RANKS
 
 
-def agree(weights):
+def agree(state):
     """Largest difference of these weights between the ranks."""
-    flat = torch.cat([value.flatten() for value in weights.values()])
+    flat = torch.cat([value.flatten() for value in state.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)
     gap = (flat - other).abs().max()
@@ -73,10 +84,12 @@ def agree(weights):
     return gap.item()
 
 
-def steps_by_hand(kind, epochs, clip, weighed=False):
+def steps_by_hand(kind, epochs, clip, weighed=False, cls=TinyLM):
     """Plain PyTorch in one process: the mean over ranks and batches of a window, or over all of its targets."""
-    module, losses = net(kind), []
-    optimizer = module.configure_optimizers()
+    module, losses = net(kind, cls), []
+    optimizer, schedule = module.configure_optimizers(), None
+    if isinstance(optimizer, dict):
+        optimizer, schedule = optimizer["optimizer"], optimizer["lr_scheduler"]["scheduler"]
     for window in WINDOWS * epochs:
         optimizer.zero_grad()
         if weighed:
@@ -87,32 +100,31 @@ def steps_by_hand(kind, epochs, clip, weighed=False):
             (loss / 2).backward()  # Lightning divides by accumulate_grad_batches in the tail, too
         torch.nn.utils.clip_grad_norm_(module.parameters(), clip)
         optimizer.step()
+        if schedule is not None:
+            schedule.step()
     return module, losses
 
 
 def whole_difference(expected, module):
-    return largest_difference({k: v.detach() for k, v in expected.state_dict().items()}, whole(module))
+    return largest_difference(weights(expected), whole(module))
 
 
 def equals_one_process(found, folder):
-    """9 or 21 steps with accumulation, ragged ends, clipping, checkpointing, and once at each stage compile on."""
-    linear = functional.linear
-    by_hand = {}
+    """6 steps with accumulation, ragged ends, clipping, checkpointing, and once at each stage compile on."""
+    linear, settings = functional.linear, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
     for kind in OPTIMIZERS:
+        expected, losses = steps_by_hand(kind, 2, 0.3)
         for stage in STAGES if kind == "adamw" else STAGES[:4]:
-            epochs = LONG.get((kind, stage), 3)
-            if (kind, epochs) not in by_hand:
-                by_hand[kind, epochs] = steps_by_hand(kind, epochs, 0.3)
-            expected, losses = by_hand[kind, epochs]
             module = net(kind)
             techniques = [ft.ActivationCheckpointing()]
             techniques += [ft.CompileBlocks(backend="aot_eager")] if kind == "adamw" else []
-            settings = {"max_epochs": epochs, "accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
-            t = fit(module, ZeROStrategy(stage=stage), techniques, **settings)
+            t = fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=2, **settings)
+            torch._dynamo.reset()
+            trained = whole(module)
             found[f"{kind} {stage}"] = {
                 "losses": (mean_losses(module) - torch.stack(losses)).abs().max().item(),
-                "weights": whole_difference(expected, module),
-                "agree": agree(whole(module)),
+                "weights": largest_difference(weights(expected), trained),
+                "agree": agree(trained),
                 "steps": [t.global_step, t.strategy.engine.deepspeed.global_steps],
             }
             found["linear put back"] = functional.linear is linear and found.get("linear put back", True)
@@ -121,11 +133,11 @@ def equals_one_process(found, folder):
 def weighs_tokens(found, folder):
     """Windows of unequal numbers of targets, on unequal ranks, in micro-batches."""
     for kind in OPTIMIZERS:
-        expected, _ = steps_by_hand(kind, 2, 0.3, weighed=True)
+        expected, _ = steps_by_hand(kind, 1, 0.3, weighed=True)
         for stage in STAGES[:5] if kind == "sgd" else (2, 3):
             module = net(kind)
             techniques = [ft.TokenWeightedAccumulation(2), ft.MicroBatching(2)]
-            fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=2, gradient_clip_val=0.3)
+            fit(module, ZeROStrategy(stage=stage), techniques, max_epochs=1, gradient_clip_val=0.3)
             found[f"tokens {kind} {stage}"] = whole_difference(expected, module)
 
 
@@ -139,20 +151,33 @@ class Scheduled(TinyLM):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+class SavesOnTheWay(L.Callback):
+    """A checkpoint and the weights at the end of the first epoch."""
+
+    def __init__(self, path, beside):
+        self.path, self.beside = path, beside
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        if trainer.current_epoch == 0:
+            trainer.save_checkpoint(self.path)
+            end = whole(pl_module)
+            if RANK == 0:
+                torch.save(end, self.beside)
+
+
 def resumes(found, folder):
+    """The run that saves goes on, to be compared with the one that resumes, and with plain PyTorch."""
+    expected, _ = steps_by_hand("adamw", 2, float("inf"), cls=Scheduled)
     for stage in (0, 1, 2, 3, "3+offload"):
-        path = folder / f"by-{RANKS}-stage-{stage}"
-        first, settings = net("adamw", Scheduled), {"accumulate_grad_batches": 2}
-        t = fit(first, ZeROStrategy(stage=stage), max_epochs=1, **settings)
-        t.save_checkpoint(path)
+        path, settings = folder / f"by-{RANKS}-stage-{stage}", {"accumulate_grad_batches": 2, "max_epochs": 2}
         resumed, through = net("adamw", Scheduled), net("adamw", Scheduled)
-        t = fit(resumed, ZeROStrategy(stage=stage), path=path, max_epochs=2, **settings)
-        fit(through, ZeROStrategy(stage=stage), max_epochs=2, **settings)
-        found[f"resumed {stage}"] = whole_difference_of(through, resumed)
+        saves = SavesOnTheWay(path, folder / f"weights-{RANKS}-{stage}")
+        fit(through, ZeROStrategy(stage=stage), [saves], **settings)
+        t = fit(resumed, ZeROStrategy(stage=stage), path=path, **settings)
+        end = whole(through)
+        found[f"through {stage}"] = largest_difference(weights(expected), end)
+        found[f"resumed {stage}"] = largest_difference(end, whole(resumed))
         found[f"rate {stage}"] = [t.global_step, t.optimizers[0].param_groups[0]["lr"] / 0.01]
-        weights = whole(first)
-        if RANK == 0:
-            torch.save(weights, folder / f"weights-{RANKS}-{stage}")
     dist.barrier()
     (folder / f"ready-{RANKS}").touch()
 
@@ -185,7 +210,7 @@ def reshards(found, folder):
     for stage in (1, 2, 3, "3+offload"):
         path = folder / f"by-{others}-stage-{stage}"
         state, module = State(), net("adamw", Scheduled)
-        t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], path=path, max_epochs=2)
+        t = fit(module, ZeROStrategy(stage=stage, universal=True), [state], MINE[:2], path=path, max_epochs=2)
         saved = read_pieces(path, stage)
         found[f"resharded {stage}"] = {
             "steps": t.global_step,
@@ -230,7 +255,7 @@ def error_of(action):
 def saves_whole_or_not_at_all(found, folder):
     path = folder / f"whole-{RANKS}" / "a.ckpt"
     module = net("adamw")
-    t = fit(module, ZeROStrategy(stage=2), max_epochs=1)
+    t = fit(module, ZeROStrategy(stage=2), batches=MINE[:2], max_epochs=1)
     t.save_checkpoint(path)
     before = sorted(p.name for p in (path / "checkpoint").iterdir())
     writer = t.strategy.engine.deepspeed.checkpoint_engine
@@ -252,7 +277,7 @@ def saves_whole_or_not_at_all(found, folder):
         next(other.glob("checkpoint/*optim_states.pt")).write_bytes(b"cut short")
     dist.barrier()
     try:
-        t = fit(net("adamw"), ZeROStrategy(stage=2), path=other, max_epochs=2)
+        t = fit(net("adamw"), ZeROStrategy(stage=2), batches=MINE[:2], path=other, max_epochs=2)
         found["fell back"] = t.global_step
     except Exception as error:
         found["fell back"] = repr(error)
@@ -295,10 +320,10 @@ def adapts(found, folder):
     for name, make in makers.items():
         cls = LazyLM if name == "LoRA" else TinyLM
         expected = net("adamw", cls)
-        fit(expected, DDPStrategy(process_group_backend="gloo"), make(), max_epochs=1)
+        fit(expected, DDPStrategy(process_group_backend="gloo"), make(), MINE[:3], max_epochs=1)
         for stage in (2, 3):
             module = net("adamw", cls)
-            t = fit(module, ZeROStrategy(stage=stage), make(), max_epochs=1)
+            t = fit(module, ZeROStrategy(stage=stage), make(), MINE[:3], max_epochs=1)
             found[f"{name} {stage}"] = whole_difference_of(expected, module)
             if name.startswith("QLoRA"):
                 path = folder / f"{name}-{stage}.ckpt"
@@ -314,9 +339,9 @@ def keeps_adapters(found, folder):
             save = ModelCheckpoint(folder / f"kept-{name}-{stage}", filename="{epoch}", save_top_k=-1)
             path = folder / f"kept-{name}-{stage}" / "epoch=0.ckpt"
             through, resumed = net("adamw"), net("adamw")
-            two = {"max_epochs": 2, "enable_checkpointing": True}
-            fit(through, ZeROStrategy(stage=stage), [make(rank=2), save], **two)
-            fit(resumed, ZeROStrategy(stage=stage), [make(rank=2)], path=path, max_epochs=2)
+            two = {"batches": MINE[:2], "max_epochs": 2}
+            fit(through, ZeROStrategy(stage=stage), [make(rank=2), save], enable_checkpointing=True, **two)
+            fit(resumed, ZeROStrategy(stage=stage), [make(rank=2)], path=path, **two)
             found[f"kept {name} {stage}"] = whole_difference_of(through, resumed)
             if RANK == 0:
                 held = torch.load(next((path / "checkpoint").glob("*model_states.pt")), weights_only=False)
@@ -341,8 +366,8 @@ def twin(found, folder):
             dist.all_reduce(mean)
             found[f"fabric {kind} {stage}"] = {
                 "losses": (mean / RANKS - torch.stack(losses)).abs().max().item(),
-                "weights": largest_difference({k: v.detach() for k, v in expected.state_dict().items()}, whole(module)),
-                "resumed": all(map(torch.equal, seen[5:], again)) and step == 3,
+                "weights": whole_difference(expected, module),
+                "resumed": len(again) == 3 and all(map(torch.equal, seen[3:], again)) and step == 2,
                 "norm": norms[0].item(),
             }
 
@@ -350,7 +375,7 @@ def twin(found, folder):
 def fabric_by_hand(kind, epochs, clip):
     module, losses = net(kind), []
     optimizer = module.configure_optimizers()
-    for window in WINDOWS * epochs:
+    for window in WINDOWS[1:] * epochs:
         optimizer.zero_grad()
         for i in window:
             loss = sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS
@@ -370,7 +395,7 @@ def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
     if load is not None:
         fabric.load(load, state)
     for epoch in range(epochs):
-        for window in WINDOWS:
+        for window in WINDOWS[1:]:
             for i in window:
                 with fabric.no_backward_sync(model, enabled=i != window[-1]):
                     loss = lm_loss(model(MINE[i]["input_ids"]), MINE[i])
@@ -381,7 +406,7 @@ def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
             optimizer.step()
             optimizer.zero_grad()
         if epoch == 0 and save is not None:
-            fabric.save(save, {**state, "step": 3})
+            fabric.save(save, {**state, "step": 2})
     return module, losses, norms, state["step"]
 
 
@@ -504,7 +529,7 @@ def stale(found, folder):
     for name, make in {"ours": lambda: ZeROStrategy(stage=2), "stock": lambda: Stock(stage=2)}.items():
         path = folder / f"reused-{name}"
         module = net("sgd")
-        t = fit(module, make(), max_epochs=1)
+        t = fit(module, make(), batches=MINE[:1], max_epochs=1)
         t.save_checkpoint(path)
         piece = path / "checkpoint" / "zero_pp_rank_0_mp_rank_00_optim_states.pt"
         shutil.copy(piece, piece.with_name(piece.name.replace("rank_0", "rank_1", 1)))  # as if of two ranks
@@ -518,24 +543,24 @@ def stale(found, folder):
 
 def goes_on(found, folder):
     """Fit, validate, test and fit again with one module; nothing of DeepSpeed's is left on it in between."""
-    module = net("sgd")
-    fit(module, ZeROStrategy(stage=3), max_epochs=1)
+    module, batches = net("sgd"), MINE[:2]
+    fit(module, ZeROStrategy(stage=3), batches=batches, max_epochs=1)
     t = trainer(devices=RANKS, strategy=ZeROStrategy(stage=1), max_epochs=1)
     plain = net("sgd")
-    t.fit(plain, as_loader(MINE))
-    t.validate(plain, as_loader(MINE), verbose=False)
+    t.fit(plain, as_loader(batches))
+    t.validate(plain, as_loader(batches), verbose=False)
     t.fit_loop.max_epochs = 2
-    t.fit(plain, as_loader(MINE))
+    t.fit(plain, as_loader(batches))
     expected, module = net("sgd"), plain
     optimizer = expected.configure_optimizers()
-    for batch in MINE * 2:
+    for batch in batches * 2:
         optimizer.zero_grad()
         expected.loss(batch).backward()
         optimizer.step()
     found["fit twice"] = whole_difference(expected, module)
     validated = net("sgd")
     trainer(devices=RANKS, strategy=ZeROStrategy()).validate(
-        validated, as_loader(MINE), ckpt_path=folder / "by-1-stage-2", verbose=False
+        validated, as_loader(batches), ckpt_path=folder / "by-1-stage-2", verbose=False
     )
     saved = torch.load(folder / "weights-1-2", weights_only=True)
     found["validated"] = largest_difference(saved, whole(validated))
@@ -549,7 +574,7 @@ def rounds(found, folder):
 
     for stage in (0, 1, 2, 3):
         module = net("adamw")
-        t = fit(module, ZeROStrategy(stage=stage), max_epochs=2, precision="bf16-true")
+        t = fit(module, ZeROStrategy(stage=stage), batches=MINE[:3], max_epochs=1, precision="bf16-true")
         optimizer = t.strategy.engine.deepspeed.optimizer
         if stage:
             masters = {n: safe_get_full_fp32_param(p).clone() for n, p in module.named_parameters()}
@@ -577,13 +602,13 @@ class ByHand(TinyLM):
 def steps_manually(found, folder):
     expected = net("sgd")
     optimizer = expected.configure_optimizers()
-    for batch in MINE:
+    for batch in MINE[:3]:
         optimizer.zero_grad()
         (3 * expected.loss(batch)).backward()
         optimizer.step()
     for stage in (0, 1, 2, 3):
         module = net("sgd", ByHand)
-        fit(module, ZeROStrategy(stage=stage), max_epochs=1)
+        fit(module, ZeROStrategy(stage=stage), batches=MINE[:3], max_epochs=1)
         found[f"manual {stage}"] = whole_difference(expected, module)
 
 
@@ -610,7 +635,7 @@ def warns_inside_a_window(found, folder):
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        fit(net("sgd"), ZeROStrategy(stage=2), [Saves()], max_epochs=1, accumulate_grad_batches=2)
+        fit(net("sgd"), ZeROStrategy(stage=2), [Saves()], MINE[:2], max_epochs=1, accumulate_grad_batches=2)
     found["window"] = [str(w.message) for w in seen if "accumulation window" in str(w.message)]
 
 
@@ -638,7 +663,7 @@ def refuses(found, folder):
         except Exception as error:
             found[name] = str(error)
     path = folder / "hostile" / "a.ckpt"
-    fit(net("sgd"), ZeROStrategy(stage=2), max_epochs=1).save_checkpoint(path)
+    fit(net("sgd"), ZeROStrategy(stage=2), batches=MINE[:1], max_epochs=1).save_checkpoint(path)
     (path / "MANIFEST.json").unlink()
     found["no manifest"] = error_of(lambda: fit(net("sgd"), ZeROStrategy(stage=2), path=path, max_epochs=2))
     from lightning_fasttrain._checkpoint_folder import checkpoint_folder
@@ -706,6 +731,7 @@ def main(path, only=()):
                 print(found[scenario.__name__], flush=True)
                 os._exit(1)
         found[f"seconds {scenario.__name__}"] = time.perf_counter() - started
+        gc.freeze()  # DeepSpeed has all objects looked through at each start of stage 3: not those of scenarios before
     gathered = [None] * RANKS
     if dist.is_initialized():
         dist.all_gather_object(gathered, found)

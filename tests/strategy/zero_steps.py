@@ -15,7 +15,7 @@ from tests.nets import as_loader, trainer
 
 STAGES = (0, 1, 2, 3, "2+offload")
 DTYPES = {"32-true": torch.float32, "bf16-true": torch.bfloat16}
-BATCHES = 5
+BATCHES = 4
 
 
 class Grouped(L.LightningModule):
@@ -51,7 +51,7 @@ class Grouped(L.LightningModule):
             return optimizer, build_schedule(optimizer, "cosine", warmup=2, total=8)
         slower = [lambda step, i=i: (0.9 - 0.1 * i) ** step for i in range(len(groups))]
         parts = [LambdaLR(optimizer, slower), LambdaLR(optimizer, slower)]
-        return optimizer, SequentialLR(optimizer, parts, milestones=[3])
+        return optimizer, SequentialLR(optimizer, parts, milestones=[2])
 
     def configure_optimizers(self):
         optimizer, schedule = self.optimizer_and_schedule()
