@@ -58,6 +58,7 @@ class Epochs(L.LightningDataModule):
 
 
 def fit(callbacks=(), net=TinyLM, strategy=None, batches=None, **settings):
+    gc.freeze()  # who looks through all objects need not look at those of the fits before
     torch.manual_seed(21 + RANK)  # ranks never agree by luck
     module = net(**settings.pop("net_settings", {})) if isinstance(net, type) else net
     t = trainer(callbacks, devices=2, strategy=strategy or FSDP2Strategy(), **settings)
@@ -617,12 +618,10 @@ def main(path, folder):
         began = time.time()
         scenario(found)
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
-        gc.freeze()  # whoever looks through all objects need not look at those of the scenarios before
     for scenario in (checkpoints, base_in_4_bits, fabric_loop):
         began = time.time()
         scenario(found, folder)
         found["seconds"][scenario.__name__] = time.time() - began
-        gc.freeze()
     gathered = [None, None]
     dist.all_gather_object(gathered, found)
     if RANK == 0:

@@ -53,6 +53,7 @@ def net(kind, cls=TinyLM, **more):
 
 
 def fit(module, strategy, callbacks=(), batches=None, path=None, **settings):
+    gc.freeze()  # DeepSpeed collects garbage at each start of stage 3: not among what fits before have left
     torch.manual_seed(11)
     t = trainer(callbacks, devices=RANKS, strategy=strategy, **settings)
     t.fit(module, as_loader(MINE if batches is None else batches), ckpt_path=path)
@@ -389,6 +390,7 @@ def fabric_by_hand(kind, epochs, clip):
 def fabric_loop(kind, stage, epochs, clip, save=None, load=None, strategy=None):
     fabric = L.Fabric(accelerator="cpu", devices=RANKS, strategy=strategy or FabricZeROStrategy(stage=stage))
     fabric.launch()
+    gc.freeze()
     module, losses, norms, state = net(kind), [], [], {"step": 0}
     model, optimizer = fabric.setup(module, module.configure_optimizers())
     state |= {"model": model, "optimizer": optimizer}
@@ -731,7 +733,6 @@ def main(path, only=()):
                 print(found[scenario.__name__], flush=True)
                 os._exit(1)
         found[f"seconds {scenario.__name__}"] = time.perf_counter() - started
-        gc.freeze()  # DeepSpeed has all objects looked through at each start of stage 3: not those of scenarios before
     gathered = [None] * RANKS
     if dist.is_initialized():
         dist.all_gather_object(gathered, found)
