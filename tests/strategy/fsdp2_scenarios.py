@@ -274,30 +274,25 @@ CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.IA3, ft.Distillation)
 
 
 def techniques(found):
-    """Each against DDP with it, or plain DDP where the technique changes no result."""
+    """Each against DDP with it, or plain DDP where it changes no result; those that only move tensors together."""
     plain, tells = ddp()[0], found.setdefault("techniques", {})
-    for technique in (
-        lambda: ft.LoRA(rank=2),
-        lambda: ft.QLoRA(rank=2, kind="int8"),
-        lambda: ft.QLoRA(rank=2, kind="nf4"),
-        lambda: ft.IA3("up"),
-        lambda: ft.FusedLossHead("head"),
-        lambda: ft.Distillation(TinyLM(depth=2), head="head"),
-        lambda: ft.ActivationCheckpointing(ft.SelectiveOps()),
-        lambda: ft.ActivationOffload(min_mib=0),
-        lambda: ft.EagerGradientRelease(),
-        lambda: ft.MicroBatching(2),
-        lambda: ft.DevicePrefetch(),
+    for make in (
+        lambda: [ft.LoRA(rank=2)],
+        lambda: [ft.QLoRA(rank=2, kind="int8")],
+        lambda: [ft.QLoRA(rank=2, kind="nf4")],
+        lambda: [ft.IA3("up")],
+        lambda: [ft.FusedLossHead("head")],
+        lambda: [ft.Distillation(TinyLM(depth=2), head="head")],
+        lambda: [ft.ActivationCheckpointing(ft.SelectiveOps())],
+        lambda: [ft.ActivationOffload(min_mib=0), ft.EagerGradientRelease(), ft.DevicePrefetch()],
+        lambda: [ft.MicroBatching(2)],
     ):
-        kind = type(technique())
-        module, _ = fit([technique()])
-        expected = ddp(callbacks=[technique()])[0] if kind in CHANGE_RESULTS else plain
-        new, old = gap_and_agree(expected, module), tells.get(kind.__name__, (0.0, 0.0))
-        tells[kind.__name__] = [max(both) for both in zip(old, new, strict=True)]
+        module, _ = fit(make())
+        expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain
+        new = gap_and_agree(expected, module)
+        for name in (type(technique).__name__ for technique in make()):
+            tells[name] = [max(both) for both in zip(tells.get(name, new), new, strict=True)]
         found.setdefault("left behind", []).extend(k for k in ("training_step", "validation_step") if k in vars(module))
-    experts = [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
-    module, _ = fit(experts, net=Experts)
-    tells["experts in 4 bits"] = gap_and_agree(ddp(callbacks=experts, net=Experts)[0], module)
     found["refused"] = {
         name: refusal(lambda callback=callback: fit([callback]))
         for name, callback in {
@@ -329,7 +324,7 @@ def packed_bytes(module):
 
 def base_in_4_bits(found, folder):
     recomputed, experts = ft.ActivationCheckpointing(), [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
-    wholes = {}
+    wholes, cut = {}, {}
     for name, like, net, callbacks, offload, precision in (
         ("narrow", "narrow", TinyLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
         ("wide", "wide", WideLM, [ft.QLoRA(rank=2)], None, "32-true"),
@@ -341,8 +336,8 @@ def base_in_4_bits(found, folder):
             with whole_base():
                 wholes[like] = fit(callbacks, net=net, precision=precision)[0]
         first = wholes[like]
-        second, _ = fit(callbacks, net=net, strategy=FSDP2Strategy(offload=offload), precision=precision)
-        end = whole(second)
+        cut[name], _ = fit(callbacks, net=net, strategy=FSDP2Strategy(offload=offload), precision=precision)
+        second, end = cut[name], whole(cut[name])
         losses = zip(getattr(first, "losses", []), getattr(second, "losses", []), strict=True)
         constants = sum(tensor.nbytes for _, tensor in quantized_tensors(second))
         found[f"4 bits {name}"] = {
@@ -354,9 +349,10 @@ def base_in_4_bits(found, folder):
             "packed": [packed_bytes(first), packed_bytes(second)],
             "held": constants + sum(local(parameter).nbytes for parameter in second.parameters()),
         }
+    found["techniques"]["experts in 4 bits"] = gap_and_agree(ddp(callbacks=experts, net=Experts)[0], cut["experts"])
     run = saving(folder / "full", epochs=2)
     module, _ = fit(**{**run, "net": WideLM, "callbacks": [*run["callbacks"], ft.QLoRA(rank=2, checkpoint="full")]})
-    again = {**run, "net": WideLM, "strategy": FSDP2Strategy(), "callbacks": [ft.QLoRA(rank=2, checkpoint="full")]}
+    again = {**resuming(run, ft.QLoRA(rank=2, checkpoint="full")), "net": WideLM}
     end = whole(module)
     with resumed_from(folder / "full" / "epoch=0.ckpt"):
         found["4 bits resumed"] = largest_difference(end, whole(fit(**again)[0]))
@@ -476,6 +472,11 @@ def saving(folder, epochs=3, **strategy):
     }
 
 
+def resuming(run, *callbacks):
+    """The same run, from a checkpoint, which writes none itself."""
+    return {**run, "callbacks": callbacks, "enable_checkpointing": False, "strategy": FSDP2Strategy()}
+
+
 def checkpoints(found, folder):
     for name, strategy in (("sync", {}), ("async", {"async_checkpoints": True})):
         module, _ = fit(**saving(folder / name, **strategy))
@@ -494,7 +495,7 @@ def checkpoints(found, folder):
         run = saving(folder / name, epochs=2)
         module, _ = fit(**{**run, "callbacks": [*run["callbacks"], technique(rank=2)]})
         with resumed_from(folder / name / "epoch=0.ckpt"):
-            again, _ = fit(**{**run, "strategy": FSDP2Strategy(), "callbacks": [technique(rank=2)]})
+            again, _ = fit(**resuming(run, technique(rank=2)))
             found[f"{name} other base"] = refusal(lambda t=technique: fit([t(rank=2)], net=OtherBase))
             found[f"{name} other rank"] = refusal(lambda t=technique: fit([t(rank=3)]))
         found[f"{name} resumed"] = largest_difference(whole(module), whole(again))
@@ -512,7 +513,7 @@ def checkpoints(found, folder):
 
     def resume_from_damaged():
         with resumed_from(folder / "sync" / "epoch=2.ckpt"):
-            again, t = fit(**saving(folder / "fallen"))
+            again, t = fit(**resuming(saving(folder / "sync")))
         found["fell back"] = [largest_difference(expected, whole(again)), len(again.losses)]
 
     found["heard"] = warned(resume_from_damaged)
