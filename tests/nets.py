@@ -86,6 +86,13 @@ def lm_loss(logits: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
 
 
+class ShallowLM(TinyLM):
+    """As few blocks as are a series: for what costs by the block."""
+
+    def __init__(self, depth: int = 2, **settings: Any) -> None:
+        super().__init__(depth, **settings)
+
+
 class WideLM(TinyLM):
     """Rows of whole blocks of 64 numbers, which bitsandbytes multiplies by itself when they are in 4 bits."""
 

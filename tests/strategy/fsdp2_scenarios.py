@@ -30,7 +30,7 @@ from tests.finetune.test_expert_adapters import CONFIG
 from tests.finetune.test_quantized_stacks import Net as Experts
 from tests.nets import (
     LazyLM,
-    TinyLM,
+    ShallowLM,
     WideLM,
     as_loader,
     concatenate,
@@ -57,7 +57,7 @@ class Epochs(L.LightningDataModule):
         return as_loader(MINE[first : first + EPOCH])
 
 
-def fit(callbacks=(), net=TinyLM, strategy=None, batches=None, **settings):
+def fit(callbacks=(), net=ShallowLM, strategy=None, batches=None, **settings):
     gc.freeze()  # who looks through all objects need not look at those of the fits before
     torch.manual_seed(21 + RANK)  # ranks never agree by luck
     module = net(**settings.pop("net_settings", {})) if isinstance(net, type) else net
@@ -115,7 +115,7 @@ def refusal(action, kinds=ValueError):
 
 def reference(optimizer, accumulate=1, clip=None, epoch=EPOCH, **settings):
     """One process, plain PyTorch: ranks' mean losses are averaged, as Lightning does; the losses of this rank."""
-    module, losses = TinyLM(optimizer=optimizer, **settings), []
+    module, losses = ShallowLM(optimizer=optimizer, **settings), []
     stepper = module.configure_optimizers()
     for first in range(0, len(MINE), epoch):
         end = min(first + epoch, len(MINE))
@@ -154,10 +154,10 @@ def counted_reductions():
 def equal_to_one_process(found):
     everything = [ft.ActivationCheckpointing(), ft.CompileBlocks(backend="aot_eager")]
     for name, optimizer, callbacks in (("adamw", torch.optim.AdamW, everything), ("sgd", sgd, [])):
-        expected, losses = reference(optimizer, accumulate=2, clip=0.5)
+        expected, losses = reference(optimizer, accumulate=2, clip=0.5, depth=3)
         module, t = fit(
             callbacks,
-            net_settings={"optimizer": optimizer},
+            net_settings={"optimizer": optimizer, "depth": 3},
             batches={"datamodule": Epochs()},
             max_epochs=4,
             reload_dataloaders_every_n_epochs=1,
@@ -172,7 +172,7 @@ def equal_to_one_process(found):
 
 def one_concatenated_batch(found):
     """Unequal targets over micro-batches, batches and ranks, against their concatenation."""
-    expected = TinyLM(optimizer=sgd)
+    expected = ShallowLM(optimizer=sgd)
     stepper = expected.configure_optimizers()
     for i in range(0, 5, 2):
         stepper.zero_grad()
@@ -200,7 +200,7 @@ class ShardsItself(LazyLM):
 
 
 def reductions(found):
-    counts, two_windows = {}, {"accumulate_grad_batches": 2, "net_settings": {"optimizer": sgd}}
+    counts, two_windows = {}, {"accumulate_grad_batches": 2, "net_settings": {"optimizer": sgd, "depth": 2}}
     two_windows["batches"] = {"train_dataloaders": as_loader(MINE[:4])}
     expected = ddp(**two_windows)[0]
     stock = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, process_group_backend="gloo")
@@ -242,7 +242,7 @@ def options(found):
     found["by name"] = type(t.strategy).__name__
 
 
-class Manual(TinyLM):
+class Manual(ShallowLM):
     """Two losses and two steps in each training_step."""
 
     def __init__(self, **settings):
@@ -265,7 +265,7 @@ def loops(found):
     found["manual"] = gap(ddp(net=Manual)[0], fit(net=Manual)[0])
 
 
-class Projects(TinyLM):
+class Projects(ShallowLM):
     def configure_optimizers(self):
         return ft.optim.GaLoreAdamW(ft.optim.galore_groups(self, rank=2))
 
@@ -282,7 +282,7 @@ def techniques(found):
         lambda: [ft.QLoRA(rank=2, kind="nf4")],
         lambda: [ft.IA3("up")],
         lambda: [ft.FusedLossHead("head")],
-        lambda: [ft.Distillation(TinyLM(depth=2), head="head")],
+        lambda: [ft.Distillation(ShallowLM(depth=1), head="head")],
         lambda: [ft.ActivationCheckpointing(ft.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0), ft.EagerGradientRelease(), ft.DevicePrefetch()],
         lambda: [ft.MicroBatching(2)],
@@ -326,7 +326,7 @@ def base_in_4_bits(found, folder):
     recomputed, experts = ft.ActivationCheckpointing(), [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
     wholes, cut = {}, {}
     for name, like, net, callbacks, offload, precision in (
-        ("narrow", "narrow", TinyLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
+        ("narrow", "narrow", ShallowLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
         ("wide", "wide", WideLM, [ft.QLoRA(rank=2)], None, "32-true"),
         ("offload", "wide", WideLM, [ft.QLoRA(rank=2)], "cpu", "32-true"),
         ("bf16-mixed", "bf16-mixed", WideLM, [ft.QLoRA(rank=2), recomputed], None, "bf16-mixed"),
@@ -364,7 +364,7 @@ def base_in_4_bits(found, folder):
         torch.save(ends, folder / "qlora.pt")
 
 
-class Drawn(TinyLM):
+class Drawn(ShallowLM):
     """Weights from each rank's own seed, a buffer that is not saved, and one that is."""
 
     def build(self):
@@ -379,14 +379,14 @@ class Drawn(TinyLM):
         return super().forward(ids) * self.scale.mean()
 
 
-class Direct(TinyLM):
+class Direct(ShallowLM):
     """Uses its layers in the steps, and never calls itself."""
 
     def loss(self, batch):
         return lm_loss(self.forward(batch["input_ids"]), batch)
 
 
-class OtherBase(TinyLM):
+class OtherBase(ShallowLM):
     def build(self):
         super().build()
         nn.init.constant_(self.blocks[1].up.weight, 0.01)
@@ -407,7 +407,7 @@ def building(found):
     torch.manual_seed(21 + RANK)
     t = trainer(devices=2, strategy=FSDP2Strategy())
     with t.init_module(empty_init=True):
-        empty = TinyLM()
+        empty = ShallowLM()
     found["was empty"] = empty.head.weight.is_meta
     t.fit(empty, as_loader(MINE[:1] * SHORT))
     found["meta everywhere agree"] = agree(whole(empty))
@@ -420,7 +420,7 @@ def building(found):
             pl_module.blocks[1].up = nn.Linear(8, 16)
 
     found["swapped"] = refusal(lambda: fit([Swaps()]))
-    held = refusal(lambda: check_sharded(built, torch.optim.SGD(TinyLM().parameters(), lr=1.0)))
+    held = refusal(lambda: check_sharded(built, torch.optim.SGD(ShallowLM().parameters(), lr=1.0)))
     found["stale"] = held
 
 
@@ -436,7 +436,7 @@ class Unreadable:
     """Could be read back only by running code."""
 
 
-class Odd(TinyLM):
+class Odd(ShallowLM):
     def on_save_checkpoint(self, checkpoint):
         checkpoint["odd"] = {"deep": [1, Unreadable()]}
 
@@ -520,7 +520,7 @@ def checkpoints(found, folder):
     with resumed_from(folder / "nothing.ckpt"):
         found["nothing there"] = refusal(lambda: fit(**saving(folder / "x")), kinds=FileNotFoundError)
     with resumed_from(folder / "sync" / "epoch=1.ckpt"):
-        found["other model"] = refusal(lambda: fit(net_settings={"depth": 2}, **saving(folder / "x")))
+        found["other model"] = refusal(lambda: fit(net_settings={"depth": 1}, **saving(folder / "x")))
         found["other optimizer"] = refusal(lambda: fit(net_settings={"optimizer": sgd}, **saving(folder / "x")))
     nowhere = {"callbacks": [AtTheEnd("/dev/null/x.ckpt")], "strategy": FSDP2Strategy(async_checkpoints=True)}
     nowhere["limit_train_batches"] = 1
@@ -548,7 +548,7 @@ def checkpoints(found, folder):
     t.validate(module, as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
     found["validated again"] = float(t.callback_metrics["val_loss"])
     t = trainer(devices=2, strategy=FSDP2Strategy())
-    t.validate(TinyLM(), as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
+    t.validate(ShallowLM(), as_loader(MINE[:2]), ckpt_path=folder / "validated.ckpt", verbose=False)
     found["validated alone"] = float(t.callback_metrics["val_loss"])
     found["moved in second fit"] = largest_difference(before, after)
 
@@ -569,7 +569,7 @@ def fabric_loop(found, folder):
                 optimizer.step()
                 optimizer.zero_grad()
 
-    raw = TinyLM(optimizer=torch.optim.AdamW)
+    raw = ShallowLM(optimizer=torch.optim.AdamW)
     with counted_reductions() as calls:
         model, optimizer = fabric.setup(raw, raw.configure_optimizers())  # made before sharding
         train(model, optimizer, 0, 4, model)
@@ -577,7 +577,7 @@ def fabric_loop(found, folder):
         train(model, optimizer, 4, len(MINE), model)
     found["fabric"] = gap(expected, raw)
     found["fabric reductions"] = len(calls)
-    again = TinyLM()
+    again = ShallowLM()
     with torch.no_grad():
         again.head.weight.zero_()
     model, optimizer = fabric.setup(again, torch.optim.AdamW(again.parameters(), lr=0.01))
@@ -587,7 +587,7 @@ def fabric_loop(found, folder):
     found["fabric resumed"] = largest_difference(whole(raw), whole(again))
     foreign = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1.0)
     found["fabric foreign"] = refusal(lambda: fabric.setup_optimizers(foreign))
-    third = TinyLM()
+    third = ShallowLM()
     late = torch.optim.SGD(third.parameters(), lr=0.1)
     model = fabric.setup_module(third)
     late = fabric.setup_optimizers(late)
@@ -596,7 +596,7 @@ def fabric_loop(found, folder):
     late.step()
     found["fabric late moved"] = largest_difference(before, whole(third))
     with fabric.init_module(empty_init=True):
-        empty = TinyLM()
+        empty = ShallowLM()
     found["fabric empty"] = [empty.head.weight.is_meta, agree(whole(fabric.setup_module(empty).module))]
     found["fabric by name"] = type(L.Fabric(accelerator="cpu", devices=2, strategy="fasttrain_fsdp2").strategy).__name__
 
