@@ -1,5 +1,6 @@
 """Run by two processes under torchrun (see test_distributed.py): each scenario writes what it found."""
 
+import gc
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ RANK1 = lm_batches(5, size=4, seed=4)  # other rows, and other numbers of target
 
 
 def run(callbacks, batches, **settings):
+    gc.freeze()  # a rehearsal collects garbage: not among what runs before have left
     seen = Gradients()
     module = settings.pop("kind", TinyLM)(optimizer=settings.pop("optimizer", sgd), **settings.pop("net", {}))
     t = trainer(
@@ -118,7 +120,7 @@ def main(path):
     found["window agree"] = agree(module)
     found["window reductions"] = len(reductions)
 
-    dropout = {"net": {"dropout": 0.2}}
+    dropout = {"net": {"depth": 2, "dropout": 0.2}}
     plain, with_dropout, *_ = seeded([], mine, **dropout)
     ours, seen, *_ = seeded([ft.ActivationCheckpointing()], mine, **dropout)
     found["checkpointing"] = worst(with_dropout, seen)
@@ -154,7 +156,7 @@ def main(path):
     found["rehearsed"] = worst(expected, seen)
     found["rehearsal"] = rehearsal.report.lines
     try:
-        seeded([Drifts(), ft.Rehearsal(seconds=2)], mine)
+        seeded([Drifts(), ft.Rehearsal(seconds=2)], mine, **shallow)
     except plan.RehearsalError as error:
         found["drifts"] = str(error)
 
