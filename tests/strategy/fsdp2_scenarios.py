@@ -91,9 +91,9 @@ def gap(expected, module):
     return largest_difference(weights(expected), whole(module))
 
 
-def agree(weights):
-    """Largest difference between the ranks."""
-    flat = torch.cat([value.double().flatten() for value in weights.values()])
+def agree(gathered):
+    """Largest difference of these weights between the ranks."""
+    flat = torch.cat([value.double().flatten() for value in gathered.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)
     return (flat - other).abs().max().item()
@@ -239,7 +239,7 @@ def options(found):
         found[f"option {name}"], found[f"option {name} agree"] = gap_and_agree(under_ddp[str(settings)], module)
         found[f"option {name} dtype"] = str(module.head.weight.dtype)
         found[f"option {name} blocks"] = t.strategy.sharded_blocks
-    found["by name"] = type(t.strategy).__name__
+    found["by name"] = type(t.strategy).__name__  # of the last
 
 
 class Manual(ShallowLM):
@@ -285,7 +285,7 @@ def techniques(found):
         lambda: [ft.Distillation(ShallowLM(depth=1), head="head")],
         lambda: [ft.ActivationCheckpointing(ft.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0), ft.EagerGradientRelease(), ft.DevicePrefetch()],
-        lambda: [ft.MicroBatching(2)],
+        lambda: [ft.MicroBatching(3)],
     ):
         module, _ = fit(make())
         expected = ddp(callbacks=make())[0] if isinstance(make()[0], CHANGE_RESULTS) else plain
@@ -325,17 +325,17 @@ def packed_bytes(module):
 def base_in_4_bits(found, folder):
     recomputed, experts = ft.ActivationCheckpointing(), [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
     wholes, cut = {}, {}
-    for name, like, net, callbacks, offload, precision in (
-        ("narrow", "narrow", ShallowLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
-        ("wide", "wide", WideLM, [ft.QLoRA(rank=2)], None, "32-true"),
-        ("offload", "wide", WideLM, [ft.QLoRA(rank=2)], "cpu", "32-true"),
-        ("bf16-mixed", "bf16-mixed", WideLM, [ft.QLoRA(rank=2), recomputed], None, "bf16-mixed"),
-        ("experts", "experts", Experts, experts, None, "32-true"),
+    for name, net, callbacks, offload, precision in (
+        ("narrow", ShallowLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),
+        ("wide", WideLM, [ft.QLoRA(rank=2)], None, "32-true"),
+        ("offload", WideLM, [ft.QLoRA(rank=2)], "cpu", "32-true"),
+        ("bf16-mixed", WideLM, [ft.QLoRA(rank=2), recomputed], None, "bf16-mixed"),
+        ("experts", Experts, experts, None, "32-true"),
     ):
-        if name == like:
+        if (net, precision) not in wholes:
             with whole_base():
-                wholes[like] = fit(callbacks, net=net, precision=precision)[0]
-        first = wholes[like]
+                wholes[net, precision], _ = fit(callbacks, net=net, precision=precision)
+        first = wholes[net, precision]
         cut[name], _ = fit(callbacks, net=net, strategy=FSDP2Strategy(offload=offload), precision=precision)
         second, end = cut[name], whole(cut[name])
         losses = zip(getattr(first, "losses", []), getattr(second, "losses", []), strict=True)
