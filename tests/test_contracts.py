@@ -4,7 +4,9 @@ import copy
 import inspect
 import itertools
 import re
+import sys
 from dataclasses import replace
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -332,6 +334,25 @@ def test_all_at_once_in_a_loop():
     torch.manual_seed(11)
     bare = in_a_loop(TwoBlocks(), BATCHES, [c.make() for c in unclipped])
     assert largest_difference(reference_for(unclipped, net=TwoBlocks), weights(bare)) <= 1e-5
+
+
+def test_what_they_cost_grows_no_faster_than_the_model():
+    """Counted in calls of functions, without those who make very many: PEFT, the compiler, and a look at all memory."""
+    many = ft.finetune.Adapter | ft.CompileBlocks | ft.MemoryTimeline
+    counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
+
+    def calls(depth):
+        count = itertools.count()
+        sys.setprofile(lambda *_: next(count))
+        try:
+            train(replace(CASES[0], batches=5), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+        finally:
+            sys.setprofile(None)
+        return next(count)
+
+    calls(1)  # what is looked up once
+    few, more, most = calls(2), calls(6), calls(10)
+    assert most - more <= 1.02 * (more - few)
 
 
 PLANNED = replace(BY_NAME["ActivationCheckpointing"], batches=5)  # in the third step
