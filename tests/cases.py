@@ -235,6 +235,7 @@ class Case:
         optimizer: settings of the optimizer, likewise.
         regroup: batches of the plain run that it must equal, where it changes which batches make a step.
         by_hand: where it changes training, a plain callback by which the plain run does the same, written out.
+        batches: of an epoch; three tell an optimizer's first step from its later ones.
     """
 
     make: Callable[[], Technique]
@@ -245,6 +246,7 @@ class Case:
     optimizer: dict[str, Any] = field(default_factory=dict)
     regroup: Callable[[Sequence[Any]], list[Any]] = list
     by_hand: Callable[[], L.Callback] | None = None
+    batches: int = 3
 
     @property
     def name(self) -> str:
@@ -276,6 +278,7 @@ CASES = [
         effects.steps_once_for_two_batches,
         tolerance=1e-5,
         regroup=pairs_of,
+        batches=5,
     ),
     Case(
         lambda: ft.BatchSizeWarmup(full=2, over=1),
@@ -283,12 +286,14 @@ CASES = [
         effects.the_first_step_is_one_batch,
         tolerance=1e-5,
         regroup=one_then_pairs_of,
+        batches=5,
     ),
     Case(
         lambda: ft.SequenceLengthWarmup(2, 5, over=3, grid=1),
         takes_growing_sequences,
         effects.sequences_are_short_at_first,
         regroup=cut_by_hand,
+        batches=5,
     ),
     Case(lambda: ft.data.EvenEpochs(), ends_evenly, effects.the_loader_agrees_with_others),
     Case(lambda: ft.data.SampleGuard(), guards_samples, effects.a_bad_sample_is_passed_over),

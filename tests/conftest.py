@@ -16,3 +16,10 @@ def pytest_configure(config):
     hands_out = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
     if not hands_out:
         config.pluginmanager.register(importlib.import_module("tests.fixtures"))
+
+
+def pytest_ignore_collect(collection_path):
+    """What tests import has no examples in its docstrings, and is imported where it is needed."""
+    if collection_path.suffix == ".py" and not collection_path.name.startswith("test_"):
+        return True
+    return None

@@ -4,7 +4,9 @@ import copy
 import inspect
 import itertools
 import re
+import sys
 from dataclasses import replace
+from functools import partial
 
 import lightning as L
 import numpy as np
@@ -30,19 +32,22 @@ def _fresh_compiler():
     torch._dynamo.reset()
 
 
-def train(case: Case, techniques=None, *, net=TinyLM, batches=BATCHES, dropout=0.0, epochs=1, **settings):
+def batches_for(*cases):
+    return BATCHES[: max(case.batches for case in cases)]
+
+
+def train(case: Case, techniques=None, *, net=TinyLM, batches=None, dropout=0.0, epochs=1, **settings):
     torch.manual_seed(11)
     module = net(dropout=dropout, **case.optimizer)
     t = trainer([case.make()] if techniques is None else techniques, max_epochs=epochs, **{**case.settings, **settings})
-    t.fit(module, as_loader(batches))
+    t.fit(module, as_loader(batches_for(case) if batches is None else batches))
     return module, t
 
 
-def plain(case: Case, batches=BATCHES, epochs=1, callbacks=()):
+def plain(case: Case, epochs=1, callbacks=()):
     """The run without the technique; a fused optimizer needs it to clip, so the plain run is unfused."""
-    return train(
-        replace(case, optimizer={}), [*by_hand_of([case]), *callbacks], batches=case.regroup(batches), epochs=epochs
-    )[0]
+    batches = case.regroup(batches_for(case))
+    return train(replace(case, optimizer={}), [*by_hand_of([case]), *callbacks], batches=batches, epochs=epochs)[0]
 
 
 def parts(module):
@@ -84,7 +89,7 @@ def test_a_class_that_does_nothing_breaks_a_promise(case):
 def test_keeps_to_its_exactness_class(case):
     assert case.make().exactness in Exactness
     module, _ = train(case)
-    assert largest_difference(weights(plain(case)), weights(module)) <= case.tolerance
+    assert largest_difference(reference_for([case]), weights(module)) <= case.tolerance
     assert case.make().exactness is Exactness.TOLERANCE or case.tolerance <= 1e-5
 
 
@@ -92,7 +97,7 @@ def test_negative_control_another_seed_of_weights_differs():
     other = TinyLM()
     with torch.no_grad():
         other.head.weight.add_(1e-3)
-    trainer().fit(other, as_loader(BATCHES))
+    trainer().fit(other, as_loader(batches_for(BY_NAME["DevicePrefetch"])))
     assert largest_difference(weights(plain(BY_NAME["DevicePrefetch"])), weights(other)) > 1e-4
 
 
@@ -120,11 +125,11 @@ def test_same_weights_in_trainer_mixin_fabric_and_bare_loop(case):
     assert largest_difference(expected, weights(train(case, [], net=WithMixin)[0])) == 0
     assert largest_difference(expected, weights(train(case, net=LazyLM)[0])) == 0
     torch.manual_seed(11)
-    bare = in_a_loop(TinyLM(**case.optimizer), BATCHES, [case.make()])
+    bare = in_a_loop(TinyLM(**case.optimizer), batches_for(case), [case.make()])
     assert largest_difference(expected, weights(bare)) <= 1e-5
     torch.manual_seed(11)
     fabric = L.Fabric(accelerator="cpu", devices=1, precision=case.settings.get("precision", "32-true"))
-    looped = in_a_loop(TinyLM(**case.optimizer), BATCHES, [case.make()], fabric=fabric)
+    looped = in_a_loop(TinyLM(**case.optimizer), batches_for(case), [case.make()], fabric=fabric)
     assert largest_difference(expected, weights(looped)) <= 1e-5
 
 
@@ -139,7 +144,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
     whole, _ = train(case, [uninterrupted, Save()], epochs=2)
     resumed = TinyLM(**case.optimizer)
     t = trainer([cut], max_epochs=2, **case.settings)
-    t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
+    t.fit(resumed, as_loader(batches_for(case)), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert largest_difference(weights(whole), weights(resumed)) == 0
     assert same(cut.state_dict(), uninterrupted.state_dict())
 
@@ -154,7 +159,7 @@ def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
     for techniques in ([], [case.make()]):
         module = TinyLM()
         u = trainer(techniques, max_epochs=2, **case.settings)
-        u.fit(module, as_loader(BATCHES), ckpt_path=tmp_path / "with.ckpt", weights_only=True)
+        u.fit(module, as_loader(batches_for(case)), ckpt_path=tmp_path / "with.ckpt", weights_only=True)
         ends.append(weights(module))
     assert largest_difference(*ends) <= max(case.tolerance, 0.0)
 
@@ -178,8 +183,8 @@ def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average
     grows = "Warmup" in case.name  # in the first epoch only, and a plain run would do so in each
     if grows and average == "SWA":
         pytest.skip("it averages over epochs")
-    epochs, batches = (1 if grows else 2), case.regroup(BATCHES)
-    key = average, case.name if grows else len(batches), str(case.settings), *map(type, by_hand_of([case]))
+    epochs = 1 if grows else 2
+    key = average, case.regroup, case.batches, str(case.settings), *map(type, by_hand_of([case]))
     if key not in PLAIN_RUNS:
         PLAIN_RUNS[key] = weights(plain(case, epochs=epochs, callbacks=[averaging()]))
     averaged, _ = train(case, [case.make(), averaging()], epochs=epochs)
@@ -266,9 +271,10 @@ def test_documented_with_example_and_source_and_one_line_for_the_table(case):
 PLAIN_RUNS = {}  # weights, by what is not plain about the run: nothing for most combinations
 
 
-def reference_for(cases, batches=BATCHES, net=TinyLM):
+def reference_for(cases, net=TinyLM):
     """Weights of the plain run that a combination must equal: regrouped if one regroups, in bf16 if one needs it."""
-    settings, by_hand, count = {}, by_hand_of(cases), len(batches)
+    settings, by_hand, batches = {}, by_hand_of(cases), batches_for(*cases)
+    count = len(batches)
     for case in cases:
         batches, settings = case.regroup(batches), {**settings, **case.settings}
     key = net, count, tuple(case.regroup for case in cases), str(settings), *map(type, by_hand)
@@ -281,11 +287,11 @@ def reference_for(cases, batches=BATCHES, net=TinyLM):
     "pair", list(itertools.combinations(CASES, 2)), ids=lambda pair: "+".join(c.name for c in pair)
 )
 def test_every_pair_together(pair):
-    regroups = any(case.regroup is not list for case in pair)
-    check_pair(pair, BATCHES if regroups else BATCHES[:3])
+    check_pair(pair)
 
 
-def check_pair(pair, batches):
+def check_pair(pair):
+    batches = batches_for(*pair)
     both = replace(
         pair[0],
         settings={**pair[0].settings, **pair[1].settings},
@@ -298,7 +304,7 @@ def check_pair(pair, batches):
     module, _ = train(both, [case.make() for case in pair], batches=batches)
     # Under bf16 autocast the parts of a batch round on their own; in float32 only the order of sums differs.
     tolerance = 2e-2 if both.settings.get("precision") else max(1e-5, pair[0].tolerance, pair[1].tolerance)
-    assert largest_difference(reference_for(pair, batches), weights(module)) <= tolerance
+    assert largest_difference(reference_for(pair), weights(module)) <= tolerance
 
 
 class TwoBlocks(TinyLM):
@@ -311,7 +317,7 @@ class TwoBlocks(TinyLM):
 # Sequences grow as well.
 @pytest.mark.filterwarnings("ignore:.*[78] recompilations")
 def test_all_at_once_in_half_precision_and_turned_round_in_float32():
-    fused = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings)
+    fused = replace(CASES[0], optimizer={"fused": True}, settings=BY_NAME["FusedClipping"].settings, batches=5)
     module, t = train(fused, [case.make() for case in TOGETHER], net=TwoBlocks)
     assert t.global_step == 3
     assert largest_difference(reference_for(TOGETHER, net=TwoBlocks), weights(module)) <= 2e-2
@@ -330,9 +336,29 @@ def test_all_at_once_in_a_loop():
     assert largest_difference(reference_for(unclipped, net=TwoBlocks), weights(bare)) <= 1e-5
 
 
+def test_what_they_cost_grows_no_faster_than_the_model():
+    """Counted in calls of functions, without those who make very many: PEFT, the compiler, and a look at all memory."""
+    many = ft.finetune.Adapter | ft.CompileBlocks | ft.MemoryTimeline
+    counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
+
+    def calls(depth):
+        count = itertools.count()
+        sys.setprofile(lambda *_: next(count))
+        try:
+            train(replace(CASES[0], batches=5), [case.make() for case in counted], net=partial(TinyLM, depth=depth))
+        finally:
+            sys.setprofile(None)
+        return next(count)
+
+    calls(1)  # what is looked up once
+    few, more, most = calls(2), calls(6), calls(10)
+    assert most - more <= 1.02 * (more - few)
+
+
+PLANNED = replace(BY_NAME["ActivationCheckpointing"], batches=5)  # in the third step
 POLICIES = [
     replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.SelectiveOps())),
-    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
+    replace(PLANNED, make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
 ]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)
 
@@ -358,4 +384,4 @@ def test_policies_of_checkpointing_keep_the_promises(promise, policy, tmp_path):
 @each_policy
 @pytest.mark.parametrize("other", [c for c in CASES if c.name != "ActivationCheckpointing"], ids=lambda case: case.name)
 def test_policies_of_checkpointing_with_every_other_technique(other, policy):
-    check_pair((policy, other), BATCHES)  # a budget is planned in the third step
+    check_pair((policy, other))

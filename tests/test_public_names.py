@@ -1,6 +1,8 @@
 """The package and its command import nothing heavy, and whatever the package offers can be reached all the same."""
 
+import functools
 import importlib
+import json
 import pickle
 import subprocess
 import sys
@@ -83,8 +85,7 @@ def test_things_are_pickled_by_their_own_name():
     assert pickle.loads(pickle.dumps(ft.data.split_batch)) is ft.data.split_batch
 
 
-ORDERS = {
-    "ours first": """
+OURS_FIRST = """
 import lightning_fasttrain as ft
 assert "MicroBatching" not in vars(ft)
 from lightning_fasttrain import *
@@ -94,25 +95,55 @@ assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model
 assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "_checks" not in dir(ft)
 assert "MicroBatching" in vars(ft)
 import lightning as L
-""",
-    "ours last": "import lightning as L; import lightning_fasttrain as ft",
-}
-
-
-@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
-def test_each_access_and_each_strategys_name_works_in_each_order_of_imports(imports):
-    code = f"""
+"""
+OURS_LAST = """
+import json, os, sys
+seen = []
+def hook(event, args):
+    writes = event == "open" and isinstance(args[1], str) and set(args[1]) & set("wax+")
+    if writes and str(args[0]).endswith((".pyc", os.devnull)) or writes and "__pycache__" in str(args[0]):
+        return
+    if writes or event.startswith(("socket.connect", "socket.bind", "subprocess.", "os.system", "os.exec", "os.fork",
+                                   "os.posix_spawn", "os.remove", "os.rename", "os.mkdir", "os.rmdir")):
+        seen.append([event, str(args)[:200]])
+import torch  # what these do when imported is theirs
+import lightning as L
+before = set(sys.modules)
+sys.addaudithook(hook)
+import lightning_fasttrain
+result = {"seen": list(seen), "new": sorted(set(sys.modules) - before)}
+import subprocess; subprocess.run(["true"])  # negative control
+print(json.dumps({**result, "would be seen": seen}))
+"""
+NAMES = """
 import inspect, sys
-{imports}
 print(type(L.Trainer(accelerator="cpu", devices=1, logger=False, strategy="fasttrain_fsdp2").strategy).__name__)
 print(type(L.Fabric(accelerator="cpu", devices=1, strategy="fasttrain_fsdp2").strategy).__name__)
 print([type(finder).__name__ for finder in sys.meta_path if type(finder).__module__.startswith("lightning_fasttrain")])
 strategies = L.pytorch.strategies
 print(strategies.__spec__.loader is strategies.__loader__, "StrategyRegistry = " in inspect.getsource(strategies))
 """
-    done = run_python("-c", code)
-    lines = done.stdout.splitlines()
-    assert lines == ["FSDP2Strategy", "FabricFSDP2Strategy", "[]", "True True"], done.stderr
+
+
+@functools.cache
+def said_after(imports):
+    """The lines that a fresh process prints, which takes long to start."""
+    done = run_python("-c", imports + NAMES)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize("imports", [OURS_FIRST, OURS_LAST], ids=["ours first", "ours last"])
+def test_each_access_and_each_strategys_name_works_in_each_order_of_imports(imports):
+    assert said_after(imports)[-4:] == ["FSDP2Strategy", "FabricFSDP2Strategy", "[]", "True True"]
+
+
+def test_importing_starts_nothing_opens_nothing_writes_nothing():
+    result = json.loads(said_after(OURS_LAST)[0])
+    assert result["seen"] == []
+    assert result["would be seen"]
+    heavy = {"transformers", "deepspeed", "bitsandbytes", "peft", "torchao", "matplotlib", "torch._inductor"}
+    assert not heavy & set(result["new"])
 
 
 def test_every_name_is_registered_once_and_makes_its_class():

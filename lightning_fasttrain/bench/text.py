@@ -1,6 +1,7 @@
 """Real text without a download: bytes from this machine, token numbers, and windows of them."""
 
 import itertools
+import os
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,9 +41,9 @@ def read_text(path: str | Path | None = None, max_mib: float = MAX_TEXT_MIB) -> 
     """
     limit = int(max_mib * MIB)
     if path is None:
-        files = _sorted_files(Path(sysconfig.get_path("stdlib")), "*.py")
+        files = _sorted_files(Path(sysconfig.get_path("stdlib")), ".py")
     elif Path(path).is_dir():
-        files = _sorted_files(Path(path), "*")
+        files = _sorted_files(Path(path))
     elif Path(path).exists():
         files = iter([Path(path)])
     else:
@@ -57,12 +58,15 @@ def read_text(path: str | Path | None = None, max_mib: float = MAX_TEXT_MIB) -> 
     return data
 
 
-def _sorted_files(folder: Path, pattern: str) -> Iterator[Path]:
-    for file in sorted(folder.rglob(pattern)):
-        inside = file.relative_to(folder)
-        hidden = any(part.startswith(".") for part in inside.parts)
-        if not hidden and not _SKIPPED_FOLDERS & set(inside.parts[:-1]) and file.is_file():
-            yield file
+def _sorted_files(folder: Path, ending: str = "") -> Iterator[Path]:
+    for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
+        if entry.name.startswith("."):
+            continue
+        if entry.is_dir(follow_symlinks=False):
+            if entry.name not in _SKIPPED_FOLDERS:
+                yield from _sorted_files(Path(entry.path), ending)
+        elif entry.name.endswith(ending) and entry.is_file():
+            yield Path(entry.path)
 
 
 def _first_bytes(files: Iterator[Path], limit: int) -> Iterator[bytes]:

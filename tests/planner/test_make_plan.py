@@ -23,14 +23,19 @@ BATCH = lm_batches(1, size=32, length=24)[0]
 GIB = 2**30
 
 
+class TwoBlocks(TinyLM):
+    def __init__(self):
+        super().__init__(depth=2)
+
+
 def plan(memory_gib, module=None, batch=BATCH, **settings):
-    return ft.make_plan(module or TinyLM(), batch, memory_gib, **{"device": "cpu", "seconds": 2, **settings})
+    return ft.make_plan(module or TwoBlocks(), batch, memory_gib, **{"device": "cpu", "seconds": 2, **settings})
 
 
 @pytest.fixture(scope="module")
 def tight():
     """A plan for three fifths of what the plain step takes."""
-    whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
+    whole = ft.predict_memory(TwoBlocks(), BATCH, device="cpu").peak_bytes / GIB
     return plan(0.6 * whole, keep="exact")
 
 
@@ -69,7 +74,7 @@ def test_code_yaml_json_and_the_trainer_say_the_same(tight, tmp_path):
 
 
 def test_what_is_planned_is_the_same_training_and_leaves_no_trace():
-    net, numbers = TinyLM(), torch.get_rng_state()
+    net, numbers = TwoBlocks(), torch.get_rng_state()
     before = weights(net)
     found = plan(0.001, net, keep="exact")
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
@@ -98,7 +103,7 @@ def test_what_does_not_fit_is_said_with_the_shortfall():
 
 
 def test_a_loss_that_cannot_be_cut_is_not_cut():
-    class Contrastive(TinyLM):
+    class Contrastive(TwoBlocks):
         def loss(self, batch):
             x = F.normalize(self(batch["input_ids"]).mean(1), dim=1)
             return F.cross_entropy(x @ x.T, torch.arange(len(x)))
@@ -125,7 +130,7 @@ def test_a_device_that_is_not_here_is_planned_for_by_prediction():
 
 
 def test_several_devices_get_a_strategy_that_shards_what_does_not_fit():
-    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(8)])
+    net = nn.Sequential(*[nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(4)])
     batch = torch.randn(4, 512)
     settings = {"loss": lambda n, b: n(b).square().mean(), "optimizer": torch.optim.AdamW, "keep": "exact"}
     states = 4 * 4 * sum(p.numel() for p in net.parameters()) / GIB
@@ -218,20 +223,20 @@ def test_code_config_and_technique_of_a_switch_are_the_same(axis, word):
 
 def fit_with(auto, folder, callbacks=(), net=None):
     t = trainer([auto, *callbacks], default_root_dir=folder, max_epochs=1)
-    module = net or TinyLM()
+    module = net or TwoBlocks()
     torch.manual_seed(11)
     t.fit(module, as_loader(lm_batches(2, size=32, length=24)))
     return t, module
 
 
 def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
-    whole = ft.predict_memory(TinyLM(), BATCH, device="cpu").peak_bytes / GIB
+    whole = ft.predict_memory(TwoBlocks(), BATCH, device="cpu").peak_bytes / GIB
     auto = ft.Auto(0.6 * whole, seconds=1)
     t, module = fit_with(auto, tmp_path)
     assert auto.choice != Choice()
     assert auto.plan is not None
     assert not [callback for callback in t.callbacks if isinstance(callback, ft.Technique)]
-    plain = TinyLM()
+    plain = TwoBlocks()
     torch.manual_seed(11)
     trainer().fit(plain, as_loader(lm_batches(2, size=32, length=24)))
     for name, value in weights(plain).items():
@@ -249,9 +254,9 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
 def test_auto_comes_first_and_needs_a_batch(tmp_path):
     t = trainer([ft.StepMeter(), ft.Auto()], default_root_dir=tmp_path)
     with pytest.raises(ValueError, match="StepMeter.* is listed before Auto"):
-        t.fit(TinyLM(), as_loader(lm_batches(1)))
+        t.fit(TwoBlocks(), as_loader(lm_batches(1)))
     with pytest.raises(ValueError, match="can be gone through once only"):
-        trainer([ft.Auto()], default_root_dir=tmp_path).fit(TinyLM(), iter(lm_batches(1)))
+        trainer([ft.Auto()], default_root_dir=tmp_path).fit(TwoBlocks(), iter(lm_batches(1)))
     with pytest.raises(ValueError, match="keep='no'"):
         ft.Auto(keep="no")
 
@@ -259,8 +264,8 @@ def test_auto_comes_first_and_needs_a_batch(tmp_path):
 @pytest.mark.gpu
 def test_on_a_gpu_the_plan_fits_and_what_was_predicted_is_measured():
     batch = lm_batches(1, size=256, length=128)[0]
-    whole = ft.predict_memory(TinyLM(), batch, device="cuda").peak_bytes / GIB
-    found = ft.make_plan(TinyLM(), batch, 0.9 * whole, keep="exact", seconds=30)
+    whole = ft.predict_memory(TwoBlocks(), batch, device="cuda").peak_bytes / GIB
+    found = ft.make_plan(TwoBlocks(), batch, 0.9 * whole, keep="exact", seconds=30)
     assert found.measured
     assert found.device == "cuda"
     assert found.chosen.peak_bytes <= found.limit_gib * GIB

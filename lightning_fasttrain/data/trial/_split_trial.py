@@ -70,8 +70,8 @@ class Split:
         size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
         missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
         norms = self._norms(self.whole.gradient)
-        floors = torch.tensor([_LOW_FLOOR if parameter.dtype in _LOW else floor for parameter in self.parameters])
-        least = norms.square().mean().sqrt() * floors
+        low = torch.tensor([parameter.dtype in _LOW for parameter in self.parameters], dtype=torch.bool)
+        least = norms.square().mean().sqrt() * torch.where(low, _LOW_FLOOR, floor)
         missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
         errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
         return max([missed / size if size else 0.0, *errors.tolist()])

@@ -109,41 +109,46 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     Raises:
         ValueError: its step needs more than gradients.
     """
-    kind = type(optimizer)
+    kind, times = type(optimizer), Counter(shapes)
     if kind.__module__.startswith("deepspeed") and kind.__name__ in _COMPILED:
         return 4 * _COMPILED[kind.__name__] * sum(math.prod(shape) for shape in shapes)
-    # Containers are copied, so that what a step notes in them is not noted in the original.
-    attributes: dict[str, Any] = {}
-    for name, value in vars(optimizer).items():
-        attributes[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
-    attributes.pop("step", None)  # schedules put their own in its place, which is bound to the original
-    attributes |= {"_optimizer_step_pre_hooks": OrderedDict(), "_optimizer_step_post_hooks": OrderedDict()}
-    # These need a device; what they keep is the same.
-    switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
-    twin = kind.__new__(kind)
     with FakeTensorMode(allow_non_fake_inputs=True), _Ones():
         # Two of each shape tell what is kept about every one and what, like a table, about all together.
-        times = Counter(shapes)
-        parameters = [nn.Parameter(torch.empty(s, dtype=dtype)) for s, n in times.items() for _ in range(min(n, 2))]
-        for parameter in parameters:
-            parameter.grad = torch.empty_like(parameter)
-        vars(twin).update(attributes, state=_early_state(kind, parameters))
-        twin.param_groups = [{**group.settings, **switches, "params": parameters}]
-        try:
-            with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
-                twin.step()
-        except (TypeError, ValueError, RuntimeError, AssertionError) as error:
-            why, way_out = f"it makes no step on tensors without numbers ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
-            raise ValueError(explain(kind.__name__, why, way_out)) from error
+        two = [shape for shape, n in times.items() for _ in range(min(n, 2))]
+        parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape in two]
+        state = _state_after_a_step(optimizer, group, parameters)
     kept = []
     for parameter in parameters:
-        kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(twin.state[parameter])})
+        kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(state[parameter])})
     uses = Counter(key for tensors in kept for key in tensors)
-    common = {key: nbytes for tensors in kept for key, nbytes in tensors.items() if uses[key] > 1}
-    own = {}
-    for parameter, tensors in zip(parameters, kept, strict=True):
-        own[parameter.shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
-    return sum(own[torch.Size(shape)] * n for shape, n in times.items()) + sum(common.values())
+    common, own = dict[int, int](), dict[Shape, int]()
+    for shape, tensors in zip(two, kept, strict=True):
+        own[shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
+        common |= {key: nbytes for key, nbytes in tensors.items() if uses[key] > 1}
+    return sum(own[shape] * n for shape, n in times.items()) + sum(common.values())
+
+
+def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.Parameter]) -> dict[Any, Any]:
+    """What a twin of the optimizer, with these parameters alone, keeps about them."""
+    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))
+    # Containers are copied, so that what a step notes in them is not noted in the original.
+    for name, value in vars(optimizer).items():
+        vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
+    vars(twin).pop("step", None)  # schedules put their own in its place, which is bound to the original
+    vars(twin).update(_optimizer_step_pre_hooks=OrderedDict(), _optimizer_step_post_hooks=OrderedDict())
+    # These need a device; what they keep is the same.
+    switches = {name: False for name in ("fused", "foreach", "capturable") if name in group.settings}
+    twin.state = _early_state(kind, parameters)
+    twin.param_groups = [{**group.settings, **switches, "params": parameters}]
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    try:
+        with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
+            twin.step()
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        why, way_out = f"it makes no step on tensors without numbers ({error})", "Use AdamW, SGD, Lion or AdamW8bit"
+        raise ValueError(explain(kind.__name__, why, way_out)) from error
+    return twin.state
 
 
 def tensors_in(state: Any) -> Iterator[Tensor]:
