@@ -273,7 +273,7 @@ class Projects(ShallowLM):
 CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.IA3, ft.Distillation)
 
 
-def techniques(found):
+def techniques(found, folder):
     """Each against DDP with it, or plain DDP where it changes no result; those that only move tensors together."""
     plain, tells = ddp()[0], found.setdefault("techniques", {})
     for make in (
@@ -284,7 +284,7 @@ def techniques(found):
         lambda: [ft.FusedLossHead("head")],
         lambda: [ft.Distillation(ShallowLM(depth=1), head="head")],
         lambda: [ft.ActivationCheckpointing(ft.SelectiveOps())],
-        lambda: [ft.ActivationOffload(min_mib=0), ft.EagerGradientRelease(), ft.DevicePrefetch()],
+        lambda: [ft.ActivationOffload(min_mib=0, folder=folder), ft.EagerGradientRelease(), ft.DevicePrefetch()],
         lambda: [ft.MicroBatching(3)],
     ):
         module, _ = fit(make())
@@ -615,11 +615,11 @@ def main(path, folder):
     faulthandler.dump_traceback_later(200, exit=True)  # a rank that waits for ever says where
     found, folder = {}, Path(folder)
     bad_input(found)
-    for scenario in (equal_to_one_process, one_concatenated_batch, reductions, options, loops, techniques, building):
+    for scenario in (equal_to_one_process, one_concatenated_batch, reductions, options, loops, building):
         began = time.time()
         scenario(found)
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
-    for scenario in (checkpoints, base_in_4_bits, fabric_loop):
+    for scenario in (techniques, checkpoints, base_in_4_bits, fabric_loop):
         began = time.time()
         scenario(found, folder)
         found["seconds"][scenario.__name__] = time.time() - began
