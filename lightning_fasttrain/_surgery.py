@@ -33,11 +33,13 @@ class WrappedForward:
         compiled: asks it to compile what it computes itself, if it can; see ``CompileBlocks(head=True)``.
         failure: why it could not.
         rounds: whether its numbers are those of the plain forward only within a bound.
+        is_compiled: whether what lies beneath, and in the module's parts, is run as compiled code.
         paused: asks one that rounds not to; see :func:`without_rounding`.
     """
 
     can_compile: ClassVar[bool] = False
     rounds: ClassVar[bool] = False
+    is_compiled: ClassVar[bool] = False
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

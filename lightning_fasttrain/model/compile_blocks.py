@@ -138,6 +138,8 @@ def _runs_class_forward(block: nn.Module) -> bool:
 class CompiledForward(WrappedForward):
     """A compiled forward that can fall back to what was there before."""
 
+    is_compiled: ClassVar[bool] = True
+
     def __init__(self, module: nn.Module, name: str, entry: Callable[..., Any], fallback: bool) -> None:
         super().__init__(module)
         self.name = name

@@ -16,7 +16,7 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._technique import Exactness, techniques_of
+from lightning_fasttrain._technique import Exactness, Technique, techniques_of
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
@@ -61,6 +61,7 @@ class Auto(L.Callback):
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
         self.plan: Any = None
         self.choice: Choice | None = None
+        self._added: list[Technique] = []
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: Lightning's earliest; callbacks that are added here are called right after this one."""
@@ -70,13 +71,21 @@ class Auto(L.Callback):
             self._refuse_others_before(trainer)
             known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
             self.choice = Choice(**trainer.strategy.broadcast(known))
-        trainer.callbacks += self.choice.techniques()
+        self._added = self.choice.techniques()
+        trainer.callbacks += self._added
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
-        """Hook: the last. A later fit adds fresh techniques."""
-        if stage == "fit" and self.choice is not None:
-            added = {type(technique) for technique in self.choice.techniques()}
-            trainer.callbacks[:] = [callback for callback in trainer.callbacks if type(callback) not in added]
+        """Hook: the last of a run that ended well. A later fit adds fresh techniques."""
+        self._take_away(trainer)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the only one that is called when a run fails."""
+        self._take_away(trainer)
+
+    def _take_away(self, trainer: L.Trainer) -> None:
+        """From a new list: Lightning is going through the old one, and what was added must still hear of the end."""
+        trainer.callbacks = [callback for callback in trainer.callbacks if callback not in self._added]
+        self._added = []
 
     def state_dict(self) -> dict[str, Any]:
         """What is used, for whoever reads the checkpoint."""

@@ -87,6 +87,7 @@ class PartTrial:
                 raise
             return Tried(parts + 1, 0)  # in the optimizer's step, say, after which MicroBatching cannot try again
         finally:
+            watch.measuring.close()  # a step that failed has left its meter open
             gc.collect()  # a trainer and its model know one another
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()

@@ -66,6 +66,7 @@ class Stopwatch:
         try:
             run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         finally:
+            watch.measuring.close()  # a step that failed has left its meter open
             gc.collect()  # a trainer and its model know one another
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -1,8 +1,10 @@
 """A plan fits, is the fastest of what was tried, says why, and leaves everything as it was."""
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 
+import lightning as L
 import pytest
 import torch
 import yaml
@@ -17,6 +19,7 @@ from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, switch_of
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Costs, Search
+from lightning_fasttrain.planner.stopwatch import Stopwatch
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 BATCH = lm_batches(1, size=32, length=24)[0]
@@ -249,6 +252,39 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     other = ft.Auto(0.7 * whole, seconds=1)
     fit_with(other, tmp_path)
     assert other.plan is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_auto_has_added_is_undone_at_the_end_and_a_second_fit_is_as_the_first(fails, tmp_path):
+    """A budget has its meter open when a run of two steps ends."""
+
+    class Fails(L.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if fails and batch_idx == 1:
+                raise OSError("as it was told to")
+
+    auto = ft.Auto(1.0)
+    auto.choice = Choice(recompute=budget_word(1.0))
+    for _ in range(2):
+        net = TwoBlocks()
+        t = trainer([auto, Fails()], default_root_dir=tmp_path)
+        with pytest.raises(OSError, match="told to") if fails else nullcontext():
+            t.fit(net, as_loader(lm_batches(2)))
+        assert [type(callback) for callback in t.callbacks] == [ft.Auto, Fails]
+        assert not any("forward" in vars(module) for module in net.modules())
+        assert not torch.autograd._profiler_enabled()
+
+
+def test_a_step_that_fails_leaves_no_meter_open():
+    class FailsInTheLast(TwoBlocks):
+        def training_step(self, batch, batch_idx):
+            if torch.autograd._profiler_enabled():
+                raise OSError("as it was told to")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(OSError, match="told to"):
+        Stopwatch(FailsInTheLast(), BATCH, {"accelerator": "cpu"}).time(Choice(), peak=True)
+    assert not torch.autograd._profiler_enabled()
 
 
 def test_auto_comes_first_and_needs_a_batch(tmp_path):

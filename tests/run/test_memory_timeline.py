@@ -190,10 +190,18 @@ def test_a_recomputation_is_told_by_its_own_module():
     assert [a.module for a in again] == ["blocks.1", "blocks.0"]
 
 
-def test_a_compiled_block_is_one_module_and_is_not_compiled_again():
+@pytest.mark.parametrize(
+    "compiles",
+    [
+        lambda net: net[0].compile(backend="eager"),
+        lambda net: ft.compile_blocks_(net, blocks=["0"], backend="eager"),
+    ],
+    ids=["module.compile", "compile_blocks_"],
+)
+def test_a_compiled_block_is_one_module_and_is_not_compiled_again(compiles):
     torch._dynamo.reset()
     net, batch = nn.Sequential(chain(), nn.Linear(DIM, 1)), torch.randn(ROWS, DIM)
-    net[0].compile(backend="eager")
+    compiles(net)
     net(batch).sum().backward()
     with torch._dynamo.config.patch(error_on_recompile=True):
         record = record_step(net, sgd(net), batch)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
-from lightning_fasttrain._surgery import Undo, WrappedForward, patch
+from lightning_fasttrain._surgery import Undo, WrappedForward, patch, wrappers_on
 
 _MODULE = "lightning_fasttrain module "  # before the name of a module, in the name of its range
 _NODE = "autograd::engine::evaluate_function: "  # the other names are torch's own
@@ -116,7 +116,8 @@ def name_forwards(model: nn.Module) -> Iterator[Undo]:
         if any(name.startswith(outer) for outer in compiled) or isinstance(module, torch.jit.ScriptModule):
             continue
         call = module._compiled_call_impl
-        if call is not None or isinstance(module, torch._dynamo.OptimizedModule):
+        by_block = any(wrapper.is_compiled for wrapper in wrappers_on(module, WrappedForward))
+        if call is not None or by_block or isinstance(module, torch._dynamo.OptimizedModule):
             compiled.append(f"{name}." if name else "")
         if call is not None:
             yield patch(module, "_compiled_call_impl", _named_call(name, call))
@@ -130,11 +131,11 @@ class _NamedForward(WrappedForward):
         self.name = name
 
     def install(self) -> Undo:
-        """Beneath what stands there already, so that a recomputation comes by."""
+        """Beneath what stands there already, so that a recomputation comes by; but not in what is compiled."""
         undo, top = super().install(), self.previous
-        if isinstance(top, WrappedForward):
+        if _may_be_above(top):
             bottom = top
-            while isinstance(bottom.previous, WrappedForward):
+            while _may_be_above(bottom.previous):
                 bottom = bottom.previous
             self.module.forward, self.previous, bottom.previous = top, bottom.previous, self
         return undo
@@ -142,6 +143,10 @@ class _NamedForward(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with record_function(_MODULE + self.name):
             return self.inner(*args, **kwargs)
+
+
+def _may_be_above(wrapper: Any) -> TypeGuard[WrappedForward]:
+    return isinstance(wrapper, WrappedForward) and not wrapper.is_compiled
 
 
 def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,7 +191,7 @@ def _word(value: Any) -> str:
 
 
 class SafeReader(FileSystemReader):
-    """Reads a folder that this suite has written, as tensors and nothing else.
+    """Reads a folder that this suite has written, as tensors and nothing else; its index once.
 
     Raises:
         CorruptCheckpoint: the index is damaged, or asks for more.
@@ -200,8 +200,14 @@ class SafeReader(FileSystemReader):
         ``torch.distributed.checkpoint.FileSystemReader``, which unpickles whatever the index says.
     """
 
+    _known: metadata.Metadata | None = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
-        path = Path(self._get_metadata_path(kwargs.get("rank")))
+        self._known = self._known or self._read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
+        self._known.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        return self._known
+
+    def _read_index(self, path: Path) -> metadata.Metadata:
         if not path.is_file() or path.stat().st_size > _LARGEST:
             raise CorruptCheckpoint(explain(f"{path}", "there is no index, or none of its size", "Use an older one"))
         try:
@@ -212,7 +218,6 @@ class SafeReader(FileSystemReader):
             why = f"it is no index ({type(error).__name__}: {str(error)[:200]})"
             raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
         _refuse_larger_than_files(path, found)
-        found.storage_meta = metadata.StorageMeta(load_id=self.load_id)
         return found
 
 

@@ -112,39 +112,34 @@ def load_sharded_(
         ({'step': 1}, True)
     """
     plain = _read_rest(folder)
-    index = SafeReader(folder).read_metadata()
-    state = model.state_dict()
+    reader = SafeReader(folder)
+    index, state = reader.read_metadata(), model.state_dict()
     saved = {name.removeprefix(_MODEL) for name in index.state_dict_metadata if name.startswith(_MODEL)}
     expected = set(state) if names is None else names(plain["rest"], saved | set(plain["values"]), strict)
     wanted = {name: value for name, value in state.items() if name in expected and isinstance(value, Tensor)}
     refuse_other_names(set(wanted), saved, folder, strict)
     wanted = {name: value for name, value in wanted.items() if name in saved}
     _refuse_other_shapes(wanted, index, folder)
-    _read(folder, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
+    _read(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
     for key, optimizer in (optimizers or {}).items():
         if key in plain["optimizers"]:
-            _load_optimizer_(folder, index, key, plain["optimizers"][key], model, optimizer)
+            _load_optimizer_(reader, key, plain["optimizers"][key], model, optimizer)
     return plain["rest"]
 
 
 def _load_optimizer_(
-    folder: str | os.PathLike[str],
-    index: Metadata,
-    key: str,
-    plain: dict[str, Any],
-    model: nn.Module,
-    optimizer: Optimizer,
+    reader: SafeReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> None:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
+    index, parameters = reader.read_metadata(), dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
     for name, layout in plain["layout"].items():
         stored = index.state_dict_metadata.get(f"{key}.{name}")
         if not isinstance(stored, TensorStorageMetadata):
-            raise CorruptCheckpoint(explain(f"{folder}", f"it lacks {name[:200]} of {key}", "Use an older one"))
+            raise CorruptCheckpoint(explain(f"{reader.path}", f"it lacks {name[:200]} of {key}", "Use an older one"))
         parameter = parameters.get(name.rpartition("/")[0])
         tensors[name] = template(stored.size, stored.properties.dtype, layout, parameter)
-    _read(folder, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
+    _read(reader, {f"{key}.{name}": tensor for name, tensor in tensors.items()})
     join(plain, tensors, model, optimizer)
 
 
@@ -261,21 +256,22 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
+    reader = SafeReader(folder)
     tensors = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype)
-        for name, stored in SafeReader(folder).read_metadata().state_dict_metadata.items()
+        for name, stored in reader.read_metadata().state_dict_metadata.items()
         if name.startswith(prefix) and isinstance(stored, TensorStorageMetadata)
     }
-    _read(folder, tensors, alone=True)
+    _read(reader, tensors, alone=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
-def _read(folder: str | os.PathLike[str], tensors: dict[str, Any], *, alone: bool = False) -> None:
+def _read(reader: SafeReader, tensors: dict[str, Any], *, alone: bool = False) -> None:
     """Fill ``tensors`` in place. All ranks, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
-        with _quietly(alone), as_corrupt(folder, CheckpointException):
-            dcp.load(tensors, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=alone)
+        with _quietly(alone), as_corrupt(reader.path, CheckpointException):
+            dcp.load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
 
 
 @contextmanager
