@@ -2,7 +2,9 @@
 
 import functools
 import gc
+import inspect
 
+import lightning as L
 import torch
 from lightning.fabric.utilities import registry
 
@@ -10,6 +12,7 @@ from lightning.fabric.utilities import registry
 def spare() -> None:
     """Have it done once, or less often, in this process and its forks."""
     registry.entry_points = functools.cache(registry.entry_points)  # looks through all that is installed
+    L.Trainer.__signature__ = inspect.signature(L.Trainer)  # asked for at each start
     gc.set_threshold(50_000, 20, 50)
     if not torch.cuda.is_available():
         for absent in (torch.cuda, torch.mtia, torch.xpu):

@@ -88,7 +88,7 @@ def make_plan(
         >>> def loss(net, batch):
         ...     return nn.functional.mse_loss(net(batch[0]), batch[1])
         >>> plan = ft.make_plan(
-        ...     nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(4)], nn.Linear(64, 1)),
+        ...     nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.ReLU()) for _ in range(2)], nn.Linear(64, 1)),
         ...     (torch.randn(512, 64), torch.randn(512, 1)),
         ...     0.0005,
         ...     keep="exact",

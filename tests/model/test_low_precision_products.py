@@ -317,8 +317,8 @@ def loss_and_gradients(techniques, autocast):
 
 @each_kind
 @pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("policy", [None, ft.EveryBlock()])
-def test_compiled_whole_and_recomputed_it_is_the_same(kind, autocast, policy):
+def test_compiled_whole_and_recomputed_it_is_the_same(kind, autocast):
+    policy = ft.EveryBlock() if autocast is (kind == "int8") else None  # each two of the three meet
     techniques = [ft.LowPrecisionProducts(kind, min_features=16)]
     if policy is not None:
         techniques.append(ft.ActivationCheckpointing(policy))

@@ -175,9 +175,9 @@ def test_a_budget_keeps_whole_blocks_between_none_and_all():
     low, high = free.of(Choice(recompute="all")), free.of(Choice())
     for share, kept in ((-0.5, 0), (0.0, 0), (0.3, 1), (0.6, 2), (0.99, 3), (1.0, 4), (2.0, 4)):
         limit = low + (high - low) * share
-        memory = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1], limit + 1)
+        free.budget_bytes = limit + 1
         expected = low + (high - low) * kept / 4
-        assert memory.of(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
+        assert free.of(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
 
 
 def test_a_budget_is_chosen_where_it_is_the_fastest():

@@ -1,6 +1,11 @@
 import json
 
 from lightning_fasttrain.cli import main
+from tests.nets import ShallowLM, lm_batches
+
+
+def small():
+    return ShallowLM(), lm_batches(1)[0]
 
 
 def test_a_plan_is_printed_and_written(tmp_path, capsys):
@@ -19,7 +24,7 @@ def test_bad_input_is_one_line(capsys):
     for arguments, words in (
         ((), "give either TARGET or --size"),
         (("--size", "nano", "--memory", "lots"), "memory_gib='lots'"),
-        (("--size", "nano", "--memory", "0.0001", "--device", "cuda", "--batch", "1"), "too much"),
+        ((f"{__name__}:small", "--memory", "0.00001", "--device", "cuda"), "too much"),
     ):
         assert main(["plan", *arguments]) == 2
         captured = capsys.readouterr()
