@@ -11,8 +11,9 @@ from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune import dequantized_weight
-from lightning_fasttrain.finetune.quantized._quantized_layer import pack
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, pack
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
+from lightning_fasttrain.strategy.fsdp2 import _packed_weights
 from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
     check_sharded,
@@ -23,7 +24,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
 )
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from tests.nets import Block, TinyLM, gradients, largest_difference, lm_batches, weights
+from tests.nets import Block, TinyLM, WideLM, gradients, largest_difference, lm_batches, weights
 
 BATCH = lm_batches(1)[0]
 CASTS_BYTES = TorchVersion(torch.__version__) < "2.12"
@@ -279,6 +280,25 @@ def test_a_model_on_the_meta_device_gets_weights_and_keeps_its_ties(mesh):
     send_from_rank_zero_(model, whole, torch.device("cpu"))
     assert largest_difference(expected, full(weights(model))) == 0
     assert model.head.weight is model.embed.weight
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantised_weights_that_stay_whole_outlive_those_that_come_from_rank_zero(mesh, kind, monkeypatch):
+    """A rank has them, and a head without weights: only what is not there is made."""
+    monkeypatch.setattr(_packed_weights, "_would_be_cast", lambda *_: True)  # as torch 2.11 does with 4 bits
+    first, other = WideLM(), WideLM()
+    for model in (first, other):
+        ft.finetune.quantize_base_(model, kind, skip="head")
+    other.head.to("meta")
+    whole, before = whole_on_rank_zero(first), dict(other.named_modules())
+    shard_blocks_(other, mesh)
+    send_from_rank_zero_(other, whole, torch.device("cpu"))
+    assert torch.equal(other.head.weight.full_tensor(), first.head.weight)
+    assert list(before) == list(dict(other.named_modules()))
+    quantised = [(name, layer) for name, layer in first.named_modules() if is_quantized(layer)]
+    assert len(quantised) == 4
+    for name, layer in quantised:
+        assert torch.equal(dequantized_weight(layer), dequantized_weight(other.get_submodule(name))), name
 
 
 class NoReset(nn.Module):

@@ -59,10 +59,7 @@ def send_from_rank_zero_(
         home: where the shards live, if not there.
     """
     if any(tensor.is_meta for tensor in _tensors(model).values()):
-        model.to_empty(device=home or device)
-        for module in model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                module._buffers[name] = torch.empty_like(buffer, device=device)
+        _make_room_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
             full = whole.pop(name, None)
@@ -73,9 +70,31 @@ def send_from_rank_zero_(
             if isinstance(target, DTensor):
                 parts: Any = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())
-            elif not (isinstance(target, nn.Parameter) and is_opaque(target)):  # those were found to agree
+            elif not _agrees(target):
                 dist.broadcast(full, src=0)
                 target.copy_(full)
+
+
+def _agrees(tensor: Tensor) -> bool:
+    """Whether it is quantised and whole, so that :func:`whole_on_rank_zero` has found it the same on every rank."""
+    return isinstance(tensor, nn.Parameter) and not isinstance(tensor, DTensor) and is_opaque(tensor)
+
+
+def _make_room_(model: nn.Module, device: torch.device, home: torch.device) -> None:
+    """Memory for all that rank zero sends; its shards at ``home``. What it does not send is kept."""
+    kept = []
+    for module in model.modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None and _agrees(parameter):
+                kept.append((module, key, parameter))
+    for module, key, _ in kept:
+        module._parameters[key] = None
+    model.to_empty(device=home)
+    for module, key, parameter in kept:
+        module._parameters[key] = parameter
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            module._buffers[name] = torch.empty_like(buffer, device=device)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
