@@ -66,9 +66,15 @@ def warn_on_any_rank(message: str) -> None:
     warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=3)
 
 
-@functools.cache
 def note_once(message: str) -> None:
-    """Say something that is worth knowing but no reason to worry, once per process."""
+    """Say something that is worth knowing but no reason to worry, once per process; unheard, it may come again."""
+    if log.level <= logging.INFO:
+        say_once(message)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """As :func:`say`, once per process."""
     say(message)
 
 

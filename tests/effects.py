@@ -15,7 +15,7 @@ import peft
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import say_once
 from lightning_fasttrain.data.loading.even_epochs import EvenLoader
 from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 
@@ -76,7 +76,7 @@ def sequences_are_short_at_first(kind: Kind) -> None:
 
 def says_that_a_cpu_has_the_batches(kind: Kind) -> None:
     """There is nothing to copy; that it copies is shown where there is a GPU, in ``test_device_prefetch.py``."""
-    note_once.cache_clear()
+    say_once.cache_clear()
     with heard() as said:
         fit(TinyLM(), BATCHES, [kind()])
     assert any("batches are on the CPU already" in line for line in said)

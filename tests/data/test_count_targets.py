@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import say_once
 from lightning_fasttrain.data import count_next_tokens, count_targets
 
 PADDED = torch.tensor([[1, 2, -100], [3, -100, -100]])
@@ -40,7 +40,7 @@ def test_shifted_labels():
 
 
 def test_the_rule_that_is_used_is_said_once(caplog):
-    note_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="lightning_fasttrain"):
         count_targets({"labels": PADDED})
         count_targets({"labels": PADDED})

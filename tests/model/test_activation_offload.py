@@ -16,7 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationOffload, offload_activations
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import say_once
 from lightning_fasttrain.run import PeakMemory
 from tests.nets import TinyLM, as_loader, fit, gradients, lm_batches, trainer, weights
 from tests.ranks import Ranks
@@ -399,7 +399,7 @@ def messages(caplog):
 
 def test_in_a_larger_compiled_graph_it_says_that_it_does_nothing(tmp_path, caplog):
     torch._dynamo.reset()
-    note_once.cache_clear()
+    say_once.cache_clear()
     net, x = stack("attention"), torch.randn(4, 6, 16)
     with ft.apply(net, [ActivationOffload(0, folder=tmp_path)]), caplog.at_level("INFO", "lightning_fasttrain"):
         compiled = torch.compile(net, backend="aot_eager", fullgraph=True)
@@ -410,7 +410,7 @@ def test_in_a_larger_compiled_graph_it_says_that_it_does_nothing(tmp_path, caplo
 
 
 def test_without_a_folder_the_cpu_is_left_alone_and_that_is_said_once(caplog):
-    note_once.cache_clear()
+    say_once.cache_clear()
     net, x = stack("transformer"), torch.randn(4, 6, 16)
     with caplog.at_level("INFO", "lightning_fasttrain"):
         with offload_activations(net, 0):
@@ -422,7 +422,7 @@ def test_without_a_folder_the_cpu_is_left_alone_and_that_is_said_once(caplog):
 
 
 def test_that_nothing_was_large_enough_is_said(tmp_path, caplog):
-    note_once.cache_clear()
+    say_once.cache_clear()
     net, x = stack("transformer"), torch.randn(4, 64, 16)
     with caplog.at_level("INFO", "lightning_fasttrain"), ft.apply(net, [ActivationOffload(folder=tmp_path)]):
         step(net, x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain._messages import say_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
@@ -188,7 +188,7 @@ def test_a_head_that_is_listed_first_can_be_named():
 
 
 def test_which_is_stem_and_which_is_head_is_said(caplog):
-    note_once.cache_clear()
+    say_once.cache_clear()
     with caplog.at_level(logging.INFO, "lightning_fasttrain"):
         layer_decay_groups(tiny_bert(), lr=1.0)
     assert "the stem is bert.embeddings.word_embeddings, " in caplog.text

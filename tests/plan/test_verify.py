@@ -1,6 +1,7 @@
 """``verify`` calls the same what is the same, and finds each silent error that was ever found here."""
 
 import json
+import logging
 
 import lightning as L
 import pytest
@@ -9,8 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._messages import note_once
 from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
 from lightning_fasttrain.finetune.parts import _float32_adapters
+from lightning_fasttrain.plan.proof.step_record import quietly
 from lightning_fasttrain.plan.proof.without_dropout import without_dropout
 from tests.nets import TinyLM, as_loader, lm_batches, weights
 
@@ -409,3 +412,13 @@ def test_on_a_gpu_in_each_precision():
 @pytest.mark.gpu
 def test_on_a_gpu_batches_that_are_prefetched_are_the_right_ones():
     assert ft.verify(TinyLM(), as_loader(lm_batches(4)), [ft.DevicePrefetch()], steps=3, accelerator="gpu").ok
+
+
+def test_what_was_noted_while_all_was_quiet_is_said_once_in_the_run(caplog):
+    with quietly():
+        note_once("a note of this test")
+    assert not caplog.records
+    with caplog.at_level(logging.INFO, "lightning_fasttrain"):
+        for _ in range(2):
+            note_once("a note of this test")
+    assert [record.getMessage() for record in caplog.records] == ["a note of this test"]

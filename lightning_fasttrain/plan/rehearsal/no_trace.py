@@ -11,7 +11,6 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import note_once
 from lightning_fasttrain._random_state import random_state, set_random_state
 
 
@@ -37,7 +36,6 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
         dynamo: Any = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset()  # what was compiled for the copies counts against the limit of recompilations
-        note_once.cache_clear()  # what was noted of a copy, silently, is to be said of the run
         set_random_state(numbers)
 
 
