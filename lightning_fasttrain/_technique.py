@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from typing import Any, ClassVar
 from weakref import WeakSet
@@ -70,6 +70,23 @@ class Conflict:
     when: Callable[[Any, Any], bool] = lambda technique, other: True
 
 
+@dataclass(frozen=True)
+class Setting:
+    """How the planner may use a technique.
+
+    Args:
+        axis: what it decides there: a field of a planner's choice. Of one axis one setting is used.
+        word: its name in the axis.
+        arguments: by name: numbers, words, and policies made of such.
+        cost: by what it multiplies the time of a step, until that is measured.
+    """
+
+    axis: str
+    word: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    cost: float = 1.0
+
+
 class Technique(L.Callback):
     """One way to train faster or in less memory: a Lightning callback that can also act without a Trainer.
 
@@ -87,6 +104,7 @@ class Technique(L.Callback):
         when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
         predicted: whether :meth:`predict` tells all that it changes about a step's memory.
+        worth_trying: settings that the planner looks at; subclasses bring their own.
         names_elsewhere: another library's name of an argument → ours, for the error that answers it.
         acting: whether a Trainer or :func:`apply` ever put it to use.
     """
@@ -99,6 +117,7 @@ class Technique(L.Callback):
     when: ClassVar[str] = ""
     in_a_loop: ClassVar[str] = "apply(model, [...])"
     predicted: ClassVar[bool] = False
+    worth_trying: ClassVar[tuple[Setting, ...]] = ()
     names_elsewhere: ClassVar[Mapping[str, str]] = {}
 
     acting: bool = False

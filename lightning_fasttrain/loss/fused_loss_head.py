@@ -11,7 +11,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
-from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
@@ -173,6 +173,7 @@ class FusedLossHead(Technique):
     effect: ClassVar[str] = "the loss without the logits, a few tokens at a time"
     when: ClassVar[str] = "a large vocabulary makes logits most of the memory; not for a few classes"
     in_a_loop: ClassVar[str] = "fuse_loss_head_(model)"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("head", "fused", cost=1.05),)
     predicted: ClassVar[bool] = True
 
     def __init__(self, head: str | None = None, *, chunk: int | None = None, backend: str = "auto") -> None:

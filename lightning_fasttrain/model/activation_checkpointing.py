@@ -16,7 +16,7 @@ from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, count_wrapped, patch, why_none_ran, wrapper_on, wrappers_on
-from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
@@ -239,6 +239,11 @@ class ActivationCheckpointing(Technique):
     effect: ClassVar[str] = "recomputes all blocks, every k-th, what is cheap, or just what a limit in GiB asks"
     when: ClassVar[str] = "activations do not fit, and a step may take a third longer; try MicroBatching first"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (
+        Setting("recompute", "selective", {"policy": SelectiveOps()}, cost=1.08),
+        Setting("recompute", "half", {"policy": EveryBlock(2)}, cost=1.16),
+        Setting("recompute", "all", cost=1.32),
+    )
     predicted: ClassVar[bool] = True
 
     def __init__(self, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None) -> None:

@@ -18,7 +18,7 @@ from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, why_none_ran, wrapper_on
-from lightning_fasttrain._technique import Surgery, Technique
+from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 
 
@@ -323,6 +323,7 @@ class ActivationOffload(Technique):
         "activations of long sequences do not fit, and recomputing them would cost more than moving them; not on a CPU"
     )
     in_a_loop: ClassVar[str] = "with offload_activations(model): ..."
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("offload", "activations", cost=1.4),)
     predicted: ClassVar[bool] = True
 
     def __init__(

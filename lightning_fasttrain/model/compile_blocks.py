@@ -24,7 +24,7 @@ from lightning_fasttrain._surgery import (
     wrapper_on,
     wrappers_on,
 )
-from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.model.activation_offload import ActivationOffload
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
@@ -236,6 +236,7 @@ class CompileBlocks(Technique):
         "a run is long enough to win back the minutes of compiling; not where shapes change at every step"
     )
     in_a_loop: ClassVar[str] = "compile_blocks_(model)"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("compile", "blocks", cost=0.8),)
     predicted: ClassVar[bool] = True
 
     def __init__(

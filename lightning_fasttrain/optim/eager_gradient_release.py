@@ -11,7 +11,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Conflict, Technique
+from lightning_fasttrain._technique import Conflict, Setting, Technique
 
 
 def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
@@ -64,6 +64,7 @@ class EagerGradientRelease(Technique):
     effect: ClassVar[str] = "no gradients in memory during the forward"
     when: ClassVar[str] = "gradients are a good part of the peak; nothing to gain where they are summed over batches"
     in_a_loop: ClassVar[str] = "release_gradients_(model.parameters())"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "released"),)
     predicted: ClassVar[bool] = True
 
     @classmethod

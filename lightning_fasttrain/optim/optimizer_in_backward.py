@@ -19,7 +19,7 @@ from lightning_fasttrain._host import FabricOptimizer
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Conflict, Exactness, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Setting, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 
 
@@ -195,6 +195,7 @@ class OptimizerInBackward(Technique):
         "gradients are a good part of the peak, on one device; not with clipping by norm, or where gradients are summed"
     )
     in_a_loop: ClassVar[str] = "optimize_in_backward_(optimizer)"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("gradients", "in backward"),)
     predicted: ClassVar[bool] = True
 
     @classmethod

@@ -90,8 +90,8 @@ def find_axes(
         for word, switch in words.items():
             technique = switch.make()
             why = type(technique).why_not(facts)
-            if _ORDER.index(switch.exactness) > _ORDER.index(keep):
-                why = f"it is of the class {switch.exactness.value.replace('_', ' ')}, and keep={keep.value!r}"
+            if _ORDER.index(technique.exactness) > _ORDER.index(keep):
+                why = f"it is of the class {technique.exactness.value.replace('_', ' ')}, and keep={keep.value!r}"
             elif why is None and technique.surgery is not None:
                 why = _why_not_on(module, technique)
             if why is None:

@@ -18,7 +18,7 @@ from lightning_fasttrain.bench.machine import bf16_units
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
-from lightning_fasttrain.planner.choice import Choice, switch_of
+from lightning_fasttrain.planner.choice import Choice, code_of, switch_of
 from lightning_fasttrain.planner.hints import say_leaner_optimizer, say_workers
 from lightning_fasttrain.planner.plan import GIB, Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
@@ -213,6 +213,6 @@ def _one_less(choice: Choice, precision: str) -> Iterator[tuple[Choice, str]]:
         yield replace(choice, parts=1), f"MicroBatching({choice.parts})"
     for axis, word in choice.words:
         if axis != "precision":
-            yield replace(choice, **{axis: ""}), switch_of(axis, word).code.removeprefix("ft.")
+            yield replace(choice, **{axis: ""}), code_of(switch_of(axis, word).make()).removeprefix("ft.")
         elif word != precision:
             yield replace(choice, precision=precision), word

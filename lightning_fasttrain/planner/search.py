@@ -335,4 +335,4 @@ class Search:
 def _assumed(axis: str, word: str) -> float:
     if axis == "precision":
         return _BF16
-    return switch_of(axis, word).cost
+    return switch_of(axis, word).setting.cost

@@ -16,7 +16,7 @@ from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._technique import techniques_of
 from lightning_fasttrain.planner.axes import find_axes
-from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, switch_of
+from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, code_of, config_of, switch_of
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Costs, Search
 from lightning_fasttrain.planner.stopwatch import Stopwatch
@@ -214,11 +214,24 @@ WORDS = [(axis, word) for axis, words in SWITCHES.items() for word in words] + [
 
 @pytest.mark.parametrize(("axis", "word"), WORDS)
 def test_code_config_and_technique_of_a_switch_are_the_same(axis, word):
-    switch = switch_of(axis, word)
-    made = switch.make()
-    assert repr(eval(switch.code)) == repr(made)
-    assert switch.config["class_path"] == f"lightning_fasttrain.{type(made).__name__}"
-    assert switch.exactness is made.exactness
+    made = switch_of(axis, word).make()
+    assert repr(eval(code_of(made))) == repr(made)
+    config = config_of(made)
+    assert config["class_path"] == f"lightning_fasttrain.{type(made).__name__}"
+    assert repr(made_of(config)) == repr(made)
+
+
+def made_of(config):
+    """What LightningCLI makes of it."""
+    arguments = config.get("init_args", {}).items()
+    made = {name: made_of(value) if isinstance(value, dict) else value for name, value in arguments}
+    return getattr(ft, config["class_path"].split(".")[-1])(**made)
+
+
+def test_of_each_axis_there_is_something_to_try():
+    assert all(SWITCHES.values())
+    assert set(SWITCHES) == set(vars(Choice())) - {"parts", "precision"}
+    assert [*SWITCHES["recompute"]] == ["selective", "half", "all"]  # from the least that is computed again
 
 
 # Auto

@@ -15,7 +15,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
+from lightning_fasttrain._technique import Setting, Technique
 
 
 def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":
@@ -184,6 +184,7 @@ class DevicePrefetch(Technique):
     effect: ClassVar[str] = "the next batch is copied while this one is computed"
     when: ClassVar[str] = "copying a batch takes time beside a step on a GPU; not on a CPU"
     in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("loader", "prefetched", cost=0.98),)
     predicted: ClassVar[bool] = True
 
     @classmethod

@@ -19,7 +19,7 @@ from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain._technique import Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.finetune.adapters._starts import Batches
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
@@ -207,6 +207,7 @@ class LoRA(Adapter):
         "you fine-tune, and gradients and optimizer states do not fit; not for training from the beginning"
     )
     in_a_loop: ClassVar[str] = "apply(model, [LoRA(...)])"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("adapter", "lora", {"rank": 16}, cost=0.8),)
     names_elsewhere: ClassVar[Mapping[str, str]] = {
         **{"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout", "target_modules": "targets"},
         **{"modules_to_save": "train", "use_rslora": "variant", "use_dora": "variant", "init_lora_weights": "variant"},

@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fasttrain._blocks import Blocks
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Conflict, Surgery
+from lightning_fasttrain._technique import Conflict, Setting, Surgery
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, find_targets
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
@@ -48,6 +48,7 @@ class QLoRA(LoRA):
     effect: ClassVar[str] = "LoRA on frozen weights in 4 bits"
     when: ClassVar[str] = "you fine-tune, and even the frozen weights do not fit in 16 bits; slower than LoRA"
     in_a_loop: ClassVar[str] = "apply(model, [QLoRA(...)])"
+    worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("adapter", "qlora", {"rank": 16}, cost=0.9),)
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
