@@ -1,8 +1,10 @@
-"""Floor: how much memory a device has left."""
+"""Floor: how much memory a device has left, and the unit that people think of it in."""
 
 from pathlib import Path
 
 import torch
+
+GIB = 2**30
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -16,8 +16,8 @@ import torch
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench.gpt import GPT
-from lightning_fasttrain.bench.machine import GIB
 from lightning_fasttrain.bench.sizes import SIZES
 
 WARMUP_STEPS = 3

@@ -24,8 +24,9 @@ from torch.autograd.graph import save_on_cpu
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench.gpt import GPT
-from lightning_fasttrain.bench.machine import GIB, hardware, versions
+from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.bench.sizes import SIZES
 
 WARMUP_STEPS = 3  # the first ones pin host memory, which is slow

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
+from lightning_fasttrain._free_memory import GIB
+
 PACKAGES = ("torch", "lightning", "lightning-fasttrain")
 
 

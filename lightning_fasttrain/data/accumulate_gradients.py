@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data._part_weights import PartWeights
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, is_sum, named_count, weights_of
 from lightning_fasttrain.data.split_batch import split_batch
@@ -72,7 +73,7 @@ def accumulate_gradients(
         ``global_valid_tokens``, here per micro-batch of one batch.
     """
     parts = split_batch(batch, n)
-    most = n if _ranks() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
+    most = n if rank_count() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
     counted = _find_weights(step, batch, n, count, check, no_sync, most)
     return _accumulate(step, parts, counted, backward, no_sync, ranks=1)
 
@@ -113,13 +114,9 @@ def accumulate_window(
     parts = [part for batch in held for part in split_batch(batch, n)]
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
-    ranks = _ranks()
+    ranks = rank_count()
     counted = _find_weights(step, held[0], n, count, check, no_sync, len(parts) * ranks)
     return _accumulate(step, parts, counted, backward, no_sync, ranks)
-
-
-def _ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 _found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: what the first call found

@@ -6,7 +6,6 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
-import torch.distributed as dist
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
@@ -18,6 +17,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import FabricOptimizer
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain._technique import Conflict, Exactness, Setting, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
@@ -152,10 +152,10 @@ def _refuse_unfit(optimizer: Any) -> None:
     except TypeError:
         why = "its step takes a closure, to run backward itself"
         raise ValueError(explain(f"{name} in backward", why, "Use one such as AdamW")) from None
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_count() > 1:
         why = "parameters would be updated before their gradients are averaged over the processes"
         way_out = "Train on one device, or shard the gradients (ZeRO, FSDP)"
-        raise ValueError(explain(f"{name} in backward on {dist.get_world_size()} processes", why, way_out))
+        raise ValueError(explain(f"{name} in backward on {rank_count()} processes", why, way_out))
 
 
 def _refuse_not_positive(name: str, limit: float | None) -> None:

@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._counts import format_bytes, number_of
-from lightning_fasttrain._free_memory import free_bytes
+from lightning_fasttrain._free_memory import GIB, free_bytes
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._reading import first_line
 from lightning_fasttrain._technique import techniques_of
@@ -21,7 +21,6 @@ from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
 from lightning_fasttrain.planner.auto import Auto
 from lightning_fasttrain.planner.part_trial import PartTrial
-from lightning_fasttrain.planner.plan import GIB
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts, facts_of_machine
-from lightning_fasttrain._free_memory import free_bytes
+from lightning_fasttrain._free_memory import GIB, free_bytes
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.machine import bf16_units
@@ -20,7 +20,7 @@ from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.choice import Choice, code_of, switch_of
 from lightning_fasttrain.planner.hints import say_leaner_optimizer, say_workers
-from lightning_fasttrain.planner.plan import GIB, Plan, Tried
+from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices

@@ -15,13 +15,13 @@ from rich.table import Table
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
 
-GIB = 2**30
 TELLS = 0.05  # of a step: a difference below that is noise
 
 

@@ -5,11 +5,12 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain.planner.axes import Axes
 from lightning_fasttrain.planner.choice import Choice, is_budget, switch_of
-from lightning_fasttrain.planner.plan import GIB, TELLS, Tried, simplest_of_equals_first, why_slower
+from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.stopwatch import Stopwatch, Timed
 

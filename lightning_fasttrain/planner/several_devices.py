@@ -9,7 +9,6 @@ import lightning as L
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
 
-_GIB = 2**30
 _ANYTHING = 1e9  # GiB: what all strategies fit into
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._ranks import rank_count, rank_here
 from lightning_fasttrain.run.guard.progress_watch import write_to_stderr
 
 _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
@@ -19,7 +20,7 @@ _WAY_OUT = "Look at the first error in the output of the other ranks"
 
 def own_group(timeout: timedelta | None = None) -> dist.ProcessGroup | None:
     """A gloo group of all processes; all must call it, in the thread that trains. None in a single process."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if rank_count() == 1:
         return None
     group: Any = dist.new_group(backend="gloo", timeout=timeout)  # of which every process is a member
     return group
@@ -99,4 +100,4 @@ class RollCall:
 
 def _show(error: BaseException | None) -> None:
     said = "".join(traceback.format_exception(error)) if error is not None else "without an error\n"
-    write_to_stderr(f"rank {dist.get_rank()} failed:\n{said}")
+    write_to_stderr(f"rank {rank_here()} failed:\n{said}")

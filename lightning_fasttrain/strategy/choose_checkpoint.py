@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
+from lightning_fasttrain._ranks import rank_here
 
 
 def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path:
@@ -32,7 +33,7 @@ def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path
         'one.ckpt'
     """
     answer: list[Any] = [None]
-    if not dist.is_initialized() or dist.get_rank() == 0:
+    if rank_here() == 0:
         try:
             answer = [whole_or_older(path, substitute=substitute)]
         except (ValueError, OSError) as error:

@@ -12,13 +12,14 @@ from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, unfit_family
-from lightning_fasttrain.strategy.sizes.choose_stage import GIB, gib
+from lightning_fasttrain.strategy.sizes.choose_stage import gib
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy

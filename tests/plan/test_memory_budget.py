@@ -14,11 +14,12 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationCheckpointing, EveryBlock, MemoryBudget
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, measure_block
-from lightning_fasttrain.plan.budget.checkpoint_plan import GIB, make_plan
+from lightning_fasttrain.plan.budget.checkpoint_plan import make_plan
 from lightning_fasttrain.run import PeakMemory
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 

@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import say
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
@@ -58,7 +59,7 @@ class EvenLoader(WrappedLoader):
         self._vote = torch.zeros(1, dtype=torch.int64)  # lives as long as the group, whose thread uses it
         self._work: Any = None
         self._length: int | None = None
-        self._alone = not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1)
+        self._alone = rank_count() == 1
         if not self._alone:
             self._group = dist.new_group(backend="gloo")
             self._compare_lengths()

@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, weights_of
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.data.trial._split_trial import Sample, Split, Stage, Trial, some_rows, try_split
@@ -206,9 +207,9 @@ def _error(rule: CountTargets, splits: Sequence[Split], floor: float) -> float:
 
 def _from_all_ranks(mine: list[Any]) -> list[Any]:
     """The entries of all ranks' lists, so that all decide alike."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if rank_count() == 1:
         return mine
-    gathered: list[Any] = [None] * dist.get_world_size()
+    gathered: list[Any] = [None] * rank_count()
     dist.all_gather_object(gathered, mine)
     return [entry for some in gathered for entry in some]
 

@@ -5,17 +5,13 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
-
-
-def world_size() -> int:
-    """Number of processes; 1 without torch.distributed."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def highest_of_all(numbers: Sequence[float], device: torch.device) -> list[float]:
     """The largest that any process has, number by number; all processes must call it."""
-    if world_size() == 1:
+    if rank_count() == 1:
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)

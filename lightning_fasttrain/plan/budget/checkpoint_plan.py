@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
 from lightning_fasttrain.plan.budget.placement import place
 
 KEPT, SELECTIVE, RECOMPUTED = "kept", "selective", "recomputed"
-GIB = 2**30
 
 
 @dataclass(frozen=True)

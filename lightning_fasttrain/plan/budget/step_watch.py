@@ -14,14 +14,15 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._free_memory import free_bytes
+from lightning_fasttrain._free_memory import GIB, free_bytes
 from lightning_fasttrain._messages import explain, note_once, say
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
-from lightning_fasttrain.plan.budget.agreement import for_all, highest_of_all, world_size
+from lightning_fasttrain.plan.budget.agreement import for_all, highest_of_all
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, Stopwatch, measure_block
-from lightning_fasttrain.plan.budget.checkpoint_plan import GIB, KEPT, RECOMPUTED, SELECTIVE, CheckpointPlan, make_plan
+from lightning_fasttrain.plan.budget.checkpoint_plan import KEPT, RECOMPUTED, SELECTIVE, CheckpointPlan, make_plan
 from lightning_fasttrain.run import PeakMemory
 
 EXPENSIVE = SelectiveOps()
@@ -174,7 +175,7 @@ class StepWatch:
     def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
         if not self.measuring:
             self._follow(None)
-            if world_size() > 1:  # the plan is everyone's, and this batch is one process's
+            if rank_count() > 1:  # the plan is everyone's, and this batch is one process's
                 note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
                 self._cautious = True
                 return
@@ -191,7 +192,7 @@ class StepWatch:
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
             return
         mine = {id(p) for p in self.model.parameters()}
-        sharded = world_size() > 1  # then it may hold parts of the parameters
+        sharded = rank_count() > 1  # then it may hold parts of the parameters
         if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self._optimizers.add(optimizer)
             self._watch_step(optimizer)

@@ -15,9 +15,10 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_fasttrain._checkpoint_folder import marked
 from lightning_fasttrain._files import TEMPORARY
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import is_remote
-from lightning_fasttrain.run.guard._checkpoint_room import GIB, check_folders
+from lightning_fasttrain.run.guard._checkpoint_room import check_folders
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,10 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import sweep
 from lightning_fasttrain._files import TEMPORARY
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain, log, warn
 from lightning_fasttrain._reading import is_remote
 from lightning_fasttrain._surgery import Undo, patch
-
-GIB = 2**30
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:

@@ -17,6 +17,7 @@ from lightning.fabric.strategies.launchers.subprocess_script import _ChildProces
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._ranks import rank_count
 
 
 class PreemptionFlag:
@@ -76,7 +77,7 @@ class PreemptionFlag:
 
     def should_stop(self) -> bool:
         """Whether all ranks stop here. Every rank asks at each step boundary, until the answer is True."""
-        if self._group is None and not _several_ranks():
+        if self._group is None and rank_count() == 1:
             return self.raised
         self._boundaries += 1
         if self._boundaries % self.every:
@@ -88,7 +89,7 @@ class PreemptionFlag:
 
     def should_stop_now(self) -> bool:
         """The same without delay: for the start and the end of the loop, where waiting for the others costs little."""
-        if self._group is None and not _several_ranks():
+        if self._group is None and rank_count() == 1:
             return self.raised
         earlier = self._answer()
         self._ask()
@@ -157,10 +158,6 @@ def catchable(signals: Iterable[int]) -> tuple[int, ...]:
 def name_of(number: int) -> str:
     names = {known.value: known.name for known in signal.Signals}  # real-time signals have none
     return names.get(number, f"signal {number}")
-
-
-def _several_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def _patience_of_the_ranks() -> timedelta | None:

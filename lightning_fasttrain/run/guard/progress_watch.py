@@ -15,9 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
-import torch.distributed as dist
-
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._ranks import rank_count, rank_here
 from lightning_fasttrain.run.guard._rank_board import Position, RankBoard, describe, silent_ranks
 
 _RUNS = itertools.count()  # of this process; a rank that is in an earlier one is behind
@@ -71,7 +70,7 @@ class ProgressWatch:
         self.timeout_s, self.first_timeout_s = positive_times(timeout_s, first_timeout_s)
         self.folder = None if folder is None else Path(folder)
         self.children, self.parent, self.parent_rank = children, parent, parent_rank
-        self.rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        self.rank = rank_here()
         self._poll_s = min(5.0, self.timeout_s / 20)
         self._silent_s = max(2.0, 6 * self._poll_s)
         self._at: tuple[int, int, str] = (0, 0, "start")
@@ -104,7 +103,7 @@ class ProgressWatch:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
         self._mine = replace(self._mine, run=next(_RUNS))
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        if rank_count() > 1:
             self._board = RankBoard()
             self._board.publish(self._mine)
             self._check_parent(self._board)

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_fasttrain._ranks import rank_count, rank_here
+
 
 def pack(state: Any) -> Tensor:
     """Tensors and plain values as bytes.
@@ -33,10 +35,10 @@ def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
         mine: [n] uint8, on the CPU; n may differ.
         device: this process's, for backends that take no CPU tensors.
     """
-    if not _several():
+    if rank_count() == 1:
         return [mine]
     device = _for_backend(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(rank_count())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device))
     counts = torch.cat(sizes).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
@@ -52,31 +54,27 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
     A parameter at a time, so that no more than one gradient of each process is in rank zero's device memory.
     """
     named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    if not _several():
+    if rank_count() == 1:
         return [{name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}]
     device = _for_backend(device)
     has = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8, device=device)
-    everyone = [torch.empty_like(has) for _ in range(dist.get_world_size())]
+    everyone = [torch.empty_like(has) for _ in range(rank_count())]
     dist.all_gather(everyone, has)
     held = torch.stack(everyone).cpu()
-    gathered: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+    gathered: list[dict[str, Tensor]] = [{} for _ in range(rank_count())]
     for i, (name, parameter) in enumerate(named):
         if not held[:, i].any():
             continue
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
         grad = grad.to(device).contiguous()
         parts = None
-        if dist.get_rank() == 0:
+        if rank_here() == 0:
             parts = [torch.empty_like(grad) for _ in gathered]
         dist.gather(grad, parts, dst=0)
         for rank, part in enumerate(parts or []):
             if held[rank, i]:
                 gathered[rank][name] = part.cpu().clone()
-    return gathered if dist.get_rank() == 0 else []
-
-
-def _several() -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return gathered if rank_here() == 0 else []
 
 
 def _for_backend(device: torch.device) -> torch.device:

@@ -21,6 +21,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_fasttrain._host import FabricOptimizer
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo, patch
 
 Look = Callable[[Optimizer], Tensor]
@@ -173,6 +174,6 @@ def local_values(tensor: Tensor) -> Tensor:
 
 def agree(number: Tensor) -> Tensor:
     """The largest on all ranks. It is part of the step's own communication: the host does not wait for it."""
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_count() > 1:
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return number

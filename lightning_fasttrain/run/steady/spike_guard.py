@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain._technique import Conflict, Exactness, Technique
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
@@ -146,9 +147,9 @@ class SteadySteps:
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if rank_count() > 1:
         dist.all_reduce(loss)
-        loss = loss / dist.get_world_size()
+        loss = loss / rank_count()
     return loss
 
 

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain._ranks import rank_here
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 
 
@@ -34,7 +35,7 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
     """
     if isinstance(model, FSDPModule):
         return {}
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank = rank_here()
     error = _build_(model) if rank == 0 else None
     first: list[Any] = [None if error else _description(model)]
     if dist.is_initialized():

@@ -9,12 +9,11 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ModelStates, states_of, usual_sizes
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

@@ -16,16 +16,16 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_fasttrain._checks import require
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say, wide_enough
 from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
-
-GIB = 2**30
 
 # Settings of Lightning's strategy that a stage is made of, so that they cannot be given beside stage=.
 _PART_OF_STAGE = (
@@ -176,7 +176,7 @@ def choose_together(
     free, host, activations = _smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
-    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    world_size = rank_count()
     choice = choose_stage(
         module,
         optimizer,
