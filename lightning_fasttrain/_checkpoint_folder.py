@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_fasttrain._files import TEMPORARY, is_being_written, is_temporary_file, lock, sync_folder, write_atomic
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import CorruptCheckpoint, damage_of_archive, local_path, parse_json
 
@@ -101,7 +102,7 @@ def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     except BaseException as error:
         free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         error.add_note(
-            f"While writing checkpoint {target} ({free / 2**30:.2f} GiB are free there). An older one is untouched."
+            f"While writing checkpoint {target} ({free / GIB:.2f} GiB are free there). An older one is untouched."
         )
         agree(False)
         raise

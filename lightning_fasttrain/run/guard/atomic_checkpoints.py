@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._plain_values import refuse_unreadable
@@ -72,7 +73,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             write_atomic(path, lambda file: _save(marked, file))
         except OSError as error:
-            free = f"{_free_bytes(Path(path)) / 2**30:.2f} GiB are free there"
+            free = f"{_free_bytes(Path(path)) / GIB:.2f} GiB are free there"
             why = f"{error}; {free}, and an older file of this name is untouched"
             way_out = "Free some space, or choose another folder"
             raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
@@ -135,7 +136,7 @@ def shard_blocks_(
     policy = policy or MixedPrecisionPolicy(cast_forward_inputs=False)
     whole = whole_parameters(model, policy)
     if whole:
-        gib = sum(parameter.nbytes for parameter in whole) / 2**30
+        gib = sum(parameter.nbytes for parameter in whole) / GIB
         note_once(
             f"FSDP2: quantised weights, {gib:.2f} GiB, stay whole on every rank, since they are not in 4 bits or "
             "would be cast; the rest is sharded"

@@ -11,6 +11,7 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
@@ -132,7 +133,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
                 device=self.root_device,
                 local_ranks=len(self.parallel_devices or ()) or 1,
                 precision=str(self.precision.precision),
-                activation_bytes=int(self.activation_gib * 2**30),
+                activation_bytes=int(self.activation_gib * GIB),
             )
         engines.refuse_unfit_optimizer(optimizer, self.stage)
         engines.fit_buckets(self._given_config, module, self.question.settings)
