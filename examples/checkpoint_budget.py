@@ -71,9 +71,10 @@ def take_turns(variants, rounds):
 def climb(name, specimen, rounds, compile_too):
     """All variants of one model, printed and as rows."""
     kept = Variant(specimen, "everything kept")
-    count = len(ft.find_blocks(kept.module))
-    every = {k: Variant(specimen, f"every {k}." if k > 1 else "every block", ft.EveryBlock(k)) for k in range(1, count)}
-    selective = Variant(specimen, "selective", ft.SelectiveOps())
+    count = len(ft.model.find_blocks(kept.module))
+    titles = {k: f"every {k}." if k > 1 else "every block" for k in range(1, count)}
+    every = {k: Variant(specimen, title, ft.model.EveryBlock(k)) for k, title in titles.items()}
+    selective = Variant(specimen, "selective", ft.model.SelectiveOps())
     lowest = every[1].peak_bytes
     limits = {variant.peak_bytes: f"budget: peak of {variant.title}" for variant in every.values()}
     limits |= {

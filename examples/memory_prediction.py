@@ -86,7 +86,7 @@ def measured_bytes(specimen, device, checkpointing, parts, precision):
 
 def has_blocks(specimen):
     try:
-        return bool(ft.find_blocks(specimen.module()))
+        return bool(ft.model.find_blocks(specimen.module()))
     except ValueError:
         return False
 

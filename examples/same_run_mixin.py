@@ -12,7 +12,12 @@ from lightning_fasttrain.bench import GPT, GPTConfig, batches, encode_text, read
 
 
 class Net(ft.FastTrainMixin, L.LightningModule):
-    techniques = (ft.ActivationCheckpointing(), ft.DevicePrefetch(), ft.MicroBatching(4), ft.EagerGradientRelease())
+    techniques = (
+        ft.ActivationCheckpointing(),
+        ft.DevicePrefetch(),
+        ft.MicroBatching(4),
+        ft.EagerGradientRelease(),
+    )
 
     def __init__(self):
         super().__init__()

@@ -310,9 +310,10 @@ def _techniques(options: argparse.Namespace) -> int:
     from lightning_fasttrain._checks import one_of
     from lightning_fasttrain._facts import facts_of_machine
     from lightning_fasttrain.bench.ladder.rows import Climbed
-    from lightning_fasttrain.bench.techniques import card, markdown_table, techniques
+    from lightning_fasttrain.bench.techniques import card, markdown_table
+    from lightning_fasttrain.plan.catalogue import known_techniques
 
-    known = {technique.__name__: technique for technique in techniques()}
+    known = {technique.__name__: technique for technique in known_techniques()}
     try:
         if options.name is not None:
             one_of("technique", options.name, tuple(known))

@@ -10,8 +10,9 @@ from torch import nn
 
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain._technique import Technique, is_operated_on
 from lightning_fasttrain.optim import NamedOptimizer
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.technique import is_operated_on
 
 
 class FastTrainMixin:

@@ -16,7 +16,7 @@ import torch
 import lightning_fasttrain as ft
 from examples.your_own_technique import WeightAverage
 from lightning_fasttrain import Technique
-from lightning_fasttrain._technique import check_together
+from lightning_fasttrain.technique import check_together
 from tests import by_hand, effects
 from tests.nets import TinyLM, as_loader, concatenate, lm_loss
 
@@ -281,7 +281,7 @@ CASES = [
         batches=5,
     ),
     Case(
-        lambda: ft.BatchSizeWarmup(full=2, over=1),
+        lambda: ft.data.BatchSizeWarmup(full=2, over=1),
         takes_growing_windows,
         effects.the_first_step_is_one_batch,
         tolerance=1e-5,
@@ -289,7 +289,7 @@ CASES = [
         batches=5,
     ),
     Case(
-        lambda: ft.SequenceLengthWarmup(2, 5, over=3, grid=1),
+        lambda: ft.data.SequenceLengthWarmup(2, 5, over=3, grid=1),
         takes_growing_sequences,
         effects.sequences_are_short_at_first,
         regroup=cut_by_hand,
@@ -311,20 +311,20 @@ CASES = [
         effects.only_thin_matrices_beside_bytes_train,
         by_hand=by_hand.QLoRA,
     ),
-    Case(lambda: ft.IA3("up"), applied, effects.only_factors_train, by_hand=by_hand.IA3),
+    Case(lambda: ft.finetune.IA3("up"), applied, effects.only_factors_train, by_hand=by_hand.IA3),
     Case(
-        lambda: ft.Adapter(peft.RoadConfig(group_size=4), "blocks.*.down"),
+        lambda: ft.finetune.Adapter(peft.RoadConfig(group_size=4), "blocks.*.down"),
         applied,
         effects.only_rotations_train,
         by_hand=by_hand.RoAd,
     ),
     Case(
-        lambda: ft.GradualUnfreezing(groups=["*"]), thaws, effects.the_lower_blocks_wait
+        lambda: ft.finetune.GradualUnfreezing(groups=["*"]), thaws, effects.the_lower_blocks_wait
     ),  # one group of everything is plain training
     # loss
     Case(lambda: ft.FusedLossHead("head"), applied, effects.logits_are_never_made, tolerance=1e-5),
     Case(
-        lambda: ft.Distillation(TinyLM(depth=2), alpha=0.0, head="head"), distils, effects.the_teacher_has_a_say
+        lambda: ft.loss.Distillation(TinyLM(depth=2), alpha=0.0, head="head"), distils, effects.the_teacher_has_a_say
     ),  # with α = 0 the plain training
     # optim
     Case(lambda: ft.EagerGradientRelease(), releases, effects.no_gradients_during_the_forward),
@@ -357,18 +357,18 @@ CASES = [
     ),
     # run
     Case(
-        lambda: ft.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
+        lambda: ft.run.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
     ),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),
     # The steps before the one that MemoryMeter measures, as torch runs one profiler at a time.
-    Case(lambda: ft.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
+    Case(lambda: ft.run.MemoryTimeline(f"{FOLDER}/memory", first_step=0), records, effects.a_step_has_a_picture),
     Case(lambda: ft.AtomicCheckpoints(), saves_whole, effects.a_damaged_checkpoint_is_not_loaded),
     Case(lambda: ft.ExactResume(), can_resume, effects.an_epoch_goes_on_where_it_was_cut),
     Case(lambda: ft.Preemption(), listens, effects.a_run_that_is_told_to_go_saves_and_goes),
-    Case(lambda: ft.HangWatch(), is_watched, effects.a_thread_watches),
+    Case(lambda: ft.run.HangWatch(), is_watched, effects.a_thread_watches),
     Case(lambda: ft.FiniteGuard(), skips_the_unfinite, effects.a_step_with_nan_is_not_made),
-    Case(lambda: ft.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
+    Case(lambda: ft.run.SpikeGuard(), skips_spikes, effects.a_step_with_a_spike_is_not_made),
     # model: late, so that QuantizedBase, which leaves it nothing to multiply, is the one that is used with all others
     Case(
         lambda: ft.LowPrecisionProducts("int8", min_features=8), applied, effects.products_are_rounded, tolerance=1.5e-2

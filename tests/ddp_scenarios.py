@@ -150,13 +150,13 @@ def main(path):
     found["everything"] = worst(expected, seen)
     found["everything agree"] = agree(ours)
 
-    rehearsal, mixed = ft.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
+    rehearsal, mixed = ft.plan.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
     plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
     ours, seen, *_ = seeded([ft.MicroBatching(2), rehearsal], mixed, **dropout)
     found["rehearsed"] = worst(expected, seen)
     found["rehearsal"] = rehearsal.report.lines
     try:
-        seeded([Drifts(), ft.Rehearsal(seconds=2)], mine, **shallow)
+        seeded([Drifts(), ft.plan.Rehearsal(seconds=2)], mine, **shallow)
     except plan.RehearsalError as error:
         found["drifts"] = str(error)
 

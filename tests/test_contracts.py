@@ -17,9 +17,9 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import Exactness
-from lightning_fasttrain.bench.techniques import techniques as all_techniques
 from lightning_fasttrain.finetune.parts._float32_adapters import StaysInFloat32
+from lightning_fasttrain.plan.catalogue import known_techniques
+from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 
@@ -62,7 +62,7 @@ def same(one, other):
 
 
 def test_every_technique_has_a_row():
-    public = {technique.__name__ for technique in all_techniques()}
+    public = {technique.__name__ for technique in known_techniques()}
     need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
     assert public - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
 
@@ -338,7 +338,7 @@ def test_all_at_once_in_a_loop():
 
 def test_what_they_cost_grows_no_faster_than_the_model():
     """Counted in calls of functions, without those who make very many: PEFT, the compiler, and a look at all memory."""
-    many = ft.finetune.Adapter | ft.CompileBlocks | ft.MemoryTimeline
+    many = ft.finetune.Adapter | ft.CompileBlocks | ft.run.MemoryTimeline
     counted = [case for case in TOGETHER if not isinstance(case.make(), many)]
 
     def calls(depth):
@@ -357,7 +357,7 @@ def test_what_they_cost_grows_no_faster_than_the_model():
 
 PLANNED = replace(BY_NAME["ActivationCheckpointing"], batches=5)  # in the third step
 POLICIES = [
-    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.SelectiveOps())),
+    replace(BY_NAME["ActivationCheckpointing"], make=lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps())),
     replace(PLANNED, make=lambda: ft.ActivationCheckpointing(ft.MemoryBudget(1.0))),
 ]
 each_policy = pytest.mark.parametrize("policy", POLICIES, ids=lambda case: type(case.make().policy).__name__)

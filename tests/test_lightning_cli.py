@@ -11,8 +11,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.techniques import techniques
 from lightning_fasttrain.cli import main
+from lightning_fasttrain.plan.catalogue import known_techniques, public_path
 from tests.run_example import ROOT
 
 
@@ -43,7 +43,7 @@ def yaml_on_its_card(technique, capsys):
     return yaml.safe_load(lines[0].removeprefix("YAML").strip())["trainer"]["callbacks"][0] if lines else None
 
 
-@pytest.mark.parametrize("technique", list(techniques()), ids=lambda technique: technique.__name__)
+@pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)
 def test_the_yaml_of_its_card_makes_the_technique_with_its_settings(technique, tmp_path, capsys):
     spec = yaml_on_its_card(technique, capsys)
     if spec is None:  # it takes an object, such as a teacher, that YAML cannot make
@@ -59,13 +59,13 @@ def test_the_yaml_of_its_card_makes_the_technique_with_its_settings(technique, t
             assert theirs == ours or repr(theirs) == repr(ours), name
 
 
-@pytest.mark.parametrize("policy", ["EveryBlock", "SelectiveOps", "MemoryBudget"])
+@pytest.mark.parametrize("policy", [ft.model.EveryBlock, ft.model.SelectiveOps, ft.MemoryBudget])
 def test_policies_are_settings_too(policy, tmp_path):
-    spec = {"class_path": f"lightning_fasttrain.{policy}"}
+    spec = {"class_path": f"lightning_fasttrain.{public_path(policy)}"}
     callback = {"class_path": "lightning_fasttrain.ActivationCheckpointing", "init_args": {"policy": spec}}
     trainer = build(tmp_path, callbacks=[callback])
     (made,) = [one for one in trainer.callbacks if isinstance(one, ft.ActivationCheckpointing)]
-    assert type(made.policy) is getattr(ft, policy)
+    assert type(made.policy) is policy
 
 
 @pytest.mark.parametrize(

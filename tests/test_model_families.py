@@ -30,9 +30,9 @@ def test_blocks_of_every_kind_are_found_or_refused(family):
     model = built(family.name)
     if not family.blocks:
         with pytest.raises(ValueError, match="no repeated blocks"):
-            ft.find_blocks(model)
+            ft.model.find_blocks(model)
         return
-    found = ft.find_blocks(model)
+    found = ft.model.find_blocks(model)
     assert Counter(type(block).__name__ for block in found.values()) == family.blocks
     assert not any(name.startswith(f"{other}.") for name in found for other in found)
     assert list(found) == [name for name, _ in model.named_modules() if name in found]
@@ -49,7 +49,9 @@ def test_checkpointing_is_bitwise_equal_with_dropout_and_runs_every_block_again(
         recomputed, twice = counted(family, model)
     assert plain.keys() == recomputed.keys()
     assert [name for name in plain if not torch.equal(plain[name], recomputed[name])] == []
-    made_of_layers = [name for name, block in ft.find_blocks(model).items() if any(True for _ in block.children())]
+    made_of_layers = [
+        name for name, block in ft.model.find_blocks(model).items() if any(True for _ in block.children())
+    ]
     assert list(once) == made_of_layers
     # Recomputation stops where it has all that it wants, so the last layers of a block may not run again.
     assert all(twice[name] > once[name] for name in once)
@@ -65,7 +67,7 @@ def switch_cache_off(model, monkeypatch):
 def counted(family, model):
     """Loss and gradients, and how often layers were called in each block."""
     calls, hooks = Counter(), []
-    for name, block in ft.find_blocks(model).items():
+    for name, block in ft.model.find_blocks(model).items():
         for layer in block.modules():
             if layer is not block:
                 hooks.append(layer.register_forward_pre_hook(lambda *_, name=name: calls.update([name])))

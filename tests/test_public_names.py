@@ -73,6 +73,10 @@ def test_a_public_name_is_what_its_room_holds(name):
     assert not isinstance(getattr(ft, name), types.ModuleType)
 
 
+def test_the_top_level_keeps_what_is_typed_daily():
+    assert len(ft.__all__) <= 50  # the rest is in the rooms
+
+
 def test_a_wrong_name_is_an_attribute_error():
     with pytest.raises(AttributeError, match="module 'lightning_fasttrain' has no attribute 'Nonsense'"):
         _ = ft.Nonsense
@@ -81,7 +85,7 @@ def test_a_wrong_name_is_an_attribute_error():
 
 
 def test_things_are_pickled_by_their_own_name():
-    assert pickle.loads(pickle.dumps(ft.EveryBlock)) is ft.EveryBlock
+    assert pickle.loads(pickle.dumps(ft.model.EveryBlock)) is ft.model.EveryBlock
     assert pickle.loads(pickle.dumps(ft.data.split_batch)) is ft.data.split_batch
 
 

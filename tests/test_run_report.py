@@ -63,7 +63,9 @@ def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
     assert lines[-1] == "  exactness: changes training (LoRA)"
 
 
-@pytest.mark.parametrize("predicts", [lambda: ft.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"])
+@pytest.mark.parametrize(
+    "predicts", [lambda: ft.plan.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
+)
 def test_a_peak_that_a_callback_has_predicted_stands_beside_what_is_free(predicts):
     callback, meter = predicts(), ft.MemoryMeter()
     said, _ = run([callback, ft.EagerGradientRelease(), meter])

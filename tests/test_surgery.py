@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain import find_blocks
 from lightning_fasttrain._surgery import WrappedForward, wrapper_on
+from lightning_fasttrain.model import find_blocks
 
 
 def hugging_face(name):

@@ -11,7 +11,8 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import Surgery, Technique
+from lightning_fasttrain import Technique
+from lightning_fasttrain.technique import Conflict, Surgery
 from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 
@@ -108,13 +109,13 @@ def test_listed_twice_is_refused_in_both_hosts():
     with pytest.raises(ValueError, match=message):
         fit(TinyLM(), lm_batches(1), [ft.MicroBatching(2), ft.MicroBatching(4)])
     with pytest.raises(ValueError, match="ActivationCheckpointing is listed twice"):
-        ft.apply(TinyLM(), [ft.ActivationCheckpointing(), ft.ActivationCheckpointing(ft.EveryBlock(2))])
+        ft.apply(TinyLM(), [ft.ActivationCheckpointing(), ft.ActivationCheckpointing(ft.model.EveryBlock(2))])
 
 
 class Enemy(Early):
     @classmethod
     def conflicts(cls):
-        return (ft.Conflict(Late, "they were born enemies", "Use one of them", lambda _, late: late.seen == []),)
+        return (Conflict(Late, "they were born enemies", "Use one of them", lambda _, late: late.seen == []),)
 
 
 class LateToo(Late):
@@ -139,7 +140,7 @@ def test_a_conflict_may_depend_on_settings_and_on_no_name():
     late, stranger = Late(["another"]), LoRA()
     ft.apply(TinyLM(), [Enemy([]), late])
     assert late.seen == ["another", "Late"]
-    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), stranger, ft.IA3("up")])
+    ft.apply(TinyLM(), [ft.QuantizedBase("int8"), stranger, ft.finetune.IA3("up")])
     assert stranger.acting
 
 
@@ -152,7 +153,7 @@ def test_a_strategy_is_refused_as_a_technique_is():
     class AloneOnly(Technique):
         @classmethod
         def conflicts(cls):
-            return (ft.Conflict(SingleDeviceStrategy, "it hates to be alone", "Use two"),)
+            return (ft.technique.Conflict(SingleDeviceStrategy, "it hates to be alone", "Use two"),)
 
     with pytest.raises(ValueError, match=r"AloneOnly \+ SingleDeviceStrategy: it hates to be alone. Use two."):
         fit(TinyLM(), lm_batches(1), [AloneOnly()])
@@ -458,9 +459,9 @@ def test_a_module_that_brings_techniques_is_copied_saved_and_compiled_as_without
         (lambda: ft.MicroBatching(4), "MicroBatching(n=4)"),
         (lambda: ft.QLoRA(8, variant="dora", train=["head"]), "QLoRA(rank=8, variant='dora', train=['head'])"),
         (lambda: ft.DevicePrefetch(), "DevicePrefetch()"),
-        (lambda: ft.Distillation(nn.Linear(1, 1)), "Distillation(teacher=Linear)"),
+        (lambda: ft.loss.Distillation(nn.Linear(1, 1)), "Distillation(teacher=Linear)"),
         (lambda: copy.deepcopy(ft.MicroBatching("auto")), "MicroBatching(n='auto')"),
-        (lambda: pickle.loads(pickle.dumps(ft.HangWatch(timeout_s=300))), "HangWatch(timeout_s=300)"),
+        (lambda: pickle.loads(pickle.dumps(ft.run.HangWatch(timeout_s=300))), "HangWatch(timeout_s=300)"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -470,7 +471,7 @@ def test_a_technique_says_how_it_was_made(made, said):
 
 def test_how_it_was_made_keeps_nothing_alive_and_copies_nothing():
     teacher = nn.Linear(1, 1)
-    distillation = ft.Distillation(teacher)
+    distillation = ft.loss.Distillation(teacher)
     assert not [value for value in vars(distillation).values() if isinstance(value, tuple) and teacher in value]
     assert isinstance(distillation._made_with, str)
 

@@ -70,8 +70,8 @@ def measure(options, techniques):
 
 
 SIDES = {
-    "bf16": lambda: [ft.Adapter(EXPERTS), ft.ActivationCheckpointing()],
-    "4 bits": lambda: [ft.QuantizedBase(), ft.Adapter(EXPERTS), ft.ActivationCheckpointing()],
+    "bf16": lambda: [ft.finetune.Adapter(EXPERTS), ft.ActivationCheckpointing()],
+    "4 bits": lambda: [ft.QuantizedBase(), ft.finetune.Adapter(EXPERTS), ft.ActivationCheckpointing()],
 }
 
 

@@ -72,9 +72,9 @@ def climb(size, batch):
     first = measure(size, batch, "everything kept", None, predicted_gib(size, batch, []))
     yield first
     predicted = predicted_gib(size, batch, [ft.ActivationCheckpointing()])
-    lowest = measure(size, batch, "every block recomputed", ft.EveryBlock(), predicted, first)
+    lowest = measure(size, batch, "every block recomputed", ft.model.EveryBlock(), predicted, first)
     yield lowest
-    yield measure(size, batch, "selective", ft.SelectiveOps(), None, first)
+    yield measure(size, batch, "selective", ft.model.SelectiveOps(), None, first)
     highest_gib = first["peak_gib"] or torch.cuda.get_device_properties(0).total_memory / GIB
     for share in (0.0, 0.25, 0.5, 0.75) if lowest["peak_gib"] else ():
         budget = ft.MemoryBudget(lowest["peak_gib"] + share * (highest_gib - lowest["peak_gib"]))

@@ -9,26 +9,11 @@ from typing import Any
 
 import yaml
 
-from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._public_names import PUBLIC
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
 from lightning_fasttrain.bench.ladder.rows import Climbed
-
-ROOMS = (data, model, finetune, loss, optim, run)
-
-
-def techniques() -> Iterator[type[Technique]]:
-    """Every technique of the package, room by room, in alphabetical order.
-
-    Example:
-        >>> [technique.__name__ for technique in techniques()][:2]
-        ['BatchSizeWarmup', 'DevicePrefetch']
-    """
-    for room in ROOMS:
-        found = inspect.getmembers(room, inspect.isclass)
-        yield from (thing for _, thing in found if issubclass(thing, Technique))
+from lightning_fasttrain.plan.catalogue import known_techniques, public_path
+from lightning_fasttrain.technique import Technique
 
 
 def markdown_table(ladder: Climbed | None = None) -> str:
@@ -43,12 +28,12 @@ def markdown_table(ladder: Climbed | None = None) -> str:
     measured = _measured_factors(ladder) if ladder is not None else {}
     head = ["technique", "what it does", "exactness", "in a Fabric or bare loop"]
     rows = []
-    for technique in techniques():
+    for technique in known_techniques():
         exactness = technique.exactness.value.replace("_", " ")
-        rows.append([f"`{technique.__name__}`", technique.effect, exactness, _as_code(technique.in_a_loop)])
+        rows.append([f"`{public_path(technique)}`", technique.effect, exactness, _as_code(technique.in_a_loop)])
     if measured:
         head.append("measured: time, peak memory")
-        for row, technique in zip(rows, techniques(), strict=True):
+        for row, technique in zip(rows, known_techniques(), strict=True):
             row.append(measured.get(technique.__name__, ""))
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -63,7 +48,8 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         facts: of the machine: it says if there is nothing to do on it.
 
     Example:
-        >>> print(card(model.ActivationOffload))
+        >>> from lightning_fasttrain.model import ActivationOffload
+        >>> print(card(ActivationOffload))
         ActivationOffload: saved activations wait in host memory, or on disk
         <BLANKLINE>
         when       activations of long sequences do not fit, and recomputing them would cost more than moving them; not
@@ -104,27 +90,17 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     return "\n".join(shown)
 
 
-def public_path(technique: type[Technique]) -> str:
-    """Where users find it under the package.
-
-    Example:
-        >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
-        ('MicroBatching', 'data.EvenEpochs')
-    """
-    room = technique.__module__.split(".")[1]
-    return technique.__name__ if technique.__name__ in PUBLIC else f"{room}.{technique.__name__}"
-
-
 def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
     """What it cannot be used beside, by its own word or the other's: name, why, way out.
 
     Example:
-        >>> [other for other, _, _ in conflicts_of(data.MicroBatching)]
+        >>> from lightning_fasttrain.data import MicroBatching
+        >>> [other for other, _, _ in conflicts_of(MicroBatching)]
         ['CompileBlocks', 'OptimizerInBackward']
     """
     for conflict in technique.conflicts():
         yield conflict.other.__name__, conflict.why, conflict.way_out
-    for other in techniques():
+    for other in known_techniques():
         for conflict in other.conflicts() if other is not technique else ():
             if issubclass(technique, conflict.other) and not issubclass(other, conflict.other):
                 yield other.__name__, conflict.why, conflict.way_out

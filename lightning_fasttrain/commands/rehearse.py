@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
     parser = commands.add_parser(
         "rehearse",
         help="run a script up to its first step, and try out what its later hours will do",
-        description="Run a Python script, unchanged, with ft.Rehearsal() in each of its Trainers. The script ends "
+        description="Run a Python script, unchanged, with ft.plan.Rehearsal() in each of its Trainers. The script ends "
         "before the first step of its first fit. With --kill it trains instead, once whole and once killed and "
         "started again, and both must end alike, bit for bit. The exit code is 0 if all went well, 1 if the run "
         "would fail, 2 if there is nothing to rehearse.",

@@ -12,12 +12,13 @@ from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique, check_together, techniques_of
 from lightning_fasttrain.data._closure import BatchClosures
 from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, rule_in, rule_state
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique.technique import techniques_of
 
 
 class MicroBatching(Technique):

@@ -16,7 +16,6 @@ from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
 from lightning_fasttrain.data.count_targets import (
     Count,
@@ -27,6 +26,7 @@ from lightning_fasttrain.data.count_targets import (
     rule_in,
     rule_state,
 )
+from lightning_fasttrain.technique import Technique
 
 
 class TokenWeightedAccumulation(Technique):

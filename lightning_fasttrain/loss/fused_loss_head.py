@@ -11,10 +11,10 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
-from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
+from lightning_fasttrain.technique import Setting, Surgery, Technique
 
 
 def fuse_loss_head_(

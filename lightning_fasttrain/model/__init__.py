@@ -8,6 +8,7 @@ From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``
 ``eight_bit_products``, ``low_precision_products``.
 """
 
+from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain.model.activation_checkpointing import (
     ActivationCheckpointing,
     CheckpointPolicy,

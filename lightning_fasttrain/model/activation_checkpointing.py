@@ -16,9 +16,9 @@ from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, count_wrapped, patch, why_none_ran, wrapper_on, wrappers_on
-from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
+from lightning_fasttrain.technique import Setting, Surgery, Technique
 
 
 class CheckpointPolicy(ABC):
@@ -163,7 +163,7 @@ def checkpoint_activations_(
             some CPUs that alone changes the last bit, as attention reads keys and values from elsewhere.
         policy: which blocks are recomputed and what of them is kept: ``EveryBlock(k)``, all of them by default,
             ``SelectiveOps()``, or ``MemoryBudget(gib)``.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Returns:
         Qualified name of each block that is now checkpointed → how to undo it. If some were before, these names, and
@@ -223,7 +223,7 @@ class ActivationCheckpointing(Technique):
     Args:
         policy: which blocks are recomputed and what of them is kept; see
             :func:`~lightning_fasttrain.checkpoint_activations_`.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
         TypeError: ``policy`` is no policy.

@@ -18,8 +18,8 @@ from lightning_fasttrain._facts import NO_BLOCKS, Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, why_none_ran, wrapper_on
-from lightning_fasttrain._technique import Setting, Surgery, Technique
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
+from lightning_fasttrain.technique import Setting, Surgery, Technique
 
 
 def offload_activations(
@@ -305,7 +305,7 @@ class ActivationOffload(Technique):
         min_mib: as for :func:`~lightning_fasttrain.offload_activations`.
         in_flight_mib: likewise.
         folder: likewise.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
         TypeError, ValueError: as for :func:`~lightning_fasttrain.offload_activations`.

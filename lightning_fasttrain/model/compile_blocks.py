@@ -24,11 +24,11 @@ from lightning_fasttrain._surgery import (
     wrapper_on,
     wrappers_on,
 )
-from lightning_fasttrain._technique import Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.model.activation_offload import ActivationOffload
 from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
 
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
 _OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"
@@ -56,7 +56,7 @@ def compile_blocks_(
     Args:
         model: any module.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
         backend: as for ``torch.compile``; the modes are inductor's.
         dynamic: as for ``torch.compile``.
         fullgraph: raise at the first graph break.

@@ -14,8 +14,8 @@ from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, wrapper_on
-from lightning_fasttrain._technique import Exactness, Surgery, Technique
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
+from lightning_fasttrain.technique import Exactness, Surgery, Technique
 
 KINDS = tuple(FORMATS)
 MIN_FEATURES = 1024
@@ -92,7 +92,7 @@ def multiply_in_low_precision_(
         kind: ``"float8"`` for GPUs of compute capability 8.9 (Ada, Hopper) and later, ``"int8"`` from 7.5 (Turing) on.
             Both also run on a CPU: int8 on its own units, where it has them, float8 by emulation, without gain.
         skip: layers to leave: a class, a class name, or a pattern of qualified names as for
-            :func:`~lightning_fasttrain.find_blocks`; or several of these. What lies inside of them is left too.
+            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. What lies inside of them is left too.
         min_features: layers with fewer inputs or outputs are left. torchao's filter for this recipe, made on an H100
             with compiled code, asks for more than 1,024 inputs and 2,048 outputs.
 
@@ -238,7 +238,7 @@ class LowPrecisionProducts(Technique):
         "most time goes into linear layers with thousands of inputs and outputs, and blocks are compiled; not on a CPU "
         "with units for bf16"
     )
-    in_a_loop: ClassVar[str] = 'multiply_in_low_precision_(model, "int8")'
+    in_a_loop: ClassVar[str] = 'apply(model, [LowPrecisionProducts("int8")])'
     predicted: ClassVar[bool] = True
 
     def __init__(self, kind: str, *, skip: Blocks = (), min_features: int = MIN_FEATURES) -> None:

@@ -11,8 +11,8 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Technique
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
+from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 
 @torch.no_grad()

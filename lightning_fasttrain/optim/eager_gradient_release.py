@@ -11,7 +11,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Conflict, Setting, Technique
+from lightning_fasttrain.technique import Conflict, Setting, Technique
 
 
 def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:

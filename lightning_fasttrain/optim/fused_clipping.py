@@ -8,7 +8,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
+from lightning_fasttrain.technique import Technique
 
 
 def allow_fused_clipping_(precision: Precision) -> Undo | None:

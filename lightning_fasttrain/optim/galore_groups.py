@@ -34,7 +34,7 @@ def galore_groups(
         update_every: steps from one refresh of the subspaces to the next.
         scale: factor of the projected updates.
         blocks: whose matrices are projected: a class, a class name, a pattern of names, or several
-            (:func:`~lightning_fasttrain.find_blocks`); by default the repeated blocks of the model.
+            (:func:`~lightning_fasttrain.model.find_blocks`); by default the repeated blocks of the model.
         subspace: ``"exact"`` or ``"sketched"``, see :class:`~lightning_fasttrain.optim.GaLoreAdamW`.
         frozen: also list parameters that are frozen now. They need no memory until they are thawed.
 
@@ -83,7 +83,7 @@ def block_matrices(model: nn.Module, blocks: Blocks | None = None) -> dict[str, 
 
     Args:
         model: any module.
-        blocks: as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
         ValueError: no blocks.

@@ -19,8 +19,8 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Conflict, Exactness, Setting, Technique
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
+from lightning_fasttrain.technique import Conflict, Exactness, Setting, Technique
 
 
 def optimize_in_backward_(

@@ -39,7 +39,7 @@ def layer_decay_groups(
         lr: learning rate of the head.
         decay: from one layer to the next below, above 0; 1 gives all the same.
         weight_decay: of the matrices and kernels.
-        blocks: as for :func:`~lightning_fasttrain.find_blocks`; by default the repeated blocks of the model.
+        blocks: as for :func:`~lightning_fasttrain.model.find_blocks`; by default the repeated blocks of the model.
         head: names of modules that are the head wherever they are listed, beside those that are found, such as
             ``"classifier"`` in a LightningModule that makes it before its backbone.
         frozen: also list parameters that are frozen now. They take no memory, and train once they are thawed, which

@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Technique
+from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 ``predict`` looks ahead, ``budget`` keeps a limit, ``proof`` shows that training is the same, ``rehearsal`` tries out
 what will be done later, ``advice`` says what acts and what could.
 
-From the bottom up: ``budget``, ``predict``, ``proof``, ``rehearsal``, ``subject``, ``advice``.
+From the bottom up: ``budget``, ``predict``, ``proof``, ``rehearsal``, ``catalogue``, ``subject``, ``advice``.
 """
 
 from lightning_fasttrain.plan.advice.explain import explain

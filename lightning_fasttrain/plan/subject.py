@@ -13,11 +13,9 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain import data, finetune, loss, model, optim, run
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Technique
-
-ROOMS = (data, finetune, loss, model, optim, run)
+from lightning_fasttrain.plan.catalogue import known_techniques
+from lightning_fasttrain.technique import Technique
 
 
 def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True) -> tuple[nn.Module, Any]:
@@ -73,7 +71,7 @@ def techniques_named(text: str) -> list[Technique]:
         >>> micro.n
         8
     """
-    known = {name: thing for room in ROOMS for name, thing in vars(room).items() if _is_technique(thing)}
+    known: dict[str, Callable[..., Technique]] = {kind.__name__: kind for kind in known_techniques()}
     made = []
     for entry in filter(None, (entry.strip() for entry in text.split(","))):
         name, has_value, value = entry.partition("=")
@@ -82,10 +80,6 @@ def techniques_named(text: str) -> list[Technique]:
             raise ValueError(explain(f"technique {name!r}", why, f"Use {', '.join(sorted(known))}"))
         made.append(known[name](_literal(value)) if has_value else known[name]())
     return made
-
-
-def _is_technique(thing: Any) -> bool:
-    return isinstance(thing, type) and issubclass(thing, Technique)
 
 
 def _import_target(path: str) -> Callable[..., Any]:

@@ -16,10 +16,11 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._technique import Exactness, Technique, techniques_of
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
+from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.technique import techniques_of
 
 _FILE = "fasttrain_plan.json"
 

@@ -11,7 +11,6 @@ from lightning_fasttrain._counts import format_bytes, number_of
 from lightning_fasttrain._free_memory import GIB, free_bytes
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._reading import first_line
-from lightning_fasttrain._technique import techniques_of
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
@@ -23,6 +22,7 @@ from lightning_fasttrain.planner.auto import Auto
 from lightning_fasttrain.planner.part_trial import PartTrial
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
+from lightning_fasttrain.technique.technique import techniques_of
 
 
 def possible_parts(size: int) -> list[int]:

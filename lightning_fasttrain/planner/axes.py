@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from lightning_fasttrain._blocks import find_blocks
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import find_heads
-from lightning_fasttrain._technique import Exactness, check_together
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word
+from lightning_fasttrain.technique import Exactness, check_together
 
 _ORDER = list(Exactness)
 

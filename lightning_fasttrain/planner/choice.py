@@ -8,9 +8,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from lightning_fasttrain import data, model
-from lightning_fasttrain._technique import Setting, Technique
-from lightning_fasttrain.bench.techniques import public_path, techniques
 from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
+from lightning_fasttrain.plan.catalogue import class_named, known_techniques, public_path
+from lightning_fasttrain.technique import Setting, Technique
 
 
 @dataclass(frozen=True)
@@ -35,12 +35,12 @@ def code_of(made: Technique) -> str:
 
     Example:
         >>> code_of(model.ActivationCheckpointing(model.EveryBlock(2)))
-        'ft.ActivationCheckpointing(policy=ft.EveryBlock(k=2))'
+        'ft.ActivationCheckpointing(policy=ft.model.EveryBlock(k=2))'
     """
-    call = _call_of(made)
+    call = ast.parse(repr(made), mode="eval")
     for node in ast.walk(call):
         if isinstance(node, ast.Call):
-            node.func = ast.Name(f"ft.{ast.unparse(node.func)}")
+            node.func = ast.Name(f"ft.{_path_of(node)}")
     return ast.unparse(call)
 
 
@@ -51,14 +51,9 @@ def config_of(made: Technique) -> dict[str, Any]:
         >>> config_of(data.MicroBatching(4))
         {'class_path': 'lightning_fasttrain.MicroBatching', 'init_args': {'n': 4}}
     """
-    return _config_of(_call_of(made))
-
-
-def _call_of(made: Technique) -> ast.Call:
     call = ast.parse(repr(made), mode="eval").body
     assert isinstance(call, ast.Call)
-    call.func = ast.Name(public_path(type(made)))
-    return call
+    return _config_of(call)
 
 
 def _config_of(call: ast.Call) -> dict[str, Any]:
@@ -66,8 +61,12 @@ def _config_of(call: ast.Call) -> dict[str, Any]:
     for keyword in call.keywords:
         value = keyword.value
         arguments[keyword.arg] = _config_of(value) if isinstance(value, ast.Call) else ast.literal_eval(value)
-    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{ast.unparse(call.func)}"}
+    config: dict[str, Any] = {"class_path": f"lightning_fasttrain.{_path_of(call)}"}
     return {**config, "init_args": arguments} if arguments else config
+
+
+def _path_of(call: ast.Call) -> str:
+    return public_path(class_named(ast.unparse(call.func)))
 
 
 _TO, _GIB = "to ", " GiB"
@@ -135,7 +134,7 @@ class Choice:
 def _find_switches() -> dict[str, dict[str, Switch]]:
     """axis → word → what it stands for, as the techniques themselves say. The word "" is the plain step."""
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
-    for technique in techniques():
+    for technique in known_techniques():
         for setting in vars(technique).get("worth_trying", ()):
             found[setting.axis][setting.word] = Switch(technique, setting)
     return found

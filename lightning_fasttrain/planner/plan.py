@@ -17,10 +17,10 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import FULL_WIDTH
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice
+from lightning_fasttrain.technique import Technique
 
 TELLS = 0.05  # of a step: a difference below that is noise
 

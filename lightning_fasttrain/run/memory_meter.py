@@ -19,8 +19,8 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers, step_goes_on
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
+from lightning_fasttrain.technique import Technique
 
 _Change = tuple[int, int, int]  # time in ns, address, bytes: negative when freed
 _HELD = 0

@@ -13,10 +13,10 @@ from lightning_fasttrain._counts import count_batch
 from lightning_fasttrain._host import is_time_to_log, step_for_loggers
 from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.peak_flops import dtype_of, peak_flops
 from lightning_fasttrain.run.slow_ranks import compare_ranks, phases_to_compare
 from lightning_fasttrain.run.step_timer import StepTimer, TimedPhase
+from lightning_fasttrain.technique import Technique
 
 
 class StepMeter(Technique):

@@ -3,7 +3,6 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fasttrain._technique import Exactness, least_exact
 from lightning_fasttrain.bench.ladder.hosts import callbacks_of
 from lightning_fasttrain.bench.ladder.judge import (
     fastest_with_half_the_memory,
@@ -19,6 +18,8 @@ from lightning_fasttrain.bench.ladder.paste import as_code
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.ladder.rows import Measured, Row
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, rungs, strong_baseline
+from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.declarations import least_exact
 
 
 def row(step_ms, peak_mib):
@@ -71,7 +72,7 @@ def test_no_rung_promises_more_than_its_techniques(rung):
 
 
 def test_an_unknown_callback_is_refused():
-    with pytest.raises(ValueError, match="'Nonsense': this package has none"):
+    with pytest.raises(ValueError, match="'Nonsense': this package has no class"):
         callbacks_of({"callbacks": {"Nonsense": {}}})
 
 

@@ -10,12 +10,12 @@ import yaml
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._facts import Facts
-from lightning_fasttrain.bench.techniques import public_path, techniques
 from lightning_fasttrain.cli import BAD_INPUT, main
+from lightning_fasttrain.plan.catalogue import known_techniques, public_path
 from tests.run_example import ROOT
 
 
-@pytest.mark.parametrize("technique", list(techniques()), ids=lambda technique: technique.__name__)
+@pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)
 def test_each_technique_has_a_card_whose_code_runs(technique, capsys):
     assert main(["techniques", technique.__name__]) == 0
     said = capsys.readouterr().out
@@ -47,17 +47,17 @@ NOTHING = {"device": "cpu", "devices": 2, "compiler": False, "blocks": 0, "heads
 
 
 def test_what_cannot_act_says_so_and_the_rest_says_nothing():
-    idle = {kind.__name__ for kind in techniques() if kind.why_not(Facts(**NOTHING))}
+    idle = {kind.__name__ for kind in known_techniques() if kind.why_not(Facts(**NOTHING))}
     assert idle == {
         *("DevicePrefetch", "ActivationCheckpointing", "ActivationOffload", "CompileBlocks", "GradualUnfreezing"),
         *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision", "LowPrecisionProducts"),
     }
     able = Facts("cuda", 2, True, blocks=4, heads=1, trains=0.5)
-    assert {kind.__name__ for kind in techniques() if kind.why_not(able)} == {"OptimizerInBackward"}
+    assert {kind.__name__ for kind in known_techniques() if kind.why_not(able)} == {"OptimizerInBackward"}
     alone = replace(able, devices=1)
-    assert {kind.__name__ for kind in techniques() if kind.why_not(alone)} == {"EvenEpochs"}
+    assert {kind.__name__ for kind in known_techniques() if kind.why_not(alone)} == {"EvenEpochs"}
     unknown = replace(Facts("cuda"), devices=2)  # what is not known rules nothing out
-    assert not [kind for kind in techniques() if kind.why_not(unknown) and kind is not ft.OptimizerInBackward]
+    assert not [kind for kind in known_techniques() if kind.why_not(unknown) and kind is not ft.OptimizerInBackward]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -10,8 +10,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain import Adapter, LoRA
-from lightning_fasttrain.finetune import freeze_except_, trained_names, trained_state
+from lightning_fasttrain import LoRA
+from lightning_fasttrain.finetune import Adapter, freeze_except_, trained_names, trained_state
 from tests.finetune.test_base_fingerprint import altered, deeper, renamed
 from tests.nets import TinyLM, _Listed, as_loader, lm_batches, trainer, weights
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain import Adapter, FastTrainWarning, LoRA, apply
+from lightning_fasttrain import FastTrainWarning, LoRA, apply
 from lightning_fasttrain.finetune import (
+    Adapter,
     add_adapter_,
     add_prompt_,
     load_adapter_,

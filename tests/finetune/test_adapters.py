@@ -110,7 +110,7 @@ def test_twice_is_once_and_another_of_that_name_is_refused():
     with pytest.raises(ValueError, match="there is one of that name, with another r"):
         ft.apply(model, [ft.LoRA(rank=3)])
     with pytest.raises(ValueError, match="IA3 beside LORA"):
-        ft.apply(model, [ft.IA3(name="other")])
+        ft.apply(model, [ft.finetune.IA3(name="other")])
 
 
 def test_several_adapters_by_name():
@@ -214,7 +214,7 @@ def test_peft_missing_names_the_extra(monkeypatch):
 @pytest.mark.parametrize("make", [llama, TinyLM])
 def test_ia3_takes_the_papers_layers_where_they_are_known(make):
     model = make()
-    ft.apply(model, [ft.IA3()])
+    ft.apply(model, [ft.finetune.IA3()])
     config = model.peft_config["default"]
     if make is llama:
         assert config.target_modules == {"k_proj", "v_proj", "down_proj"}
@@ -278,7 +278,9 @@ def mamba():
     return transformers.MambaForCausalLM(transformers.MambaConfig(**config))
 
 
-@pytest.mark.parametrize("technique", [lambda: ft.LoRA(rank=2), lambda: ft.IA3("all-linear"), lambda: ft.QLoRA(rank=2)])
+@pytest.mark.parametrize(
+    "technique", [lambda: ft.LoRA(rank=2), lambda: ft.finetune.IA3("all-linear"), lambda: ft.QLoRA(rank=2)]
+)
 def test_of_mamba_all_linear_is_what_is_called_and_the_rest_is_named(technique, caplog):
     model = mamba()
     with warnings.catch_warnings():

@@ -163,7 +163,7 @@ def test_what_is_no_plain_lora_is_refused(settings, says):
 
 def test_other_kinds_and_merged_ones_are_refused():
     model = net()
-    ft.apply(model, [ft.IA3("up")])
+    ft.apply(model, [ft.finetune.IA3("up")])
     with pytest.raises(ValueError, match="it has IA3"):
         combine_adapters_(model, {"default": 1.0})
     model = with_tasks(net())

@@ -19,7 +19,7 @@ PADDED = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 KINDS = {
     "lora": lambda: ft.LoRA(rank=2),
     "dora": lambda: ft.LoRA(rank=2, variant="dora"),
-    "ia3": lambda: ft.IA3(),
+    "ia3": lambda: ft.finetune.IA3(),
     "attention": lambda: ft.LoRA(rank=2, targets=["self_attn"]),
     "whole": lambda: ft.LoRA(rank=2, targets=["linear2"], train=["linear1", "norm1"]),
 }

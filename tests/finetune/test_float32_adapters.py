@@ -17,7 +17,7 @@ IDS = torch.randint(17, (3, 5), generator=torch.Generator().manual_seed(1))
 KINDS = {
     "lora": lambda: ft.LoRA(rank=2),
     "dora": lambda: ft.LoRA(rank=2, variant="dora"),
-    "ia3": lambda: ft.IA3(["up"]),
+    "ia3": lambda: ft.finetune.IA3(["up"]),
     "embedding": lambda: ft.LoRA(rank=2, targets=["up", "embed"]),
     "qlora": lambda: ft.QLoRA(rank=2, skip="head"),
 }

@@ -12,9 +12,9 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import Exactness
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from lightning_fasttrain.technique import Exactness
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
@@ -333,7 +333,7 @@ class Unflatten(nn.Module):
         lambda: [ft.ActivationCheckpointing()],
         lambda: [ft.MicroBatching(1)],
         lambda: [ft.OptimizerInBackward()],
-        lambda: [ft.EagerGradientRelease(), ft.ActivationCheckpointing(ft.SelectiveOps())],
+        lambda: [ft.EagerGradientRelease(), ft.ActivationCheckpointing(ft.model.SelectiveOps())],
     ],
 )
 @pytest.mark.parametrize("turned", [False, True])

@@ -52,7 +52,7 @@ TECHNIQUES = {
     "rslora": lambda: ft.LoRA(rank=2, variant="rslora"),
     "dora": lambda: ft.LoRA(rank=2, variant="dora"),
     "pissa": lambda: ft.LoRA(rank=2, variant="pissa"),
-    "ia3": lambda: ft.IA3(["up", "down"], feedforward=["down"]),
+    "ia3": lambda: ft.finetune.IA3(["up", "down"], feedforward=["down"]),
     "embedding": lambda: ft.LoRA(rank=2, targets=["embed", "up"]),
     "head": lambda: ft.LoRA(rank=2, train=["head"]),
 }

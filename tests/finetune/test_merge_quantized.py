@@ -26,7 +26,7 @@ VARIANTS = {
     "lora": lambda: ft.LoRA(rank=2),
     "rslora": lambda: ft.LoRA(rank=2, variant="rslora"),
     "dora": lambda: ft.LoRA(rank=2, variant="dora"),
-    "ia3": lambda: ft.IA3(["up", "down"], feedforward=["down"]),
+    "ia3": lambda: ft.finetune.IA3(["up", "down"], feedforward=["down"]),
 }
 
 

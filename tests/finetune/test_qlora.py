@@ -171,7 +171,7 @@ def test_ia3_beside_quantised_weights(kind):
     model = TinyLM()
     quantize_base_(model, kind)
     base = model.eval()(BATCHES[0]["input_ids"])
-    ft.apply(model, [ft.IA3("up")])
+    ft.apply(model, [ft.finetune.IA3("up")])
     assert torch.equal(model(BATCHES[0]["input_ids"]), base)
     factors = model.blocks[0].up.ia3_l["default"]
     factors.data.mul_(2)

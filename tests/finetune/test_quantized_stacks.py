@@ -179,7 +179,7 @@ def test_in_half_precision_after_it_was_quantised(autocast):
         ft.ActivationCheckpointing,
         lambda: ft.ActivationOffload(min_mib=0),
         lambda: ft.CompileBlocks(backend="aot_eager"),
-        lambda: ft.ActivationCheckpointing(ft.SelectiveOps()),
+        lambda: ft.ActivationCheckpointing(ft.model.SelectiveOps()),
     ],
 )
 def test_beside_other_techniques_gradients_are_the_same(technique):

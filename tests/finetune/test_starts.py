@@ -51,7 +51,7 @@ def test_eva_is_pefts_with_the_ranks_that_it_chooses():
 
 def test_eva_as_a_technique_twice_and_in_a_file(tmp_path):
     model = build("Llama")
-    technique = ft.Adapter(eva(), batches=batches())
+    technique = ft.finetune.Adapter(eva(), batches=batches())
     ft.apply(model, [technique])
     before = copy.deepcopy(model.state_dict())
     technique.apply(model)
@@ -121,7 +121,10 @@ def test_lora_ga_begins_with_the_gradients_that_peft_has_taken():
 def test_a_prediction_leaves_the_data_alone(start):
     config = peft.LoraConfig(r=4)
     config.init_lora_weights, config.eva_config = start, peft.EvaConfig()
-    techniques = [ft.Adapter(config, TARGETS, batches=batches()), ft.Adapter(peft.LoraConfig(r=4), TARGETS)]
+    techniques = [
+        ft.finetune.Adapter(config, TARGETS, batches=batches()),
+        ft.finetune.Adapter(peft.LoraConfig(r=4), TARGETS),
+    ]
     found = []
     for technique in techniques:
         how = {"loss": lambda model, batch: model(**batch).loss, "optimizer": torch.optim.AdamW, "device": "cpu"}

@@ -155,7 +155,7 @@ def test_less_is_saved_for_the_backward():
     ours = copy.deepcopy(plain)
     checkpoint_activations_(ours)
     half = copy.deepcopy(plain)
-    checkpoint_activations_(half, ft.EveryBlock(2))
+    checkpoint_activations_(half, ft.model.EveryBlock(2))
     assert saved_bytes(ours) < saved_bytes(half) < saved_bytes(plain)
     assert saved_bytes(ours) < saved_bytes(plain) / 8
 
@@ -245,11 +245,15 @@ def test_trainer_trains_the_same_bit_for_bit_and_evaluates():
 @pytest.mark.parametrize(("k", "error"), [(0, ValueError), (1.5, TypeError)])
 def test_k_is_checked(k, error):
     with pytest.raises(error, match="k="):
-        ft.EveryBlock(k)
+        ft.model.EveryBlock(k)
 
 
 def test_every_kth_block():
-    assert list(checkpoint_activations_(TinyLM(depth=5), ft.EveryBlock(2))) == ["blocks.0", "blocks.2", "blocks.4"]
+    assert list(checkpoint_activations_(TinyLM(depth=5), ft.model.EveryBlock(2))) == [
+        "blocks.0",
+        "blocks.2",
+        "blocks.4",
+    ]
     assert list(checkpoint_activations_(TinyLM(), blocks=Block)) == ["blocks.0", "blocks.1", "blocks.2"]
 
 
@@ -261,7 +265,7 @@ def test_every_kth_block():
 def test_selective_is_bitwise_equal(kind, dtype):
     plain = stack(kind).to(dtype)
     ours = copy.deepcopy(plain)
-    assert len(checkpoint_activations_(ours, ft.SelectiveOps())) == 3
+    assert len(checkpoint_activations_(ours, ft.model.SelectiveOps())) == 3
     shape = (6, 3, 4) if kind == "transformer" else (6, 4)
     for seed in range(2):
         torch.manual_seed(seed)
@@ -308,8 +312,8 @@ def test_matmuls_and_attention_are_not_computed_again_but_the_rest_is():
     aten = torch.ops.aten
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     x = torch.randn(2, 5, 8)
-    plain = operations_in_backward(ft.EveryBlock(), nn.Sequential(*[Attention() for _ in range(3)]), x)
-    lean = operations_in_backward(ft.SelectiveOps(), nn.Sequential(*[Attention() for _ in range(3)]), x)
+    plain = operations_in_backward(ft.model.EveryBlock(), nn.Sequential(*[Attention() for _ in range(3)]), x)
+    lean = operations_in_backward(ft.model.SelectiveOps(), nn.Sequential(*[Attention() for _ in range(3)]), x)
     assert (plain[attention], plain[aten.addmm.default]) == (3, 6)
     assert attention not in lean
     assert aten.addmm.default not in lean
@@ -320,11 +324,11 @@ def test_random_attention_is_recomputed_so_that_later_draws_stay_the_same():
     torch.manual_seed(0)
     plain = nn.Sequential(*[nn.Sequential(Attention(0.4), nn.Dropout(0.5)) for _ in range(3)])
     ours = copy.deepcopy(plain)
-    checkpoint_activations_(ours, ft.SelectiveOps())
+    checkpoint_activations_(ours, ft.model.SelectiveOps())
     x = torch.randn(2, 5, 8)
     assert same(run(plain, x), run(ours, x))
     op = torch.ops.aten._scaled_dot_product_flash_attention.default
-    policy = ft.SelectiveOps()
+    policy = ft.model.SelectiveOps()
     assert "MUST_SAVE" in str(policy.keeps(None, op, x, x, x))
     assert "MUST_SAVE" in str(policy.keeps(None, op, x, x, x, 0.0))
     assert "RECOMPUTE" in str(policy.keeps(None, op, x, x, x, 0.1))
@@ -342,9 +346,9 @@ def test_what_the_user_lists_is_kept_too():
 
     aten, x = torch.ops.aten, torch.randn(2, 4, 4)
     net = nn.Sequential(Table(), Table())
-    assert operations_in_backward(ft.SelectiveOps(), copy.deepcopy(net), x)[aten.bmm.default] > 2
-    kept = operations_in_backward(ft.SelectiveOps(also=[aten.bmm.default]), copy.deepcopy(net), x)
-    plain = operations_in_backward(ft.EveryBlock(), copy.deepcopy(net), x)
+    assert operations_in_backward(ft.model.SelectiveOps(), copy.deepcopy(net), x)[aten.bmm.default] > 2
+    kept = operations_in_backward(ft.model.SelectiveOps(also=[aten.bmm.default]), copy.deepcopy(net), x)
+    plain = operations_in_backward(ft.model.EveryBlock(), copy.deepcopy(net), x)
     assert plain[aten.bmm.default] - kept[aten.bmm.default] == 2
 
 
@@ -358,7 +362,7 @@ def test_what_the_user_lists_is_kept_too():
 )
 def test_what_is_listed_is_checked(op, error, message):
     with pytest.raises(error, match=message):
-        ft.SelectiveOps(also=[op])
+        ft.model.SelectiveOps(also=[op])
 
 
 def test_between_kept_and_recomputed_in_memory():
@@ -372,7 +376,7 @@ def test_between_kept_and_recomputed_in_memory():
             net(tokens).sum().backward()
         return peak.added_bytes
 
-    kept, selective, recomputed = added(None), added(ft.SelectiveOps()), added(ft.EveryBlock())
+    kept, selective, recomputed = added(None), added(ft.model.SelectiveOps()), added(ft.model.EveryBlock())
     assert recomputed < 0.6 * selective
     assert selective < 0.85 * kept
 
@@ -381,7 +385,7 @@ def test_between_kept_and_recomputed_in_memory():
 def test_selective_with_the_compiler(inside):
     plain = nn.Sequential(*[Attention() for _ in range(3)])
     ours = copy.deepcopy(plain)
-    checkpoint_activations_(ours, ft.SelectiveOps())
+    checkpoint_activations_(ours, ft.model.SelectiveOps())
     if inside:
         compiled = ours
         ft.compile_blocks_(ours, backend="aot_eager", fullgraph=True)
@@ -408,7 +412,7 @@ def peak_of(net, x, policy=None):
     return meter.peak_bytes
 
 
-@pytest.mark.parametrize("policy", [ft.EveryBlock(), ft.SelectiveOps()], ids=repr)
+@pytest.mark.parametrize("policy", [ft.model.EveryBlock(), ft.model.SelectiveOps()], ids=repr)
 def test_a_policy_that_saves_nothing_says_so_and_one_that_does_is_silent(policy):
     x = torch.randn(2048, 32)
     mlp = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())])

@@ -196,7 +196,7 @@ def test_with_dropout_inductor_draws_other_masks_of_the_same_kind():
         torch.manual_seed(0)
         out = block(x)
     kept = out != 0
-    assert ft.CompileBlocks.exactness is ft.Exactness.TOLERANCE
+    assert ft.CompileBlocks.exactness is ft.technique.Exactness.TOLERANCE
     assert not torch.equal(plain, kept)
     assert abs(float(kept.float().mean()) - 0.75) < 0.05  # seven standard deviations
     assert torch.allclose(out[kept], block[0](x)[kept] / 0.75, atol=1e-6)

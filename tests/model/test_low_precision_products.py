@@ -202,7 +202,7 @@ def test_what_is_left_and_why_is_reported():
     net.update({"long": nn.Linear(64, 64).double(), "attention": nn.MultiheadAttention(64, 2)})
     net["head"] = nn.Linear(64, 64)
     net["patched"].forward = lambda x: x
-    report = ft.multiply_in_low_precision_(net, "int8", skip="kept", min_features=64)
+    report = ft.model.multiply_in_low_precision_(net, "int8", skip="kept", min_features=64)
     assert report.layers == ("wide",)
     assert report.left == {
         "kept": "skip",
@@ -235,7 +235,9 @@ def test_under_an_adapter_the_frozen_layer_is_rounded_and_the_adapter_is_not():
     assert "blocks.0.up" in products.report.layers
 
 
-@pytest.mark.parametrize("make", [ft.LowPrecisionProducts, lambda kind: ft.multiply_in_low_precision_(wide(), kind)])
+@pytest.mark.parametrize(
+    "make", [ft.LowPrecisionProducts, lambda kind: ft.model.multiply_in_low_precision_(wide(), kind)]
+)
 def test_an_unknown_kind_lists_the_known(make):
     with pytest.raises(ValueError, match=r"kind='fp8'.*Use one of 'float8', 'int8'"):
         make("fp8")
@@ -243,14 +245,14 @@ def test_an_unknown_kind_lists_the_known(make):
 
 def test_nothing_to_change_is_refused_with_the_reasons():
     with pytest.raises(ValueError, match=r"all are left: 0, 2 \(fewer than 1024 inputs or outputs\), 3 \(a head\)"):
-        ft.multiply_in_low_precision_(wide(), "int8")
+        ft.model.multiply_in_low_precision_(wide(), "int8")
     with pytest.raises(ValueError, match="it has no nn.Linear"):
-        ft.multiply_in_low_precision_(nn.Conv2d(64, 64, 1), "int8")
+        ft.model.multiply_in_low_precision_(nn.Conv2d(64, 64, 1), "int8")
 
 
 def test_other_bad_input_is_refused():
     with pytest.raises(ValueError, match="skip='nothing' matches nothing"):
-        ft.multiply_in_low_precision_(wide(), "int8", skip="nothing")
+        ft.model.multiply_in_low_precision_(wide(), "int8", skip="nothing")
     with pytest.raises(TypeError, match="min_features='8'"):
         ft.LowPrecisionProducts("int8", min_features="8")
 
@@ -261,14 +263,14 @@ def test_a_gpu_without_the_units_is_refused_before_training(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     with pytest.raises(ValueError, match="products in float8: A100 has no units for it, .* compute capability 8.9"):
-        ft.multiply_in_low_precision_(wide(), "float8", min_features=16)
-    assert ft.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
+        ft.model.multiply_in_low_precision_(wide(), "float8", min_features=16)
+    assert ft.model.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
 
 
 def test_undo_puts_back_and_twice_is_once():
     net = wide()
-    first = ft.multiply_in_low_precision_(net, "int8", min_features=16)
-    second = ft.multiply_in_low_precision_(net, "int8", min_features=16)
+    first = ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
+    second = ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     assert (second.layers, second.already) == ((), ("0", "2"))
     second.undo()
     assert "forward" in vars(net[0])
@@ -279,7 +281,7 @@ def test_undo_puts_back_and_twice_is_once():
 def test_an_evaluation_is_in_full_precision_and_training_in_eval_mode_is_not():
     net, input = wide(), torch.randn(20, 64)
     plain = net(input)
-    ft.multiply_in_low_precision_(net, "int8", min_features=16)
+    ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     rounded = net(input)
     assert not torch.equal(rounded, plain)
     assert torch.equal(net.eval()(input), rounded)  # Hugging Face's models come in eval mode, and Lightning keeps it
@@ -290,7 +292,7 @@ def test_an_evaluation_is_in_full_precision_and_training_in_eval_mode_is_not():
 def test_a_comparison_that_rounding_would_hide_runs_without():
     net, input = wide(), torch.randn(20, 64)
     plain = net(input)
-    ft.multiply_in_low_precision_(net, "int8", min_features=16)
+    ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     with without_rounding([net]):
         assert torch.equal(net(input), plain)
     assert not torch.equal(net(input), plain)
@@ -298,7 +300,7 @@ def test_a_comparison_that_rounding_would_hide_runs_without():
 
 def test_an_input_without_rows_gives_none():
     net = wide()
-    ft.multiply_in_low_precision_(net, "int8", min_features=16)
+    ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     assert net(torch.randn(0, 64)).shape == (0, 3)
 
 
@@ -318,7 +320,7 @@ def loss_and_gradients(techniques, autocast):
 @each_kind
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_whole_and_recomputed_it_is_the_same(kind, autocast):
-    policy = ft.EveryBlock() if autocast is (kind == "int8") else None  # each two of the three meet
+    policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # each two of the three meet
     techniques = [ft.LowPrecisionProducts(kind, min_features=16)]
     if policy is not None:
         techniques.append(ft.ActivationCheckpointing(policy))
@@ -345,7 +347,7 @@ def losses_on_text(kind):
     """100 steps of the reference GPT on real text."""
     net, text = small_gpt(), torch.frombuffer(bytearray(read_text(max_mib=0.5)), dtype=torch.uint8).long()
     if kind is not None:
-        ft.multiply_in_low_precision_(net, kind, min_features=16)
+        ft.model.multiply_in_low_precision_(net, kind, min_features=16)
     optimizer, generator = torch.optim.AdamW(net.parameters(), lr=1e-3), torch.Generator().manual_seed(1)
     losses = []
     for _ in range(100):

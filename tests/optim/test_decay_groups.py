@@ -28,7 +28,7 @@ class Vision(nn.Module):
 
 def test_products_are_decayed_and_nothing_else():
     model = Vision()
-    groups = ft.decay_groups(model, 0.2)
+    groups = ft.optim.decay_groups(model, 0.2)
     assert [group["weight_decay"] for group in groups] == [0.2, 0.0]
     found = names_in(model, groups)
     products = ["experts", "patches.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
@@ -38,39 +38,40 @@ def test_products_are_decayed_and_nothing_else():
 
 def test_a_tied_weight_is_listed_once_and_spared_as_an_embedding():
     model = TinyLM()
-    listed = [p for group in ft.decay_groups(model) for p in group["params"]]
+    listed = [p for group in ft.optim.decay_groups(model) for p in group["params"]]
     assert len(listed) == len(set(listed)) == len(list(model.parameters()))
-    assert "embed.weight" in names_in(model, ft.decay_groups(model))["no_decay"]
+    assert "embed.weight" in names_in(model, ft.optim.decay_groups(model))["no_decay"]
     tied = HeadFirst(tied=True)  # its head is listed before the embedding
-    assert "lm_head.weight" in names_in(tied, ft.decay_groups(tied))["no_decay"]
+    assert "lm_head.weight" in names_in(tied, ft.optim.decay_groups(tied))["no_decay"]
     free = HeadFirst()
-    assert "lm_head.weight" in names_in(free, ft.decay_groups(free))["decay"]
+    assert "lm_head.weight" in names_in(free, ft.optim.decay_groups(free))["decay"]
 
 
 def test_frozen_parameters_are_out_unless_they_are_asked_for():
     model = TinyLM()
     model.blocks[0].requires_grad_(False)
-    assert not [n for names in names_in(model, ft.decay_groups(model)).values() for n in names if "blocks.0." in n]
-    every = ft.decay_groups(model, frozen=True)
+    found = names_in(model, ft.optim.decay_groups(model))
+    assert not [name for names in found.values() for name in names if "blocks.0." in name]
+    every = ft.optim.decay_groups(model, frozen=True)
     assert sum(len(group["params"]) for group in every) == len(list(model.parameters()))
     with pytest.raises(ValueError, match="all its parameters are frozen"):
-        ft.decay_groups(model.requires_grad_(False))
+        ft.optim.decay_groups(model.requires_grad_(False))
 
 
 def test_one_line_says_which_matrices_are_spared():
     with heard() as said:
-        ft.decay_groups(Vision(), 0.123)
+        ft.optim.decay_groups(Vision(), 0.123)
     (line,) = [line for line in said if "decay_groups" in line]
     assert "0.123 for 4 parameters, none for 7: of more than one dimension are cls_token, pos_embed" in line
 
 
 def test_names_change_what_the_rules_say():
     model = TinyLM()
-    found = names_in(model, ft.decay_groups(model, decayed="embed.weight", spared="blocks.*.up.*"))
+    found = names_in(model, ft.optim.decay_groups(model, decayed="embed.weight", spared="blocks.*.up.*"))
     assert "embed.weight" in found["decay"]
     assert not [name for name in found["decay"] if ".up." in name]
     assert [name for name in found["decay"] if ".down." in name]
-    both = names_in(model, ft.decay_groups(model, decayed="**.bias", spared=["blocks.0.up.bias"]))
+    both = names_in(model, ft.optim.decay_groups(model, decayed="**.bias", spared=["blocks.0.up.bias"]))
     assert "blocks.0.up.bias" in both["no_decay"]
     assert "blocks.1.up.bias" in both["decay"]
 
@@ -85,4 +86,4 @@ def test_names_change_what_the_rules_say():
 )
 def test_what_cannot_be_is_refused(settings, message):
     with pytest.raises(ValueError, match=message):
-        ft.decay_groups(TinyLM(), **settings)
+        ft.optim.decay_groups(TinyLM(), **settings)

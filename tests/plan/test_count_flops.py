@@ -56,5 +56,5 @@ def test_a_gpt_is_what_the_formula_of_palm_says():
 
 
 def _depth_and_width(module):
-    blocks = ft.find_blocks(module)
+    blocks = ft.model.find_blocks(module)
     return len(blocks), next(m.normalized_shape[-1] for m in module.modules() if isinstance(m, nn.LayerNorm))

@@ -20,7 +20,7 @@ def some_techniques():
 def test_ahead_of_a_fit_it_is_what_the_fit_will_say(net):
     t = trainer(some_techniques(), enable_model_summary=True, accumulate_grad_batches=3)
     module = net()
-    ahead = ft.explain(module, BATCH, trainer=t)
+    ahead = ft.plan.explain(module, BATCH, trainer=t)
     with heard() as said:
         t.fit(module, as_loader([BATCH] * 3))
     block = next(text for text in said if text.startswith("4 techniques"))
@@ -36,7 +36,7 @@ def without_memory(block):
 def test_the_model_and_the_techniques_are_left_as_they_were():
     module, techniques = TinyLM(), some_techniques()
     before = weights(module)
-    ft.explain(module, BATCH, techniques)
+    ft.plan.explain(module, BATCH, techniques)
     assert largest_difference(before, weights(module)) == 0
     assert not [m for m in module.modules() if "forward" in vars(m)]
     assert all(parameter.requires_grad for parameter in module.parameters())
@@ -47,8 +47,8 @@ def test_with_a_batch_the_peak_is_predicted():
     module, techniques = TinyLM(), [ft.ActivationCheckpointing()]
     device = "cuda" if torch.cuda.is_available() else "cpu"
     expected = ft.predict_memory(module, BATCH, techniques=techniques, device=device).peak_bytes
-    assert ft.explain(module, BATCH, techniques).predicted_bytes == expected
-    assert ft.explain(module, techniques=techniques).predicted_bytes is None
+    assert ft.plan.explain(module, BATCH, techniques).predicted_bytes == expected
+    assert ft.plan.explain(module, techniques=techniques).predicted_bytes is None
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_with_a_batch_the_peak_is_predicted():
     ids=["no loss", "measures"],
 )
 def test_where_nothing_can_be_predicted_it_says_why(module, techniques, why):
-    found = ft.explain(module, BATCH, techniques)
+    found = ft.plan.explain(module, BATCH, techniques)
     assert why in found.why_unpredicted
     assert f"no prediction, since {found.why_unpredicted}" in str(found)
 
@@ -68,7 +68,7 @@ def test_where_nothing_can_be_predicted_it_says_why(module, techniques, why):
 def test_within_a_fit_the_trainer_is_enough():
     class Ask(L.Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            self.found = ft.explain(trainer, batch)
+            self.found = ft.plan.explain(trainer, batch)
 
     ask = Ask()
     t = trainer([ask, *some_techniques()])
@@ -83,20 +83,20 @@ def test_what_a_module_brings_is_found():
     class Bringing(ft.FastTrainMixin, TinyLM):
         techniques = (ft.ActivationCheckpointing(),)
 
-    assert [one.name for one in ft.explain(Bringing()).techniques] == ["ActivationCheckpointing"]
-    both = ft.explain(Bringing(), trainer=trainer([ft.MicroBatching(2)]))
+    assert [one.name for one in ft.plan.explain(Bringing()).techniques] == ["ActivationCheckpointing"]
+    both = ft.plan.explain(Bringing(), trainer=trainer([ft.MicroBatching(2)]))
     assert [one.name for one in both.techniques] == ["ActivationCheckpointing", "MicroBatching"]
 
 
 def test_wrong_input_is_refused():
     with pytest.raises(ValueError, match="a Trainer without a model: .* Give both"):
-        ft.explain(trainer())
+        ft.plan.explain(trainer())
     with pytest.raises(ValueError, match="listed twice"):
-        ft.explain(TinyLM(), techniques=[ft.MicroBatching(2), ft.MicroBatching(3)])
+        ft.plan.explain(TinyLM(), techniques=[ft.MicroBatching(2), ft.MicroBatching(3)])
     with pytest.raises(ValueError, match="precision='fp7'"):
-        ft.explain(TinyLM(), precision="fp7")
+        ft.plan.explain(TinyLM(), precision="fp7")
     with pytest.raises(ValueError, match="no repeated blocks"):
-        ft.explain(nn.Linear(2, 2), techniques=[ft.ActivationCheckpointing()])
+        ft.plan.explain(nn.Linear(2, 2), techniques=[ft.ActivationCheckpointing()])
 
 
 def test_it_is_plain_json_with_what_follows_from_it():

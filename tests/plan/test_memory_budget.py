@@ -13,10 +13,11 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import ActivationCheckpointing, EveryBlock, MemoryBudget
+from lightning_fasttrain import ActivationCheckpointing, MemoryBudget
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.model import EveryBlock
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, measure_block
 from lightning_fasttrain.plan.budget.checkpoint_plan import make_plan
@@ -109,7 +110,7 @@ def test_a_blocks_bytes_by_hand():
     fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
     policy = MemoryBudget(1)
     forward = next(iter(policy_forwards(policy, block)))
-    cost = measure_block(forward, ft.SelectiveOps().keeps, fixed, (x,), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (x,), {})
     assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
     assert cost.expensive_bytes == 4 * 5 * 32  # up; down is the block's output
     assert cost.cheap_ms >= 0
@@ -126,7 +127,7 @@ def test_measuring_leaves_random_states_and_buffers_alone():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
     (forward,) = policy_forwards(MemoryBudget(1), block)
-    measure_block(forward, ft.SelectiveOps().keeps, set(), (torch.randn(6, 4),), {})
+    measure_block(forward, ft.model.SelectiveOps().keeps, set(), (torch.randn(6, 4),), {})
     assert all(torch.equal(before[key], value) for key, value in block.state_dict().items())
     with torch.random.fork_rng():
         torch.set_rng_state(state)
@@ -139,7 +140,7 @@ def test_a_result_that_is_changed_in_place_cannot_be_kept():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     (forward,) = policy_forwards(MemoryBudget(1), block)
     fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
-    cost = measure_block(forward, ft.SelectiveOps().keeps, fixed, (torch.randn(6, 4),), {})
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (torch.randn(6, 4),), {})
     assert cost.expensive_bytes is None
     assert cost.saved_bytes == 4 * 6 * 4
 
@@ -358,7 +359,7 @@ def test_nothing_that_was_measured_stays_in_memory():
 
     made, block = [], Attention()
     x = torch.randn(2, 2, 8, 8, requires_grad=True)
-    measure_block(CheckpointedForward(block), ft.SelectiveOps().keeps, set(), (x,), {})
+    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, set(), (x,), {})
     gc.collect()
     assert made
     assert all(storage() is None for storage in made)

@@ -14,13 +14,13 @@ from transformers import BatchEncoding, GPT2Config, GPT2LMHeadModel
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import predict_memory
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
 from lightning_fasttrain.finetune import QuantizedBase, quantize_base_, quantized_bytes
 from lightning_fasttrain.plan import MemoryReport
 from lightning_fasttrain.run import PeakMemory
 from lightning_fasttrain.run.memory.memory_record import CATEGORIES
+from lightning_fasttrain.technique import Technique
 from tests.nets import LazyLM, TinyLM, fit, lm_batches
 
 MIB = 2**20
@@ -613,7 +613,7 @@ def test_cuda_sums_up_a_bias_gradient_in_memory_of_its_own(rows, columns, mib):
     assert held == pytest.approx(mib * MIB, rel=0.02)
 
 
-@pytest.mark.parametrize("policy", [ft.EveryBlock(), ft.SelectiveOps()], ids=["every block", "selective"])
+@pytest.mark.parametrize("policy", [ft.model.EveryBlock(), ft.model.SelectiveOps()], ids=["every block", "selective"])
 def test_cuda_with_dropout_in_blocks_that_are_recomputed(policy):
     hidden = 16 * 128 * 64 * 4  # bytes
 

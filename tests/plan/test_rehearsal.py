@@ -24,7 +24,7 @@ GIB = 2**30
 
 def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, validation=BATCHES[:1], **settings):
     """Fit with a rehearsal first; the report, the module and the Trainer."""
-    rehearsal = settings.pop("rehearsal", None) or ft.Rehearsal(seconds=5)
+    rehearsal = settings.pop("rehearsal", None) or ft.plan.Rehearsal(seconds=5)
     writers = [ModelCheckpoint(tmp_path / "checkpoints")] if saves else []
     t = trainer([*callbacks, rehearsal, *writers], default_root_dir=tmp_path, enable_checkpointing=None, **settings)
     module = module or TinyLM()
@@ -66,7 +66,7 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
 
     caplog.set_level("INFO", logger="lightning_fasttrain")
     runs = []
-    for rehearsal in ([], [ft.Rehearsal(seconds=5)]):
+    for rehearsal in ([], [ft.plan.Rehearsal(seconds=5)]):
         torch.manual_seed(11)
         watch, net = Watch(), TinyLM(dropout=0.2)
         t = trainer([ft.MicroBatching(2), *rehearsal, watch], default_root_dir=tmp_path, accumulate_grad_batches=2)
@@ -92,7 +92,7 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
 
 
 def test_it_comes_first_wherever_it_is_listed_and_only_once(tmp_path):
-    first, last = ft.Rehearsal(), ft.Rehearsal()
+    first, last = ft.plan.Rehearsal(), ft.plan.Rehearsal()
     for callbacks in ([first, ft.FusedLossHead(head="head")], [ft.FusedLossHead(head="head"), last]):
         rehearse(tmp_path, callbacks[:-1], rehearsal=callbacks[-1] if callbacks[-1] is last else None, saves=False)
     assert last.report.verified
@@ -132,7 +132,7 @@ def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
         def validation_step(self, batch, batch_idx, dataloader_idx=0):
             self.log("val_loss", self.loss(batch))
 
-    data, rehearsal = Data(), ft.Rehearsal(seconds=5)
+    data, rehearsal = Data(), ft.plan.Rehearsal(seconds=5)
     checkpoints = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_top_k=-1, save_last=True)
     trainer([rehearsal, checkpoints], default_root_dir=tmp_path, enable_checkpointing=True).fit(
         Net2(dropout=0.1), datamodule=data
@@ -187,7 +187,9 @@ def test_a_technique_that_breaks_its_promise(tmp_path):
                 parameter.grad.mul_(1.01)
 
     refused(
-        tmp_path, r"verify with Bends\(\) on the first batch: another training", [Bends(), ft.EagerGradientRelease()]
+        tmp_path,
+        r"verify with Bends\(\) on the first batch: another training",
+        [Bends(), ft.EagerGradientRelease()],
     )
 
 
@@ -343,12 +345,12 @@ def test_a_folder_that_cannot_be_written_to(tmp_path):
 
 def test_a_loader_that_can_be_read_once_only(tmp_path):
     with pytest.raises(RehearsalError, match="the loader is a list_iterator: what is read of it ahead"):
-        trainer([ft.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
+        trainer([ft.plan.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
 
 
 def test_a_time_that_is_none():
     with pytest.raises(ValueError, match="seconds=-1"):
-        ft.Rehearsal(seconds=-1)
+        ft.plan.Rehearsal(seconds=-1)
 
 
 @pytest.mark.gpu

@@ -163,7 +163,11 @@ def test_dropout_is_found_in_layers_and_in_numbers_by_name():
         ([ft.MicroBatching(2)], {"steps": 0}, "steps=0"),
         ([ft.MicroBatching(2)], {"module": nn.Linear(1, 1)}, "Linear without loss="),
         ([ft.MicroBatching(2)], {"module": lambda: 3}, "which gives int"),
-        ([ft.EagerGradientRelease()], {"module": TinyLM().requires_grad_(False)}, "no parameter requires a gradient"),
+        (
+            [ft.EagerGradientRelease()],
+            {"module": TinyLM().requires_grad_(False)},
+            "no parameter requires a gradient",
+        ),
         ([ft.MicroBatching(2)], {"batch": as_loader(BATCHES), "steps": 4}, "steps=4: the loader has 3 batches"),
     ],
 )

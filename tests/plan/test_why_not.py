@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.techniques import techniques as all_techniques
 from lightning_fasttrain.cli import main
+from lightning_fasttrain.plan.catalogue import known_techniques
 from tests.nets import TinyLM, lm_batches, trainer
 
 BATCH = lm_batches(1)[0]
@@ -16,16 +16,16 @@ HERE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def reasons(module=None, techniques=None, **settings):
-    found = ft.why_not(module or TinyLM(), techniques=techniques, **settings)
+    found = ft.plan.why_not(module or TinyLM(), techniques=techniques, **settings)
     return {row.name: row.why_not for row in found.rows}
 
 
 def test_each_technique_is_in_use_or_has_a_row():
     in_use = [ft.MicroBatching(2), ft.ActivationCheckpointing()]
-    found = ft.why_not(TinyLM(), techniques=in_use)
+    found = ft.plan.why_not(TinyLM(), techniques=in_use)
     assert found.used == ("MicroBatching", "ActivationCheckpointing")
     names = [row.name for row in found.rows]
-    assert sorted([*names, *found.used]) == sorted(kind.__name__ for kind in all_techniques())
+    assert sorted([*names, *found.used]) == sorted(kind.__name__ for kind in known_techniques())
     untried = [row.why_not is not None for row in found.rows]
     assert untried == sorted(untried)  # what may be worth trying comes first
 
@@ -67,10 +67,10 @@ def test_a_package_that_is_missing_is_a_reason(monkeypatch):
 
 def test_what_changes_memory_is_predicted_beside_what_is_in_use():
     in_use = [ft.EagerGradientRelease()]
-    found = ft.why_not(TinyLM(), BATCH, in_use)
+    found = ft.plan.why_not(TinyLM(), BATCH, in_use)
     rows = {row.name: row for row in found.rows}
     plain = ft.predict_memory(TinyLM(), BATCH, techniques=in_use, device=HERE).peak_bytes
-    for tried in (ft.MicroBatching(4), ft.IA3(), ft.ActivationCheckpointing()):
+    for tried in (ft.MicroBatching(4), ft.finetune.IA3(), ft.ActivationCheckpointing()):
         row = rows[type(tried).__name__]
         expected = ft.predict_memory(TinyLM(), BATCH, techniques=[*in_use, tried], device=HERE).peak_bytes / plain
         assert (row.tried, row.factor) == (repr(tried), expected)
@@ -82,7 +82,7 @@ def test_what_changes_memory_is_predicted_beside_what_is_in_use():
 
 
 def test_where_nothing_can_be_predicted_the_reasons_stand_alone():
-    found = ft.why_not(TinyLM(), BATCH, [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))])
+    found = ft.plan.why_not(TinyLM(), BATCH, [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))])
     assert {row.factor for row in found.rows} == {None}
     assert "Nothing is predicted: " in found.notes[0]
 

@@ -1,6 +1,7 @@
 """A plan fits, is the fastest of what was tried, says why, and leaves everything as it was."""
 
 import json
+import operator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,12 +15,12 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._free_memory import free_bytes
-from lightning_fasttrain._technique import techniques_of
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, code_of, config_of, switch_of
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Costs, Search
 from lightning_fasttrain.planner.stopwatch import Stopwatch
+from lightning_fasttrain.technique.technique import techniques_of
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
 
 BATCH = lm_batches(1, size=32, length=24)[0]
@@ -186,7 +187,7 @@ def test_a_budget_is_chosen_where_it_is_the_fastest():
     memory = PredictedMemory(net, batch, "cpu", [1])
     half, plain = memory.of(Choice(recompute="half")), memory.of(Choice())
     limit = (half + 3 * plain) / 4 / GIB
-    axes = find_axes(net, batch, facts_of_machine(), ft.Exactness.EXACT, "32-true", False, limit)
+    axes = find_axes(net, batch, facts_of_machine(), ft.technique.Exactness.EXACT, "32-true", False, limit)
     axes.words |= {"head": [""], "gradients": [""]}
     memory = PredictedMemory(net, batch, "cpu", [1], limit * GIB)
     search = Search(
@@ -217,7 +218,7 @@ def test_code_config_and_technique_of_a_switch_are_the_same(axis, word):
     made = switch_of(axis, word).make()
     assert repr(eval(code_of(made))) == repr(made)
     config = config_of(made)
-    assert config["class_path"] == f"lightning_fasttrain.{type(made).__name__}"
+    assert class_in(config) is type(made)
     assert repr(made_of(config)) == repr(made)
 
 
@@ -225,7 +226,11 @@ def made_of(config):
     """What LightningCLI makes of it."""
     arguments = config.get("init_args", {}).items()
     made = {name: made_of(value) if isinstance(value, dict) else value for name, value in arguments}
-    return getattr(ft, config["class_path"].split(".")[-1])(**made)
+    return class_in(config)(**made)
+
+
+def class_in(config):
+    return operator.attrgetter(config["class_path"].removeprefix("lightning_fasttrain."))(ft)
 
 
 def test_of_each_axis_there_is_something_to_try():

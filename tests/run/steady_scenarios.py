@@ -80,12 +80,12 @@ def sharded():
 
 
 def spike_guard(found, folder):
-    guard = ft.SpikeGuard(after=3)
+    guard = ft.run.SpikeGuard(after=3)
     module, _, said = run(spoil(5, times=200.0), [guard])
     found["spike"] = [apart(run(without(5))[0], module), guard.skipped, said]
-    module, _, said = run(spoil(5, times=200.0), [ft.SpikeGuard(after=3)], strategy=sharded())
+    module, _, said = run(spoil(5, times=200.0), [ft.run.SpikeGuard(after=3)], strategy=sharded())
     found["sharded spike"] = [apart(run(without(5), strategy=sharded())[0], module), len(said)]
-    guard, saved = ft.SpikeGuard("rewind", after=3), ModelCheckpoint(folder, every_n_train_steps=3)
+    guard, saved = ft.run.SpikeGuard("rewind", after=3), ModelCheckpoint(folder, every_n_train_steps=3)
     module, _, said = run(spoil(5, times=200.0), [guard, saved], enable_checkpointing=True)
     expected, *_ = run([*BATCHES[:3], *BATCHES[6:]])
     found["rewound"] = [apart(expected, module), guard.rewinds, len(said)]

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.resume._gathered_states import pack, unpack
 from lightning_fasttrain.run.resume.exact_resume import KEY, ExactResume
+from lightning_fasttrain.technique import Technique
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*lr_scheduler.step.. before .optimizer.step..*")
 

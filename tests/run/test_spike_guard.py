@@ -36,7 +36,7 @@ def with_spike(*places, what="times", by=100.0):
 
 
 def guard(then="skip", **settings):
-    return ft.SpikeGuard(then, **{"after": 4, **settings})
+    return ft.run.SpikeGuard(then, **{"after": 4, **settings})
 
 
 def run(batches, callbacks=(), net=Spiky, **settings):
@@ -149,7 +149,7 @@ class Manual(TinyLM):
 )
 def test_unfit_arguments_are_refused_at_once(settings, message):
     with pytest.raises(ValueError, match=message):
-        ft.SpikeGuard(**settings)
+        ft.run.SpikeGuard(**settings)
 
 
 def test_unfit_runs_are_refused_at_their_start():

@@ -270,7 +270,7 @@ class Projects(ShallowLM):
         return ft.optim.GaLoreAdamW(ft.optim.galore_groups(self, rank=2))
 
 
-CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.IA3, ft.Distillation)
+CHANGE_RESULTS = (ft.LoRA, ft.QLoRA, ft.finetune.IA3, ft.loss.Distillation)
 
 
 def techniques(found, folder):
@@ -280,10 +280,10 @@ def techniques(found, folder):
         lambda: [ft.LoRA(rank=2)],
         lambda: [ft.QLoRA(rank=2, kind="int8")],
         lambda: [ft.QLoRA(rank=2, kind="nf4")],
-        lambda: [ft.IA3("up")],
+        lambda: [ft.finetune.IA3("up")],
         lambda: [ft.FusedLossHead("head")],
-        lambda: [ft.Distillation(ShallowLM(depth=1), head="head")],
-        lambda: [ft.ActivationCheckpointing(ft.SelectiveOps())],
+        lambda: [ft.loss.Distillation(ShallowLM(depth=1), head="head")],
+        lambda: [ft.ActivationCheckpointing(ft.model.SelectiveOps())],
         lambda: [ft.ActivationOffload(min_mib=0, folder=folder), ft.EagerGradientRelease(), ft.DevicePrefetch()],
         lambda: [ft.MicroBatching(3)],
     ):
@@ -297,7 +297,7 @@ def techniques(found, folder):
         name: refusal(lambda callback=callback: fit([callback]))
         for name, callback in {
             "OptimizerInBackward": ft.OptimizerInBackward(),
-            "GradualUnfreezing": ft.GradualUnfreezing(groups=["*"]),
+            "GradualUnfreezing": ft.finetune.GradualUnfreezing(groups=["*"]),
             "WeightAveraging": L.pytorch.callbacks.WeightAveraging(),
         }.items()
     }
@@ -323,7 +323,10 @@ def packed_bytes(module):
 
 
 def base_in_4_bits(found, folder):
-    recomputed, experts = ft.ActivationCheckpointing(), [ft.QuantizedBase(skip="**.self_attn.*"), ft.Adapter(CONFIG)]
+    recomputed, experts = (
+        ft.ActivationCheckpointing(),
+        [ft.QuantizedBase(skip="**.self_attn.*"), ft.finetune.Adapter(CONFIG)],
+    )
     wholes, cut = {}, {}
     for name, net, callbacks, offload, precision in (
         ("narrow", ShallowLM, [ft.QLoRA(rank=2), recomputed], None, "32-true"),

@@ -13,11 +13,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._technique import check_together
 from lightning_fasttrain.strategy.sizes.model_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero._zero_stage import _a_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+from lightning_fasttrain.technique import check_together
 from tests.nets import trainer
 from tests.ranks import ROOT
 from tests.strategy.zero_launches import launched

@@ -658,7 +658,7 @@ def refuses(found, folder):
         ("two optimizers", Two(), 2, []),
         ("LBFGS", lbfgs, 0, []),
         ("Adafactor", TinyLM(optimizer=torch.optim.Adafactor), 2, []),
-        ("Distillation", net("sgd"), 3, [ft.Distillation(TinyLM(depth=2), alpha=0.5, head="head")]),
+        ("Distillation", net("sgd"), 3, [ft.loss.Distillation(TinyLM(depth=2), alpha=0.5, head="head")]),
     ):
         try:
             fit(module, ZeROStrategy(stage=stage), callbacks, max_epochs=1)

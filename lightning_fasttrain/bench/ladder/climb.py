@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from lightning_fasttrain._technique import Exactness, least_exact
 from lightning_fasttrain.bench.ladder.judge import (
     MEMORY_WORTH,
     TIME_WORTH,
@@ -32,6 +31,8 @@ from lightning_fasttrain.bench.ladder.process import run_in_own_process
 from lightning_fasttrain.bench.ladder.rows import Climbed, Measured, Row, State, Top
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, strong_baseline, warmup_of
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.declarations import least_exact
 
 OnProgress = Callable[[str, dict[str, Any]], None]
 

@@ -7,14 +7,13 @@ import lightning as L
 import torch
 from torch import Tensor
 
-from lightning_fasttrain import data, finetune, loss, model, optim, plan, run
+from lightning_fasttrain import data, optim
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Technique, apply
 from lightning_fasttrain.bench.gpt import GPTModule
 from lightning_fasttrain.bench.ladder.recorder import Recorder
 from lightning_fasttrain.bench.ladder.rows import State
-
-ROOMS = (model, finetune, loss, optim, data, run, plan)
+from lightning_fasttrain.plan.catalogue import class_named
+from lightning_fasttrain.technique import Technique, apply
 
 
 def callbacks_of(state: State) -> list[L.Callback]:
@@ -31,13 +30,10 @@ def callbacks_of(state: State) -> list[L.Callback]:
 
 
 def _make(name: str, arguments: dict[str, Any]) -> Any:
-    kind = next((getattr(room, name) for room in ROOMS if hasattr(room, name)), None)
-    if not isinstance(kind, type):
-        raise ValueError(explain(f"{name!r}", "this package has none of this name", "Check the rung's entry"))
     values = {}
     for key, value in arguments.items():
         values[key] = _make(*next(iter(value.items()))) if isinstance(value, dict) else value
-    return kind(**values)
+    return class_named(name)(**values)
 
 
 class Record(L.Callback):

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable
 from operator import attrgetter
 from typing import Any
 
-from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.ladder.rows import Measured, Row
+from lightning_fasttrain.technique import Exactness
 
 # Times that differ by less are called equal on any machine: nobody would add a line of code for it.
 TIME_WORTH = 0.03

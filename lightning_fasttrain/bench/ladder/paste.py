@@ -3,6 +3,7 @@
 from typing import Any
 
 from lightning_fasttrain.bench.ladder.rows import State
+from lightning_fasttrain.plan.catalogue import class_named, public_path
 
 
 def as_code(state: State) -> str:
@@ -26,7 +27,7 @@ def as_code(state: State) -> str:
     lines = ["trainer = L.Trainer("]
     lines += [f"    {name}={_value(value)}," for name, value in state["trainer"].items()]
     if state["callbacks"]:
-        callbacks = [f"        ft.{_call(name, arguments)}," for name, arguments in state["callbacks"].items()]
+        callbacks = [f"        {_call(name, arguments)}," for name, arguments in state["callbacks"].items()]
         lines += ["    callbacks=[", *callbacks, "    ],"]
     lines.append(")")
     named = {key: value for key, value in state["optimizer"].items() if key != "fused"}
@@ -41,13 +42,14 @@ def as_code(state: State) -> str:
 
 
 def _call(name: str, arguments: dict[str, Any]) -> str:
-    return f"{name}({', '.join(f'{key}={_value(value)}' for key, value in arguments.items())})"
+    given = ", ".join(f"{key}={_value(value)}" for key, value in arguments.items())
+    return f"ft.{public_path(class_named(name))}({given})"
 
 
 def _value(value: Any) -> str:
     if isinstance(value, dict):  # a policy: its name and its arguments
         ((name, arguments),) = value.items()
-        return f"ft.{_call(name, arguments)}"
+        return _call(name, arguments)
     if isinstance(value, str):
         return f'"{value}"'
     return f"{value:.4g}" if isinstance(value, float) else repr(value)

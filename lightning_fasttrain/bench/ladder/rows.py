@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._technique import Exactness
+from lightning_fasttrain.technique import Exactness
 
 # How a run is made, in plain JSON, so that a fresh process can make it:
 #   callbacks: name of a callback of this package → its keyword arguments, of which {"EveryBlock": {"k": 2}} stands for

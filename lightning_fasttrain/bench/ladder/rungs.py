@@ -7,10 +7,10 @@ from typing import Any
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.bench.ladder.judge import MEMORY_WORTH
 from lightning_fasttrain.bench.ladder.rows import Row, State
 from lightning_fasttrain.model import CompileBlocks
+from lightning_fasttrain.technique import Exactness
 
 _ROOM_TO_PLAN = 0.1
 

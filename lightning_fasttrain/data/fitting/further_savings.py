@@ -7,7 +7,7 @@ from functools import partial
 from torch import nn
 
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._technique import Exactness, Surgery, Technique, apply
+from lightning_fasttrain.technique import Exactness, Surgery, Technique, apply
 
 _SAVES = (Surgery.CHECKPOINT, Surgery.OFFLOAD)
 

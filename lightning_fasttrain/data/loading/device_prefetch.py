@@ -15,7 +15,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Setting, Technique
+from lightning_fasttrain.technique import Setting, Technique
 
 
 def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":

@@ -14,8 +14,8 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import say
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
+from lightning_fasttrain.technique import Technique
 
 _END = object()
 

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn_on_any_rank
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data.loading._tolerant_dataset import Envelope, Sieve, TolerantDataset
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
+from lightning_fasttrain.technique import Technique
 
 
 def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":

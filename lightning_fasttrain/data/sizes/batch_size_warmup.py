@@ -12,12 +12,12 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.data.count_targets import Count
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.scale_rates import RULES, scale_rates_
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
+from lightning_fasttrain.technique import Exactness
 
 
 def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
@@ -86,7 +86,7 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "steps of few batches first, of more later, with rates that follow if asked"
     when: ClassVar[str] = "a large batch late in the run tells little early in it; not for fine-tuning"
-    in_a_loop: ClassVar[str] = "accumulate_window(step, window) for window in grow_windows(loader, growth)"
+    in_a_loop: ClassVar[str] = "accumulate_window(step, window) for window in data.grow_windows(loader, growth)"
 
     def __init__(
         self,

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Exactness, Technique
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import steps_of_epochs, total_steps
 from lightning_fasttrain.data.split_batch import walk_leaves
+from lightning_fasttrain.technique import Exactness, Technique
 
 _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]
@@ -130,7 +130,7 @@ class SequenceLengthWarmup(Technique):
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     effect: ClassVar[str] = "short sequences first, of growing length: cheaper and steadier early steps"
     when: ClassVar[str] = "training on long sequences begins unsteadily; not where the end of a sequence matters most"
-    in_a_loop: ClassVar[str] = "for batch in grow_sequences(loader, growth)"
+    in_a_loop: ClassVar[str] = "for batch in data.grow_sequences(loader, growth)"
     predicted: ClassVar[bool] = True
 
     def __init__(self, start: int, full: int, over: int | str | Length, grid: int = 8, cut: Cut | None = None) -> None:

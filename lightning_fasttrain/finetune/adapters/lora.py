@@ -19,12 +19,12 @@ from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Setting, Surgery, Technique
 from lightning_fasttrain.finetune.adapters._starts import Batches
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
 from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, require_peft
+from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
 
 
 class Adapter(Technique):
@@ -270,7 +270,7 @@ class IA3(Adapter):
 
     effect: ClassVar[str] = "trains one factor for each output of each frozen layer"
     when: ClassVar[str] = "LoRA's adapters are still too large: hundreds of times fewer parameters, for small tasks"
-    in_a_loop: ClassVar[str] = "apply(model, [IA3(...)])"
+    in_a_loop: ClassVar[str] = "apply(model, [finetune.IA3(...)])"
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ from lightning_fasttrain._host import wrap_again
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Exactness, Technique
 from lightning_fasttrain.finetune.parts.freezing import (
     Chosen,
     Named,
@@ -27,6 +26,7 @@ from lightning_fasttrain.finetune.parts.freezing import (
     keeps_statistics,
     show_thawed_,
 )
+from lightning_fasttrain.technique import Exactness, Technique
 
 Groups = Sequence[Named | Sequence[Named]]
 
@@ -47,7 +47,7 @@ class Unfreezing:
             no group names is the last. By default: the heads (:func:`~lightning_fasttrain.finetune.find_heads`) and
             what the model lists after its blocks; each block with what lies between it and the next; what comes before
             them.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
         TypeError: a group is no pattern or class, and no list of them.

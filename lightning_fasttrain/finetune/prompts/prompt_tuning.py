@@ -29,7 +29,7 @@ class PromptTuning(Adapter):
         tokens: how many.
         start: what they are at first: ``"vocabulary"``, random tokens of it; ``"random"``, normal; or the ids of
             tokens, as a tokenizer gives them for a description of the task, repeated or cut to fit.
-        train, name, checkpoint: as for :class:`~lightning_fasttrain.Adapter`.
+        train, name, checkpoint: as for :class:`~lightning_fasttrain.finetune.Adapter`.
 
     Raises:
         TypeError, ValueError: ``tokens`` is no whole number of at least 1, or ``start`` none of those; when the run
@@ -45,7 +45,7 @@ class PromptTuning(Adapter):
 
     effect: ClassVar[str] = "trains a few virtual tokens before the input of a Hugging Face model"
     when: ClassVar[str] = "a large model, a small task, and thousands of tasks to be kept; not for small models"
-    in_a_loop: ClassVar[str] = "apply(model, [PromptTuning(...)])"
+    in_a_loop: ClassVar[str] = "apply(model, [finetune.PromptTuning(...)])"
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class PrefixTuning(Adapter):
         tokens: how many, in each layer.
         projection: let them come out of a network of two layers while they train, which is steadier and needs more
             memory: True for one as wide as a layer's keys, or its width. ``save_adapter`` keeps its outcome alone.
-        train, name, checkpoint: as for :class:`~lightning_fasttrain.Adapter`.
+        train, name, checkpoint: as for :class:`~lightning_fasttrain.finetune.Adapter`.
 
     Raises:
         TypeError, ValueError: ``tokens`` or ``projection`` is no whole number of at least 1; when the run begins, as
@@ -106,7 +106,7 @@ class PrefixTuning(Adapter):
 
     effect: ClassVar[str] = "trains a few virtual keys and values before every layer's of a Hugging Face model"
     when: ClassVar[str] = "as PromptTuning, where virtual tokens before the input alone are too few"
-    in_a_loop: ClassVar[str] = "apply(model, [PrefixTuning(...)])"
+    in_a_loop: ClassVar[str] = "apply(model, [finetune.PrefixTuning(...)])"
 
     def __init__(
         self,

@@ -14,7 +14,6 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import trainer_of
 from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -29,6 +28,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.model import LowPrecisionProducts
+from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 
 NONE_LEFT = "bitsandbytes multiplies with what is quantised, so no layer but the head would be left"
 ALL_OR_SKIP = "Leave LowPrecisionProducts out, or name with skip= what is to stay whole and multiply in 8 bits"
@@ -112,7 +112,7 @@ def quantize_base_(
         compute_dtype: of the products in 4-bit layers. ``"auto"``: half precision as the Trainer or the weights have
             it; for float32, bfloat16 on CUDA devices that can, and else float32. In int8 it is that of the input.
         skip: layers to leave: a class, a class name, or a pattern of qualified names as for
-            :func:`~lightning_fasttrain.find_blocks`; or several of these. What lies inside of them is left too.
+            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. What lies inside of them is left too.
 
     Returns:
         What was quantised, what had been before, and what was left and why. Quantising cannot be undone; twice is

@@ -12,10 +12,10 @@ from lightning_fasttrain._counts import count_batch, count_parameters
 from lightning_fasttrain._explanation import Explanation, describe_acting, explain_run
 from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.predict.fake_copy import Factory
 from lightning_fasttrain.plan.proof.step_record import quietly
+from lightning_fasttrain.technique import Technique
 
 
 def explain(
@@ -58,7 +58,7 @@ def explain(
     Example:
         >>> import lightning_fasttrain as ft
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
-        >>> found = ft.explain(net, techniques=[ft.ActivationCheckpointing(), ft.MicroBatching(4)])
+        >>> found = ft.plan.explain(net, techniques=[ft.ActivationCheckpointing(), ft.MicroBatching(4)])
         >>> print(found)
         2 techniques
           ActivationCheckpointing: 4 blocks of Sequential recomputed

@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,15 +16,15 @@ from lightning_fasttrain._facts import Facts, facts_of_machine
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import first_line, told_heads
-from lightning_fasttrain._technique import Technique, check_together
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.loss import FusedLossHead
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.advice.unused import Unused, UnusedReport
+from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.plan.predict.fake_copy import Factory
 from lightning_fasttrain.plan.proof.step_record import quietly
-from lightning_fasttrain.plan.subject import ROOMS
+from lightning_fasttrain.technique import Technique, check_together
 
 _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
 
@@ -64,7 +64,7 @@ def why_not(
     Example:
         >>> import lightning_fasttrain as ft
         >>> net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
-        >>> reasons = {row.name: row.why_not for row in ft.why_not(net, techniques=[ft.QLoRA()]).rows}
+        >>> reasons = {row.name: row.why_not for row in ft.plan.why_not(net, techniques=[ft.QLoRA()]).rows}
         >>> reasons["QuantizedBase"]
         'QLoRA + QuantizedBase: QLoRA is QuantizedBase and LoRA already. Use QLoRA alone, or ...'
 
@@ -78,14 +78,6 @@ def why_not(
     rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
     used = tuple(type(technique).__name__ for technique in setting.techniques)
     return UnusedReport(tuple(rows), used, asker.peak_bytes, setting.device.type, setting.precision, tuple(asker.notes))
-
-
-def known_techniques() -> Iterator[type[Technique]]:
-    """Every technique of the package, room by room, in alphabetical order."""
-    for room in ROOMS:
-        for _, thing in inspect.getmembers(room, inspect.isclass):
-            if issubclass(thing, Technique):
-                yield thing
 
 
 class _Asker:

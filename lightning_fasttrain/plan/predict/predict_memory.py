@@ -18,7 +18,6 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._technique import Technique, apply, check_together
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
@@ -31,6 +30,7 @@ from lightning_fasttrain.plan.predict.fake_copy import Factory, fake_batch, fake
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport, report
 from lightning_fasttrain.plan.predict.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.plan.predict.unseen_on_cuda import CUDA_WORKSPACE
+from lightning_fasttrain.technique import Technique, apply, check_together
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,

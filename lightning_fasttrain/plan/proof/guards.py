@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain._messages import list_some
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan.proof.step_record import StepRecord
 from lightning_fasttrain.plan.proof.yardstick import Distances
+from lightning_fasttrain.technique import Technique
 
 _MOST_STUCK = 0.05  # of the numbers in weights: more that do not move are small updates lost to rounding
 _LITTLE, _MUCH = 1e-4, 0.05  # relative

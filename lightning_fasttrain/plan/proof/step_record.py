@@ -23,7 +23,6 @@ from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, list_some, log
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data.trial._put_back import remember
 from lightning_fasttrain.data.trial._step_parts import loss_of
 from lightning_fasttrain.finetune.account_bytes import account_bytes
@@ -31,6 +30,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.base_model import base_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.plan.proof.without_dropout import without_dropout
+from lightning_fasttrain.technique import Technique
 
 _LARGE_SHARE = 0.05  # of a model's bytes
 _SEED = 1_000_003  # of the first step; any number that nobody's own seed is likely to be

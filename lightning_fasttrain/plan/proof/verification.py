@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_fasttrain._messages import FULL_WIDTH
-from lightning_fasttrain._technique import Exactness
 from lightning_fasttrain.plan.proof.comparison import Distance
+from lightning_fasttrain.technique import Exactness
 
 QUANTITIES = ("loss", "gradients", "updates", "buffers", "evaluation")
 

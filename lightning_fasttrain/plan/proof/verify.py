@@ -18,7 +18,6 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import first_line
-from lightning_fasttrain._technique import Exactness, Technique, check_together, least_exact
 from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.plan.proof import guards
@@ -33,6 +32,8 @@ from lightning_fasttrain.plan.proof.yardstick import (
     nudge,
     take_largest,
 )
+from lightning_fasttrain.technique import Exactness, Technique, check_together
+from lightning_fasttrain.technique.declarations import least_exact
 
 Loss = Callable[[Any, Any], Any]
 

@@ -10,7 +10,6 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain._technique import Onlooker
 from lightning_fasttrain.plan.rehearsal.checkpoint_places import find_places, refuse_bad_folders, temporary_folder
 from lightning_fasttrain.plan.rehearsal.going_on import go_on_from_checkpoint
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
@@ -26,6 +25,7 @@ from lightning_fasttrain.plan.rehearsal.stages import (
     weigh_checkpoint,
     with_exact_resume,
 )
+from lightning_fasttrain.technique.technique import Onlooker
 
 _SHARE = 0.25  # of the time, for batches that are only read
 

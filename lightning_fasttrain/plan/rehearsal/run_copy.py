@@ -23,12 +23,13 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._technique import Onlooker, Technique
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.step_record import EnoughError, as_it_is, copy_batch, copy_module, quietly
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.technique import Onlooker
 
 # They show, write files, watch this process, or try out settings: none of it belongs to a step or to its state.
 _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (

@@ -24,8 +24,8 @@ from lightning_fasttrain._plain_values import refuse_unreadable
 from lightning_fasttrain._reading import is_remote, local_path, read_archive
 from lightning_fasttrain._run_mark import KEY, RunMark, step_in
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.guard._checkpoint_room import check_folders, share_failed_saves
+from lightning_fasttrain.technique import Technique
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):

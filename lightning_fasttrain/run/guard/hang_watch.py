@@ -16,8 +16,8 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain._host import surround_teardown
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.guard.progress_watch import ProgressWatch, positive_times, write_to_stderr
+from lightning_fasttrain.technique import Technique
 
 
 class HangWatch(Technique):

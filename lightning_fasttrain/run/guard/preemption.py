@@ -15,8 +15,8 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._host import cluster_environment, step_goes_on
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, a_code, catchable, name_of
+from lightning_fasttrain.technique import Technique
 
 
 class Preemption(Technique):
@@ -32,7 +32,7 @@ class Preemption(Technique):
     Works with one process, Lightning's launcher (tell the main process, a child, or all), torchrun (which passes
     SIGTERM on and kills after ``--shutdown-timeout``, 30 s, and itself exits with 1) and SLURM, where the requeue
     signal stays Lightning's. With ``ddp_spawn`` and ``ddp_fork`` tell the workers: the main process does not train.
-    A run that hangs answers to no signal; that is for :class:`~lightning_fasttrain.HangWatch`.
+    A run that hangs answers to no signal; that is for :class:`~lightning_fasttrain.run.HangWatch`.
 
     Args:
         folder: where ``preempted-step=N.ckpt`` goes; by default where the run's ModelCheckpoint writes, or else the

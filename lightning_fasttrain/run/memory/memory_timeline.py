@@ -16,10 +16,10 @@ from lightning_fasttrain._counts import format_bytes
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.run.memory.memory_files import check_kinds
 from lightning_fasttrain.run.memory.memory_record import MemoryRecord
 from lightning_fasttrain.run.memory.memory_recording import MemoryRecording
+from lightning_fasttrain.technique import Technique
 
 
 class MemoryTimeline(Technique):

@@ -16,7 +16,6 @@ from lightning_fasttrain._host import is_last_batch_taken, step_goes_on, validat
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, pack, unpack
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
@@ -38,6 +37,7 @@ from lightning_fasttrain.run.resume._run_identity import (
 from lightning_fasttrain.run.resume._running_metrics import metrics_state, restore_metrics
 from lightning_fasttrain.run.resume._uncheckpointed_state import forgotten_state, restore_forgotten
 from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader
+from lightning_fasttrain.technique import Technique
 
 KEY = "ExactResume"
 

@@ -16,7 +16,6 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Conflict, Technique
 from lightning_fasttrain.data.trial.find_count import is_sharded
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.resume._gathered_states import gather
@@ -29,6 +28,7 @@ from lightning_fasttrain.run.steady._step_gate import (
     hold_steps_,
     parameters_with_gradient,
 )
+from lightning_fasttrain.technique import Conflict, Technique
 
 
 class FiniteSteps:

@@ -18,12 +18,12 @@ from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain._technique import Conflict, Exactness, Technique
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.steady._running_limit import RunningLimit
 from lightning_fasttrain.run.steady._schedules import hold_schedules_
 from lightning_fasttrain.run.steady._step_gate import hold_steps_, parameters_with_gradient
+from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 
 class SteadySteps:

@@ -57,7 +57,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         offload: ``"cpu"``: shards, gradients and optimizer in host memory.
         replicas: hybrid sharding: so many copies of the model, each sharded over its part of the processes; the
             number of nodes keeps the gathering inside a node.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
         reduce_dtype: ``"float32"`` (default) or ``"bfloat16"``, in which gradients are reduced.
         reduce_once: under accumulation, sum whole gradients and reduce them once; False reduces each micro-batch
             and keeps shards only: less memory, more communication.

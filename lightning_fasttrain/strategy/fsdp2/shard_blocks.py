@@ -101,7 +101,7 @@ def shard_blocks_(
             backward; False keeps them; a number reshards to so many processes, such as those of one node. The root's
             are always kept.
         offload: ``"cpu"``: shards, their gradients and the optimizer live in host memory.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.find_blocks`.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Returns:
         Names of the blocks that are sharded on their own.

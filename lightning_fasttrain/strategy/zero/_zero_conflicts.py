@@ -2,7 +2,7 @@
 
 from lightning.pytorch.callbacks import BackboneFinetuning, WeightAveraging
 
-from lightning_fasttrain._technique import Conflict
+from lightning_fasttrain.technique import Conflict
 
 CONFLICTS_OF_ZERO = (
     Conflict(

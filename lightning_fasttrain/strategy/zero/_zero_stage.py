@@ -21,11 +21,11 @@ from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say, wide_enough
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._technique import Technique
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
+from lightning_fasttrain.technique import Technique
 
 # Settings of Lightning's strategy that a stage is made of, so that they cannot be given beside stage=.
 _PART_OF_STAGE = (

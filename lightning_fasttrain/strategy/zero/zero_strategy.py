@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_fasttrain._messages import explain, note_once, warn
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain._technique import Surgery, Technique, check_together, refuse_conflicts, techniques_of
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
@@ -27,6 +26,8 @@ from lightning_fasttrain.strategy.zero._zero_stage import (
     without_defaults,
 )
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
+from lightning_fasttrain.technique import Surgery, Technique, check_together
+from lightning_fasttrain.technique.technique import refuse_conflicts, techniques_of
 
 
 class ZeROStrategy(DeepSpeedStrategy):

@@ -1,10 +1,8 @@
-"""Floor: what a technique is, the order of surgery, and which techniques do not go together."""
+"""What a technique is, how several are applied together, and which do not go together."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from enum import Enum, IntEnum
 from typing import Any, ClassVar
 from weakref import WeakSet
 
@@ -21,70 +19,7 @@ from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._run_report import RunReport, is_empty_hook
 from lightning_fasttrain._surgery import Undo, patch
-
-
-class Exactness(Enum):
-    """How near a technique keeps to the plain training run, most exact first; tests hold each one to its class."""
-
-    EXACT = "exact"
-    TOLERANCE = "tolerance"
-    CHANGES_TRAINING = "changes_training"
-
-
-def least_exact(*classes: Exactness) -> Exactness:
-    """The class of several techniques together: that of the least exact one; of none, exact.
-
-    Example:
-        >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
-        'tolerance'
-    """
-    return max(classes, key=list(Exactness).index, default=Exactness.EXACT)
-
-
-class Surgery(IntEnum):
-    """The order in which models are operated on, however the techniques were listed."""
-
-    QUANTIZE = 1
-    ADAPT = 2
-    ARCHITECTURE = 3
-    CHECKPOINT = 4
-    COMPILE = 5
-    OFFLOAD = 6
-    SHARD = 7
-
-
-@dataclass(frozen=True)
-class Conflict:
-    """What a technique cannot be used beside, and what to do about it.
-
-    Args:
-        other: a class: another technique, a strategy, a callback of the host's. Subclasses are meant too.
-        why: half a sentence.
-        way_out: the cheapest.
-        when: (technique, the other) → whether they conflict as they are set; by default always.
-    """
-
-    other: type
-    why: str
-    way_out: str
-    when: Callable[[Any, Any], bool] = lambda technique, other: True
-
-
-@dataclass(frozen=True)
-class Setting:
-    """How the planner may use a technique.
-
-    Args:
-        axis: what it decides there: a field of a planner's choice. Of one axis one setting is used.
-        word: its name in the axis.
-        arguments: by name: numbers, words, and policies made of such.
-        cost: by what it multiplies the time of a step, until that is measured.
-    """
-
-    axis: str
-    word: str
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    cost: float = 1.0
+from lightning_fasttrain.technique.declarations import Conflict, Exactness, Setting, Surgery
 
 
 class Technique(L.Callback):
