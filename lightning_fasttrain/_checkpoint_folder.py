@@ -12,7 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._files import TEMPORARY, is_being_written, is_temporary_file, lock, sync_folder, write_atomic
+from lightning_fasttrain._files import (
+    TEMPORARY,
+    free_disk_bytes,
+    is_being_written,
+    is_temporary_file,
+    lock,
+    sync_folder,
+    write_atomic,
+)
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import CorruptCheckpoint, damage_of_archive, local_path, parse_json
@@ -80,7 +88,7 @@ def checkpoint_folder(
                     settle(target)
                     _refuse_foreign(staging)
                     staging.mkdir()
-                    held.enter_context(marked(staging))
+                    held.enter_context(mark_folder(staging))
         try:
             with _all_or_none(target, agree):
                 yield staging
@@ -100,9 +108,9 @@ def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        free = shutil.disk_usage(target.parent).free if target.parent.exists() else 0
         error.add_note(
-            f"While writing checkpoint {target} ({free / GIB:.2f} GiB are free there). An older one is untouched."
+            f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
+            "An older one is untouched."
         )
         agree(False)
         raise
@@ -170,7 +178,7 @@ def old_of(target: Path) -> Path:
 
 
 @contextmanager
-def marked(folder: Path) -> Iterator[None]:
+def mark_folder(folder: Path) -> Iterator[None]:
     """Say inside ``folder`` that it is ours, and that this process is at work in it; the latter dies with it."""
     write_atomic(folder / _LOCK, _MARK)
     with lock(folder / _LOCK):

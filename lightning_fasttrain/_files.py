@@ -4,6 +4,7 @@ import fcntl
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -61,6 +62,16 @@ def is_temporary_file(path: Path) -> bool:
     """Whether ``path`` is a file that :func:`write_atomic` was writing, told by its kind and its whole name."""
     named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
     return named is not None and path.is_file() and not path.is_symlink()
+
+
+def find_existing(path: Path) -> Path:
+    """``path`` if it is a folder, or the nearest folder above it."""
+    return next(one for one in (path, *path.absolute().parents) if one.is_dir())
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Bytes free on the disk that ``path`` is on, or will be on."""
+    return shutil.disk_usage(find_existing(path)).free
 
 
 def sync_folder(folder: Path) -> None:

@@ -32,7 +32,7 @@ def find_heads(model: nn.Module) -> list[str]:
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
     after = after if 4 * len(after) <= len(linear) else after[-1:]
     heads = {
-        *_told(model, linear, layers),
+        *_find_told(model, linear, layers),
         *_tied_names(model, linear, layers),
         *_of_vocabulary(model, outside, layers),
         *after,
@@ -90,7 +90,7 @@ def _blocks_of(model: nn.Module) -> list[str]:
     return [name for name, block in blocks.items() if not is_linear(block)]
 
 
-def _told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
+def _find_told(model: nn.Module, linear: list[str], layers: dict[str, nn.Module]) -> list[str]:
     told = [base_of(head) for head in told_heads(model)]
     return [name for name in linear if layers[name] in told]
 

@@ -57,7 +57,7 @@ class LateParameters:
             RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the first step
                 of an optimizer: it was made before them.
         """
-        known = set(map(id, _alive(self.trained_before)))
+        known = set(map(id, _find_alive(self.trained_before)))
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         new = [parameter for parameter in trained if id(parameter) not in known]
         if not new:
@@ -71,13 +71,13 @@ class LateParameters:
                 )
             )
         self.what, self.new = what, [weakref.ref(parameter) for parameter in new]
-        for optimizer in _holders(_alive(self.before)):
+        for optimizer in _holders(_find_alive(self.before)):
             self.hooks.callback(optimizer.register_step_pre_hook(self._check).remove)
         return self.hooks
 
     def _check(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook: an optimizer from before is about to step."""
-        training = [parameter for parameter in _alive(self.new) if parameter.grad is not None]
+        training = [parameter for parameter in _find_alive(self.new) if parameter.grad is not None]
         if not training:
             return
         self.hooks.close()
@@ -90,7 +90,7 @@ def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) ->
     """Decorate a function that gives a model parameters to train; inside :func:`apply`, that notices by itself."""
 
     @functools.wraps(function)
-    def noticing(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
+    def call_and_watch(model: nn.Module, *args: P.args, **kwargs: P.kwargs) -> R:
         if model in _noticed:
             return function(model, *args, **kwargs)
         late = LateParameters(model)
@@ -99,13 +99,13 @@ def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) ->
         late.watch(function.__name__)
         return result
 
-    return noticing
+    return call_and_watch
 
 
 _noticed: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # models that are being changed right now
 
 
-def _alive(references: Iterable[Any]) -> list[nn.Parameter]:
+def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:
     return [parameter for reference in references if (parameter := reference()) is not None]
 
 

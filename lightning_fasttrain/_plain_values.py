@@ -28,7 +28,7 @@ def refuse_unreadable(values: Any) -> None:
         Traceback (most recent call last):
         ValueError: checkpoint entry ['callbacks']['mine'][0] of class ...Path: it is of a class that could ...
     """
-    found = _unreadable(values, "", set())
+    found = _find_unreadable(values, "", set())
     if found is not None:
         where, value = found
         why = "it is of a class that could only be read back by running code from the file, which is refused"
@@ -36,7 +36,7 @@ def refuse_unreadable(values: Any) -> None:
         raise ValueError(explain(f"checkpoint entry {where or 'itself'} of class {type(value).__name__}", why, way_out))
 
 
-def _unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
+def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
     """The first entry that cannot be read back, with the path to it."""
     kind = type(value)
     if kind in _PLAIN or id(value) in seen:
@@ -49,7 +49,7 @@ def _unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | Non
     else:
         items = [(f"{where}[{number}]", item) for number, item in enumerate(value)]
     for place, item in items:
-        found = _unreadable(item, place, seen)
+        found = _find_unreadable(item, place, seen)
         if found is not None:
             return found
     return None

@@ -26,7 +26,7 @@ class Reporting(SaysWhatItHolds, Protocol):
 
     def outcome(self, model: nn.Module) -> str: ...
 
-    def measured(self) -> Mapping[str, float]: ...
+    def measurements(self) -> Mapping[str, float]: ...
 
 
 class RunReport:
@@ -103,7 +103,7 @@ class RunReport:
         assert self._explanation is not None
         measured: dict[str, float] = {}
         for technique in self.techniques:
-            measured.update(technique.measured())
+            measured.update(technique.measurements())
         now = _progress(trainer)
         steps = now[2] - self._begun[2]
         figures = [number_of(steps, "step")]
@@ -143,11 +143,11 @@ def _progress(trainer: L.Trainer) -> tuple[float, int, int]:
 
 
 def _in_turn(own: Callable[..., Any], then: Callable[[Any, Any], None]) -> Callable[..., None]:
-    def both(trainer: L.Trainer, module: L.LightningModule) -> None:
+    def call_both(trainer: L.Trainer, module: L.LightningModule) -> None:
         own(trainer, module)
         then(trainer, module)
 
-    return both
+    return call_both
 
 
 def _log_with(logger: Any, ours: Mapping[str, str]) -> Undo:

@@ -180,10 +180,10 @@ class BatchClosures:
             return self._run_parts(micro.split(batch, most)[:1], rest, optimizer)
 
         module, together = self.trainer.lightning_module, micro.together
-        left = functools.partial(micro.savings.left, module)
-        with together.alone():
+        left = functools.partial(micro.savings.list_left, module)
+        with together.run_alone():
             together.rehearse(run_one, left)
-            tried, agree = together.over(attempt), together.agree
+            tried, agree = together.wrap(attempt), together.agree
             parts, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
         together.join()
         return parts
@@ -207,7 +207,7 @@ class BatchClosures:
         training_step = strategy.training_step if sharded else module.training_step
         watch = CollectivesWatch()
         stage = Stage(
-            watch.over(lambda rows: training_step(rows, *rest)),
+            watch.wrap(lambda rows: training_step(rows, *rest)),
             [module],
             strategy.precision_plugin.train_step_context,
             gradients=not sharded,
@@ -348,7 +348,7 @@ def _combine(outputs: list[Any], weights: PartWeights, means: list[Any]) -> Any:
     if not held:
         return None
     outputs = [outputs[part] for part in held]
-    loss = weights.only(held).add_up([loss_of(output) for output in outputs])
+    loss = weights.select(held).add_up([loss_of(output) for output in outputs])
     if not isinstance(outputs[0], dict):
         return loss
     means = [means[part] for part in held]

@@ -51,7 +51,7 @@ class PartWeights:
         weights, counted = self._on(stacked.device, _dtype_of(stacked))
         return torch.where(counted, stacked * weights, 0.0).sum()
 
-    def only(self, parts: Sequence[int]) -> "PartWeights":
+    def select(self, parts: Sequence[int]) -> "PartWeights":
         """Those of these parts alone, the others not counted in the total."""
         if len(parts) == len(self.counts):
             return self

@@ -96,7 +96,7 @@ def account_bytes(model: nn.Module) -> ByteAccount:
             kinds[name] = "adapters" if name in brought else kind
             nbytes[name] = storage.nbytes()
             trained += storage.nbytes() if tensor.requires_grad else 0
-    return ByteAccount(kinds, nbytes, trained, _left(model))
+    return ByteAccount(kinds, nbytes, trained, _find_left(model))
 
 
 def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, str]]:
@@ -126,7 +126,7 @@ def _kind_of(module: nn.Module, parameter: nn.Parameter, is_head: bool) -> str:
     return "matrices" if parameter.ndim > 1 else "vectors"
 
 
-def _left(model: nn.Module) -> dict[str, str]:
+def _find_left(model: nn.Module) -> dict[str, str]:
     if not any(is_quantized(module) for module in model.modules()):
         return {}
     found = sort_out(model, "nf4", ())

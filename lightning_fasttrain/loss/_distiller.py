@@ -92,7 +92,7 @@ class Distiller:
         device = next((p.device for p in self.student.parameters()), torch.device("cpu"))
         call = _Call({**dict(zip(self.names, args, strict=False)), **kwargs}, autocast_dtype(device))
         call.logits, call.features = self.teacher.run(args, kwargs, device)
-        with self.seen.watching(), self.seen.hooked(self.head, _HEAD):
+        with self.seen.watch(), self.seen.hook(self.head, _HEAD):
             call.output = forward(*args, **kwargs)
         self.calls.append(call)
         return call.output

@@ -26,7 +26,7 @@ class Seen:
         self.at: dict[str, tuple[Any, Any]] = {}
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watch(self) -> Iterator[None]:
         self.open, self.at = True, {}
         try:
             yield
@@ -34,7 +34,7 @@ class Seen:
             self.open = False
 
     @contextmanager
-    def hooked(self, module: nn.Module | None, name: str) -> Iterator[None]:
+    def hook(self, module: nn.Module | None, name: str) -> Iterator[None]:
         """Within it, a module is seen from the outside of whatever stands, or will be put, in place of its forward."""
         if module is None:
             yield

@@ -119,9 +119,9 @@ class Teacher:
     def undo(self) -> None:
         self.undo_all.close()
         if self.home is not None:
-            self._to(self.home)
+            self._move_to(self.home)
 
-    def _to(self, device: torch.device) -> None:
+    def _move_to(self, device: torch.device) -> None:
         first = next((x for x in self.module.parameters()), None)
         if first is not None and first.device != device:
             self.module.to(device)
@@ -130,20 +130,20 @@ class Teacher:
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
     ) -> tuple[LogitsOf | None, dict[str, Tensor | None]]:
         """Logits and features for these arguments of the student's."""
-        self._to(device)
+        self._move_to(device)
 
         def fit(value: Any) -> Any:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(self.dtype) if floating and self.dtype is not None else value
 
         args, kwargs = tree_map(fit, (args, kwargs))
-        with torch.no_grad(), self.seen.watching():
+        with torch.no_grad(), self.seen.watch():
             output = self._output(args, kwargs)
             head = self.head if self.deferring is not None else None
             logits = logits_of(output, head, self.seen.at.pop(_HEAD, None), autocast_dtype(device))
         features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}
         self.seen.clear()
-        return None if logits is None else logits.detached(), features
+        return None if logits is None else logits.detach(), features
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:

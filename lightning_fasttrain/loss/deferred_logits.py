@@ -71,7 +71,7 @@ class DeferredLogits:
     def dim(self) -> int:
         return self.ndim
 
-    def _with(self, **changes: Any) -> "DeferredLogits":
+    def _copy_with(self, **changes: Any) -> "DeferredLogits":
         same = {"hidden": self.hidden, "classes": self.classes, "dtype": self.dtype, "loss_of": self.loss_of}
         done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
         return DeferredLogits(**{**same, **done, **changes})
@@ -109,14 +109,14 @@ class DeferredLogits:
         return self
 
     def float(self) -> "DeferredLogits":
-        return self._with(dtype=torch.float32)
+        return self._copy_with(dtype=torch.float32)
 
     def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
         for asked in (*args, *kwargs.values()):
             if isinstance(asked, str | torch.device) and torch.device(asked).type != self.device.type:
                 raise _refusal(f".to({str(asked)!r})")
         dtypes = [asked for asked in (*args, *kwargs.values()) if isinstance(asked, torch.dtype)]
-        return self._with(dtype=dtypes[0]) if dtypes else self
+        return self._copy_with(dtype=dtypes[0]) if dtypes else self
 
     def view(self, *shape: Any) -> "DeferredLogits":
         return self._reshape_rows("view", *shape)
@@ -131,7 +131,7 @@ class DeferredLogits:
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape[-1] != self.classes:  # rows stay rows as long as their length does
             raise _refusal(f".{name}{args}")
-        return self._with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+        return self._copy_with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
         """A mask or numbers of rows, or slices that do not reach the classes."""
@@ -145,14 +145,14 @@ class DeferredLogits:
             leaves_classes = False
         if not leaves_classes:
             raise _refusal("an index into the classes")
-        return self._with(hidden=self.hidden[index])
+        return self._copy_with(hidden=self.hidden[index])
 
     def __mul__(self, factor: Any) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
         if self.cap is not None:
-            return self._with(cap=self.cap * factor)
-        return self._with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
+            return self._copy_with(cap=self.cap * factor)
+        return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
     __rmul__ = mul = __mul__
 
@@ -162,7 +162,7 @@ class DeferredLogits:
             raise _refusal(f"add of {type(bias).__name__}")
         bias = bias.reshape(-1)
         dtype = torch.promote_types(self.dtype, bias.dtype)
-        return self._with(bias=bias if self.bias is None else self.bias + bias, dtype=dtype)
+        return self._copy_with(bias=bias if self.bias is None else self.bias + bias, dtype=dtype)
 
     __radd__ = add = __add__
 
@@ -176,12 +176,12 @@ class DeferredLogits:
     def tanh(self) -> "DeferredLogits":
         if self.cap is not None or self.normalised:
             raise _refusal("tanh of the tanh")
-        return self._with(cap=1.0)
+        return self._copy_with(cap=1.0)
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
         if dim not in (-1, self.ndim - 1):
             raise _refusal(f"log_softmax over dimension {dim}")
-        return self._with(normalised=True, dtype=dtype or self.dtype)
+        return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

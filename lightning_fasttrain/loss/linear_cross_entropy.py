@@ -112,7 +112,7 @@ def linear_cross_entropy(
     else:
         if low is not None:
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
-        loss = (_ligers if backend == "liger" else _torchs)(hidden, weight, bias, *arguments)
+        loss = (_run_liger if backend == "liger" else _run_torch)(hidden, weight, bias, *arguments)
     if reduction != "none":
         return loss
     return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
@@ -289,7 +289,7 @@ def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, 
     return losses[:, 0], shares if slope is None else shares.mul_(slope)
 
 
-def _ligers(
+def _run_liger(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -320,7 +320,7 @@ def _ligers(
     return total / (targets != ignore_index).sum() if reduction == "mean" else total
 
 
-def _torchs(
+def _run_torch(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,

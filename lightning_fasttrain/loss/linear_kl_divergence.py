@@ -46,10 +46,10 @@ class LogitsOf(NamedTuple):
             return self
         return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=cast(self.bias, dtype))
 
-    def flat(self) -> "LogitsOf":
+    def flatten(self) -> "LogitsOf":
         return self._replace(hidden=self.hidden.reshape(-1, self.hidden.shape[-1]))
 
-    def detached(self) -> "LogitsOf":
+    def detach(self) -> "LogitsOf":
         weight = None if self.weight is None else self.weight.detach()
         bias = None if self.bias is None else self.bias.detach()
         return self._replace(hidden=self.hidden.detach(), weight=weight, bias=bias)
@@ -161,9 +161,9 @@ def divergence(
     one_of("reduction", reduction, ("mean", "sum", "none"))
     _check(student, teacher, temperature, mask)
     shape = student.hidden.shape[:-1]
-    student, teacher = student.cast().flat(), teacher.detached().cast().flat()
+    student, teacher = student.cast().flatten(), teacher.detach().cast().flatten()
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
-        student = student.detached()
+        student = student.detach()
     # Logits of two models, and what is made of them: several times the room that a loss of one model needs.
     row_bytes = student.classes * student.hidden.element_size()
     size = chunk_size(len(student.hidden), row_bytes, share=32, enough=128)

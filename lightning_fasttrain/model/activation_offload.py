@@ -67,7 +67,7 @@ def offload_activations(
         The saved-tensor hooks of ``torch.autograd.graph.save_on_cpu``, which copies every tensor, parameters too,
         on the computing stream. Two streams, as torchtune's activation offloading has; the rest is ours.
     """
-    return _Offload(min_mib, in_flight_mib, folder).saving(model)
+    return _Offload(min_mib, in_flight_mib, folder).watch_forward(model)
 
 
 class _Offload:
@@ -92,7 +92,7 @@ class _Offload:
     def __reduce__(self) -> tuple[Any, ...]:  # a copied or spawned model gets its own
         return _Offload, self.settings
 
-    def saving(self, module: nn.Module) -> AbstractContextManager[None]:
+    def watch_forward(self, module: nn.Module) -> AbstractContextManager[None]:
         """The context for a forward of ``module``."""
         tensors = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (Tensor, nn.Parameter)]
         devices = {tensor.device.type for tensor in tensors}
@@ -284,7 +284,7 @@ class OffloadedForward(WrappedForward):
         if torch.compiler.is_compiling():
             _say_compiled()
             return self.inner(*args, **kwargs)
-        with self.offload.saving(self.module):
+        with self.offload.watch_forward(self.module):
             return self.inner(*args, **kwargs)
 
 

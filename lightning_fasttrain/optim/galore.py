@@ -128,10 +128,10 @@ class GaLoreAdamW(Optimizer):
             state = self.state[parameter]
             step = int(state["step"]) if state else 0  # kept on the CPU, so nothing waits for the device
             if step % group["update_every"] == 0:
-                state.setdefault("step", _zero())
+                state.setdefault("step", _make_zero())
                 found = _leading_subspace(gradient, group["rank"], group["subspace"], step)
                 state["projection"] = _with_signs_of(state["projection"], found) if step else found
-            small.append(_towards(gradient, state["projection"]))
+            small.append(_project(gradient, state["projection"]))
         # Adam on parameters that are zero leaves in them just its update.
         updates = [torch.zeros_like(gradient) for gradient in small]
         self._adam(parameters, updates, small, group, weight_decay=0.0)
@@ -154,7 +154,7 @@ class GaLoreAdamW(Optimizer):
         states = [self.state[parameter] for parameter in parameters]
         for state, gradient in zip(states, gradients, strict=True):
             if "exp_avg" not in state:
-                state.setdefault("step", _zero())
+                state.setdefault("step", _make_zero())
                 state["exp_avg"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
                 state["exp_avg_sq"] = torch.zeros_like(gradient, memory_format=torch.preserve_format)
         means = [state["exp_avg"] for state in states]
@@ -180,7 +180,7 @@ class GaLoreAdamW(Optimizer):
         )
 
 
-def _zero() -> Tensor:
+def _make_zero() -> Tensor:
     return torch.zeros((), dtype=torch.float32)
 
 
@@ -192,7 +192,7 @@ def _is_tall(matrix: Tensor) -> bool:
     return matrix.shape[0] >= matrix.shape[1]
 
 
-def _towards(gradient: Tensor, projection: Tensor) -> Tensor:
+def _project(gradient: Tensor, projection: Tensor) -> Tensor:
     return gradient @ projection if _is_tall(gradient) else projection.T @ gradient
 
 

@@ -148,7 +148,7 @@ def make_plan(
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
         chosen,
-        search.plain(),
+        search.look_at_plain(),
         tuple(tried),
         tuple(_explain(chosen, search)),
         axes.left_out,
@@ -194,7 +194,7 @@ def _explain(chosen: Tried, search: Search) -> list[str]:
     """A sentence for each thing that is switched on: what there would be without it."""
     choice, reasons = chosen.choice, []
     for other, name in _one_less(choice, search.axes.precisions[0]):
-        needed = search.memory.of(other)
+        needed = search.memory.predict(other)
         ms = search.estimate(other)
         now = search.estimate(choice)
         if not search.fits(other, needed):

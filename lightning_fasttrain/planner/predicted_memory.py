@@ -33,7 +33,7 @@ class PredictedMemory:
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
 
-    def of(self, choice: Choice) -> float:
+    def predict(self, choice: Choice) -> float:
         """Peak bytes. What is compiled counts as it is eagerly, which is more.
 
         Raises:
@@ -54,18 +54,18 @@ class PredictedMemory:
 
     def least_recomputed(self, choice: Choice) -> float:
         """Peak bytes with nothing recomputed."""
-        return self.of(replace(choice, recompute=""))
+        return self.predict(replace(choice, recompute=""))
 
     def most_recomputed(self, choice: Choice) -> float:
         """Peak bytes with every block recomputed."""
-        return self.of(replace(choice, recompute="all"))
+        return self.predict(replace(choice, recompute="all"))
 
-    def exactly(self, choice: Choice) -> float:
-        """As :meth:`of`, without the line."""
+    def predict_exactly(self, choice: Choice) -> float:
+        """As :meth:`predict`, without the line."""
         if is_budget(choice.recompute):
             for recompute in ("", "all"):
-                self.exactly(replace(choice, recompute=recompute))
-            return self.of(choice)
+                self.predict_exactly(replace(choice, recompute=recompute))
+            return self.predict(choice)
         key = replace(choice, compile="")
         if self._is_between(key) or key not in self.known:
             self.known[key] = float(self._predict(key))
@@ -75,7 +75,7 @@ class PredictedMemory:
         return bool(self.ends) and self.ends[0] < choice.parts < self.ends[1]
 
     def _interpolate(self, choice: Choice) -> float:
-        few, many = (self.of(replace(choice, parts=parts)) for parts in self.ends)
+        few, many = (self.predict(replace(choice, parts=parts)) for parts in self.ends)
         first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts
         return many + (few - many) * (here - last) / (first - last)
 

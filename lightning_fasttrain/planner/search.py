@@ -46,7 +46,7 @@ class Costs:
         """By what all that is switched on multiplies."""
         factor = 1.0
         for axis, word in choice.words:
-            factor *= self.factors.get((axis, word), _assumed(axis, word))
+            factor *= self.factors.get((axis, word), _assume_factor(axis, word))
         return factor
 
 
@@ -103,13 +103,13 @@ class Search:
             self._note(replace(other, why_not="a slower one, by estimate"))
         return self._note(finalists[0])
 
-    def plain(self) -> Tried:
+    def look_at_plain(self) -> Tried:
         """What is known of the plain step."""
         choice = Choice(precision=self.axes.precisions[0])
         return self.tried.get(choice) or self._look_at(choice)
 
     def _look_at(self, choice: Choice) -> Tried:
-        return Tried(choice, self.memory.of(choice), self.estimate(choice))
+        return Tried(choice, self.memory.predict(choice), self.estimate(choice))
 
     def estimate(self, choice: Choice) -> float:
         """Of a step, in ms. What recomputes as much as it must takes its share of what all would take."""
@@ -117,7 +117,7 @@ class Search:
         if not is_budget(choice.recompute):
             return least
         low, high = self.memory.most_recomputed(choice), self.memory.least_recomputed(choice)
-        share = (high - self.memory.of(choice)) / max(high - low, 1.0)
+        share = (high - self.memory.predict(choice)) / max(high - low, 1.0)
         most = self.costs.estimate(replace(choice, recompute="all"), self.steps)
         return least + share * (most - least)
 
@@ -134,7 +134,7 @@ class Search:
                 choice = replace(switched, parts=parts, precision=precision)
                 if choice.gradients == "in backward" and parts > 1:
                     continue
-                needed = self.memory.of(choice)
+                needed = self.memory.predict(choice)
                 if self.fits(choice, needed):
                     return choice
                 if needed < least:
@@ -192,7 +192,7 @@ class Search:
         for switched in self._ever_leaner():
             for parts in self.axes.parts[:-1]:
                 other = replace(switched, parts=parts, precision=base.precision)
-                if self.fits(other, self.memory.of(other)):
+                if self.fits(other, self.memory.predict(other)):
                     timed = self._measure(other)
                     if timed is not None:
                         as_base = timed.ms * self.costs.factor(base) / self.costs.factor(other)
@@ -209,7 +209,7 @@ class Search:
         if getattr(base, axis) == word or is_budget(word) or (word == "in backward" and base.parts > 1):
             return
         choice = replace(base, **{axis: word})
-        if not self.fits(choice, self.memory.of(choice)):
+        if not self.fits(choice, self.memory.predict(choice)):
             return
         timed = self._measure(choice)
         if timed is not None:
@@ -225,7 +225,7 @@ class Search:
     def _factor_of(self, base: Choice, axis: str) -> float:
         """What the base itself has switched on there."""
         word = getattr(base, axis)
-        return _assumed(axis, word) if (axis, word) in base.words else 1.0
+        return _assume_factor(axis, word) if (axis, word) in base.words else 1.0
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
@@ -254,9 +254,9 @@ class Search:
         for ms, choice in self._fastest_first():
             if finalists and (ms > finalists[0].estimated_ms * _NEAR or len(finalists) == _FINALISTS):
                 break
-            needed = self.memory.of(choice)
+            needed = self.memory.predict(choice)
             if self.fits(choice, needed):
-                needed = self.memory.exactly(choice)
+                needed = self.memory.predict_exactly(choice)
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:
@@ -333,7 +333,7 @@ class Search:
         return replace(tried, peak_bytes=peak)
 
 
-def _assumed(axis: str, word: str) -> float:
+def _assume_factor(axis: str, word: str) -> float:
     if axis == "precision":
         return _BF16
     return switch_of(axis, word).setting.cost

@@ -33,7 +33,7 @@ class SeveralDevices:
             choice: what.
             needed: bytes that it takes on one device alone.
         """
-        return self._least(choice, needed) <= self.usable
+        return self._find_least(choice, needed) <= self.usable
 
     def choose(self, choice: Choice, needed: float) -> StrategyChoice:
         """The strategy of those that fit which moves the fewest bytes in a step."""
@@ -44,7 +44,7 @@ class SeveralDevices:
         best = min(fitting, key=lambda candidate: candidate.traffic.total)
         return replace(compared, name=best.name, activation_bytes=int(activations), usable_bytes=int(self.usable))
 
-    def _least(self, choice: Choice, needed: float) -> float:
+    def _find_least(self, choice: Choice, needed: float) -> float:
         activations = self._activations(choice, needed)
         candidates = self._compare(choice.precision).candidates
         sizes = [c.states.device for c in candidates if self._goes_with(choice, c.name) and not c.rounds]

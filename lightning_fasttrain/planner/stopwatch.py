@@ -2,13 +2,13 @@
 
 import contextlib
 import gc
-import time
 from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
 import torch
 
+from lightning_fasttrain._clock import device_clock
 from lightning_fasttrain.plan.proof.step_record import EnoughError, Steps, run_steps
 from lightning_fasttrain.planner.choice import Choice, is_budget
 from lightning_fasttrain.run.memory_meter import PeakMemory
@@ -85,7 +85,7 @@ class _Watch(L.Callback):
         self.since = 0.0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        self.since = _now(pl_module)
+        self.since = device_clock(pl_module.device)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -97,7 +97,7 @@ class _Watch(L.Callback):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        now = _now(pl_module)
+        now = device_clock(pl_module.device)
         if self.meter is not None:
             self.measuring.close()
             self.peak_bytes = self.meter.peak_bytes
@@ -110,9 +110,3 @@ class _Watch(L.Callback):
     def _has_enough(self) -> bool:
         timed = self.times[self.warmup :]
         return len(timed) >= _LEAST and (sum(timed) >= 1e3 * _SECONDS or len(timed) >= _MOST)
-
-
-def _now(module: L.LightningModule) -> float:
-    if module.device.type == "cuda":
-        torch.cuda.synchronize(module.device)
-    return time.perf_counter()

@@ -272,7 +272,7 @@ class MemoryMeter(Technique):
         self.peak_bytes: int | None = None
         self._open: PeakMemory | None = None
 
-    def measured(self) -> dict[str, float]:
+    def measurements(self) -> dict[str, float]:
         return {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:

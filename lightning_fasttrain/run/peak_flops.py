@@ -1,9 +1,10 @@
 """The most that a device computes in a second."""
 
 from math import inf
-from time import perf_counter
 
 import torch
+
+from lightning_fasttrain._clock import device_clock
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
@@ -27,16 +28,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     one = torch.ones(side, side, device=device, dtype=dtype)
     fastest = inf
     for _ in range(rounds):
-        began = _now(device)
+        began = device_clock(device)
         torch.mm(one, one)
-        fastest = min(fastest, _now(device) - began)
+        fastest = min(fastest, device_clock(device) - began)
     return 2 * side**3 / fastest
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return perf_counter()
 
 
 def dtype_of(precision: object) -> torch.dtype:

@@ -75,7 +75,7 @@ class StepMeter(Technique):
             return found
         return {**found, "mfu": self.flops / (found["step_ms"] / 1e3) / self._peak_flops}
 
-    def measured(self) -> dict[str, float]:
+    def measurements(self) -> dict[str, float]:
         found = self.summary()
         return {name: found[name] for name in ("step_ms", "tokens_per_s", "mfu") if name in found}
 

@@ -69,7 +69,7 @@ class BackgroundSave:
         atexit.register(self._finish)
         self._thread.start()
 
-    def afterwards(self, action: Callable[[], None]) -> None:
+    def do_afterwards(self, action: Callable[[], None]) -> None:
         """Do ``action`` once the save in flight has succeeded; at once if there is none."""
         if self._thread is None:
             action()

@@ -247,15 +247,15 @@ def choose_strategy(
             states=by_name[traffic.strategy],
             traffic=traffic,
             short=max(0, by_name[traffic.strategy].device + (activations or 0) - usable),
-            short_of_host=_over(by_name[traffic.strategy].host * devices // nodes, host_gib),
+            short_of_host=_find_excess(by_name[traffic.strategy].host * devices // nodes, host_gib),
             rounds=precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1,
         )
-        for traffic in map(moved.by, names)
+        for traffic in map(moved.predict, names)
     )
-    best = _best(candidates)
+    best = _pick_best(candidates)
     if best is None:
         raise ValueError(_nothing_fits(candidates, devices, precision, activations or 0, usable))
-    why = _why(best, candidates, activations or 0, usable)
+    why = _explain_choice(best, candidates, activations or 0, usable)
     notes = [] if activations is not None else ["Activations are not counted: give a batch, or what they take."]
     notes += [note] if note else []
     return StrategyChoice(
@@ -296,18 +296,18 @@ def _activations(
     return report.peak_bytes - sum(report.at_peak[category] for category in states)
 
 
-def _over(needed: int, host_gib: float | None) -> int:
+def _find_excess(needed: int, host_gib: float | None) -> int:
     return 0 if host_gib is None else max(0, needed - int(host_gib * GIB))
 
 
-def _best(candidates: tuple[Candidate, ...]) -> Candidate | None:
+def _pick_best(candidates: tuple[Candidate, ...]) -> Candidate | None:
     fitting = [candidate for candidate in candidates if candidate.fits]
     fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
     least = min((candidate.traffic.total for candidate in fitting), default=0)
     return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
 
 
-def _why(best: Candidate, candidates: tuple[Candidate, ...], activations: int, usable: int) -> str:
+def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activations: int, usable: int) -> str:
     moves = f"moves {_size(best.traffic.total)} a step" if best.traffic.total else "moves nothing"
     why = f"{best.name} fits with {gib(best.states.device + activations)} GiB of {gib(usable)} GiB on each device"
     less = [c for c in candidates if c.traffic.total * _ABOUT < best.traffic.total]

@@ -116,7 +116,7 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     module = files.model.get("module")
     if not isinstance(module, dict):
         raise CorruptCheckpoint(explain("the checkpoint", "it holds no module", "Use another one"))
-    masters, frozen, tied = dict(files.masters()), dict(files.frozen()), files.tied()
+    masters, frozen, tied = dict(files.masters()), dict(files.read_frozen()), files.read_ties()
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order
         source = tied.get(name, name)

@@ -119,7 +119,7 @@ def predict_traffic(
         one_of("strategy", strategy, STRATEGIES)
     held = held_by(module, optimizer, world_size, precision)
     moved = Moved(held, held.as_torch_does(precision), precision, micro_batches, sizes or ZeROSizes())
-    return [moved.by(strategy) for strategy in strategies]
+    return [moved.predict(strategy) for strategy in strategies]
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class Moved:
         """What FSDP2 gathers together."""
         return sharded_groups(self.own, self.precision)
 
-    def by(self, strategy: str) -> Traffic:
+    def predict(self, strategy: str) -> Traffic:
         """Bytes that one rank moves in a step."""
         if strategy == "ddp":
             return _ddp(self.own)
@@ -173,7 +173,7 @@ def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batc
 
 def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Traffic:
     stage = strategy.removeprefix("zero-")
-    gradients, flat, pieces = held.trained * held.size, sum(held.flat()), sum(held.pieces())
+    gradients, flat, pieces = held.trained * held.size, sum(held.flat_parts()), sum(held.pieces())
     summed = all_reduce_bytes(gradients, held.ranks)
     if stage == "0":
         return Traffic(strategy, summed)

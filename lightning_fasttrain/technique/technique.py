@@ -102,7 +102,7 @@ class Technique(L.Callback):
         """Half a sentence for the end of a run: what fell back, was found, or gained nothing; "" if nothing did."""
         return ""
 
-    def measured(self) -> Mapping[str, float]:
+    def measurements(self) -> Mapping[str, float]:
         """Of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``, what it measured in the run."""
         return {}
 

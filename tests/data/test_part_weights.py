@@ -53,8 +53,8 @@ def test_a_third_is_not_rounded_to_half_precision(kind, dtype, expected):
 
 def test_without_some_parts_the_others_share_the_total():
     weights = PartWeights([1, 2, 5], 8)
-    assert weights.only([0, 2]).add_up([torch.tensor(6.0), torch.tensor(0.0)]).item() == pytest.approx(1.0)
-    assert weights.only([0, 1, 2]) is weights
+    assert weights.select([0, 2]).add_up([torch.tensor(6.0), torch.tensor(0.0)]).item() == pytest.approx(1.0)
+    assert weights.select([0, 1, 2]) is weights
 
 
 def test_counts_are_added_whatever_they_are():

@@ -136,7 +136,7 @@ def test_rates_follow_the_size_and_it_is_said(rule, expected):
     class Moves(TinyLM):
         def configure_optimizers(self):
             optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-            return ft.build_schedule(optimizer, "linear", total=8).configured()
+            return ft.build_schedule(optimizer, "linear", total=8).to_lightning()
 
         def on_before_optimizer_step(self, optimizer):
             self.before, self.grad = self.head.weight.detach().clone(), self.head.weight.grad.clone()
@@ -179,7 +179,7 @@ def test_a_schedule_knows_how_many_steps_there_will_be():
     class Scheduled(TinyLM):
         def configure_optimizers(self):
             self.schedule = ft.build_schedule(super().configure_optimizers(), "cosine", module=self)
-            return self.schedule.configured()
+            return self.schedule.to_lightning()
 
     module = Scheduled()
     t = trainer([BatchSizeWarmup(full=4, over=6)], max_epochs=2)

@@ -133,9 +133,9 @@ def test_a_parameter_that_two_modules_are_given_stays_one():
             self.a, self.b = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
             self.a.weight, self.b.weight = weight, weight
 
-    from lightning_fasttrain.finetune.quantized.load_quantized import _empty
+    from lightning_fasttrain.finetune.quantized.load_quantized import _build_empty
 
-    model = _empty(Shared)
+    model = _build_empty(Shared)
     assert model.a.weight is model.b.weight
     assert model.a.weight.is_meta
 
@@ -199,7 +199,7 @@ def test_the_full_precision_model_never_lives_whole(tmp_path):
 
 
 def test_building_takes_no_memory_and_no_other_thread_notices():
-    from lightning_fasttrain.finetune.quantized.load_quantized import _empty
+    from lightning_fasttrain.finetune.quantized.load_quantized import _build_empty
 
     others, ready, go = [], threading.Event(), threading.Event()
 
@@ -218,7 +218,7 @@ def test_building_takes_no_memory_and_no_other_thread_notices():
     thread = threading.Thread(target=other)
     thread.start()
     with pytest.raises(RuntimeError, match="alloc"):
-        _empty(Slow)
+        _build_empty(Slow)
     ready.set()
     thread.join()
     assert not others[0].weight.is_meta

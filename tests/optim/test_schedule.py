@@ -161,7 +161,7 @@ class Scheduled(TinyLM):
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW(self.parameters(), **self.of_optimizer)
         self.schedule = build_schedule(optimizer, *self.shape, **{"module": self, **self.of_schedule})
-        return ([optimizer], [self.schedule]) if self.listed else self.schedule.configured()
+        return ([optimizer], [self.schedule]) if self.listed else self.schedule.to_lightning()
 
     def on_before_optimizer_step(self, optimizer):
         self.rates.append(optimizer.param_groups[0]["lr"])
@@ -273,7 +273,7 @@ def test_an_optimizer_by_its_name_is_driven_as_by_torchs_own(name, settings):
         def configure_optimizers(self):
             optimizer = ft.build_optimizer(self, name, lr=0.01, **settings)
             if self.ours:
-                return build_schedule(optimizer, "linear", module=self).configured()
+                return build_schedule(optimizer, "linear", module=self).to_lightning()
             falls = torchs.LinearLR(optimizer, 1.0, 0.0, total_iters=5)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": falls, "interval": "step"}}
 
@@ -369,7 +369,7 @@ def test_a_schedule_that_lightning_was_not_given_is_refused_since_it_would_not_r
         def configure_optimizers(self):
             return super().configure_optimizers()["optimizer"]
 
-    with pytest.raises(RuntimeError, match=r"return ft.build_schedule\(...\).configured\(\)"):
+    with pytest.raises(RuntimeError, match=r"return ft.build_schedule\(...\).to_lightning\(\)"):
         fit(Keeps("linear"), BATCHES)
 
 

@@ -167,25 +167,25 @@ def test_bad_input_is_refused_at_once(settings, error):
 def test_a_line_through_two_predictions_meets_the_others():
     memory = PredictedMemory(TinyLM(), BATCH, "cpu", [1, 2, 4, 8, 16])
     choice = Choice(parts=4)
-    guessed = memory.of(choice)
-    assert guessed == pytest.approx(memory.exactly(choice), rel=0.05)
+    guessed = memory.predict(choice)
+    assert guessed == pytest.approx(memory.predict_exactly(choice), rel=0.05)
 
 
 def test_a_budget_keeps_whole_blocks_between_none_and_all():
     free = PredictedMemory(TinyLM(depth=4), BATCH, "cpu", [1])
-    low, high = free.of(Choice(recompute="all")), free.of(Choice())
+    low, high = free.predict(Choice(recompute="all")), free.predict(Choice())
     for share, kept in ((-0.5, 0), (0.0, 0), (0.3, 1), (0.6, 2), (0.99, 3), (1.0, 4), (2.0, 4)):
         limit = low + (high - low) * share
         free.budget_bytes = limit + 1
         expected = low + (high - low) * kept / 4
-        assert free.of(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
+        assert free.predict(Choice(recompute=budget_word(limit / GIB))) == pytest.approx(expected)
 
 
 def test_a_budget_is_chosen_where_it_is_the_fastest():
     """A batch of one sample has no parts; three of four blocks may be kept, which no other policy does."""
     net, batch = TinyLM(depth=8), lm_batches(1, size=1, length=512)[0]
     memory = PredictedMemory(net, batch, "cpu", [1])
-    half, plain = memory.of(Choice(recompute="half")), memory.of(Choice())
+    half, plain = memory.predict(Choice(recompute="half")), memory.predict(Choice())
     limit = (half + 3 * plain) / 4 / GIB
     axes = find_axes(net, batch, facts_of_machine(), ft.technique.Exactness.EXACT, "32-true", False, limit)
     axes.words |= {"head": [""], "gradients": [""]}
@@ -196,7 +196,7 @@ def test_a_budget_is_chosen_where_it_is_the_fastest():
     search.costs.factors = {("recompute", "selective"): 1.2}
     best = search._find_finalists()[0]
     assert best.choice == Choice(recompute=budget_word(limit))
-    share = (plain - memory.of(best.choice)) / (plain - memory.of(Choice(recompute="all")))
+    share = (plain - memory.predict(best.choice)) / (plain - memory.predict(Choice(recompute="all")))
     assert 0 < share < 0.5
     assert best.estimated_ms == pytest.approx(search.costs.estimate(Choice(), 1) * (1 + share * 0.32))
 

@@ -289,7 +289,7 @@ def test_an_error_surfaces_at_the_next_save_and_older_checkpoints_stay():
 
     save = BackgroundSave(write)
     save.start({})
-    save.afterwards(lambda: removed.append("old"))
+    save.do_afterwards(lambda: removed.append("old"))
     with pytest.raises(OSError, match="disk full"):
         save.start({})
     assert removed == []
@@ -300,12 +300,12 @@ def test_older_checkpoints_go_after_the_newer_one_is_complete():
     gate, removed = threading.Event(), []
     save = BackgroundSave(lambda state: gate.wait(10))
     save.start({})
-    save.afterwards(lambda: removed.append("old"))
+    save.do_afterwards(lambda: removed.append("old"))
     assert removed == []
     gate.set()
     save.wait()
     assert removed == ["old"]
-    save.afterwards(lambda: removed.append("older"))
+    save.do_afterwards(lambda: removed.append("older"))
     assert removed == ["old", "older"]
 
 

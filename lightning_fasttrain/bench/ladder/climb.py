@@ -48,7 +48,7 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
     Returns:
         What ``ladder.json`` holds; with ``interrupted`` if Ctrl-C ended it.
     """
-    result = _begun(ladder)
+    result = _begin_result(ladder)
     descriptor, tokens_file = tempfile.mkstemp(prefix="fasttrain-", suffix=".npy")
     try:
         with os.fdopen(descriptor, "wb") as stream:
@@ -70,13 +70,13 @@ def _save(result: Climbed, folder: Path) -> None:
         noise = usual_noise(rows)
         result.noise["time"] = noise
         result.tops = {
-            "fastest": _top(fastest_with_half_the_memory(rows, noise), rows[0]),
-            "leanest": _top(leanest_in_time(rows, noise), rows[0]),
+            "fastest": _describe_top(fastest_with_half_the_memory(rows, noise), rows[0]),
+            "leanest": _describe_top(leanest_in_time(rows, noise), rows[0]),
         }
     result.write(folder / "ladder.json")
 
 
-def _top(row: Row | None, naive: Row) -> Top | None:
+def _describe_top(row: Row | None, naive: Row) -> Top | None:
     if row is None:
         return None
     return Top(
@@ -225,7 +225,7 @@ class _Runner:
         return Measured(**refuse_non_finite(found))
 
 
-def _begun(ladder: Ladder) -> Climbed:
+def _begin_result(ladder: Ladder) -> Climbed:
     model = ladder.size.model
     return Climbed(
         hardware={**hardware(), "device": ladder.device},

@@ -45,10 +45,12 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
     if below.error is not None:
         return False, "nothing to compare with"
     if row.own_exactness is Exactness.CHANGES_TRAINING:
-        words = _words(_worth(max(TIME_WORTH, noise), row.step_ms / below.step_ms), row.peak_mib / below.peak_mib)
+        words = _words(
+            _ignore_noise(max(TIME_WORTH, noise), row.step_ms / below.step_ms), row.peak_mib / below.peak_mib
+        )
         return False, f"{words}, and changes training: not carried"
-    time, memory = row.step_ms / below.step_ms, _worth(MEMORY_WORTH, row.peak_mib / below.peak_mib)
-    words = _words(_worth(max(TIME_WORTH, noise), time), memory)
+    time, memory = row.step_ms / below.step_ms, _ignore_noise(MEMORY_WORTH, row.peak_mib / below.peak_mib)
+    words = _words(_ignore_noise(max(TIME_WORTH, noise), time), memory)
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
     if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
         return False, f"{words or 'no clear gain here'}: not carried"
@@ -66,7 +68,7 @@ def judge_by_memory(row: Row, below: Row, noise: float) -> tuple[bool, str]:
         >>> judge_by_memory(Row(step_ms=103, peak_mib=720), Row(step_ms=100, peak_mib=800), 0.2)
         (True, 'memory −10%; by memory alone, times vary by 20%')
     """
-    memory = _worth(MEMORY_WORTH, row.peak_mib / below.peak_mib)
+    memory = _ignore_noise(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     words = f"{_words(1.0, memory) or 'no less memory'}; by memory alone, times vary by {noise:.0%}"
     return memory < 1, words if memory < 1 else f"{words}: not carried"
 
@@ -99,7 +101,7 @@ def usual_noise(rows: Iterable[Row]) -> float:
     return statistics.median([max(times) / min(times) - 1 for times in runs])
 
 
-def _worth(share: float, ratio: float) -> float:
+def _ignore_noise(share: float, ratio: float) -> float:
     return 1.0 if abs(ratio - 1) <= share else ratio
 
 
@@ -148,7 +150,7 @@ def fastest_with_half_the_memory(rows: list[Row], noise: float) -> Row | None:
         (10, 8)
     """
     lean = [row for row in _finished_rows(rows) if row.peak_mib <= rows[0].peak_mib / 2]
-    return _least(_near_least(lean, _time, max(TIME_WORTH, noise)), _memory, MEMORY_WORTH)
+    return _pick_least(_near_least(lean, _time, max(TIME_WORTH, noise)), _memory, MEMORY_WORTH)
 
 
 def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
@@ -160,7 +162,7 @@ def leanest_in_time(rows: list[Row], noise: float) -> Row | None:
     naive = rows[0]
     leaner = [row for row in _finished_rows(rows) if row.peak_mib < naive.peak_mib * (1 - MEMORY_WORTH)]
     in_time = [row for row in leaner if row.step_ms <= MOST_TIME * naive.step_ms]
-    return _least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
+    return _pick_least(_near_least(in_time, _memory, MEMORY_WORTH), _time, max(TIME_WORTH, noise))
 
 
 _time, _memory = attrgetter("step_ms"), attrgetter("peak_mib")
@@ -171,7 +173,7 @@ def _near_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> 
     return [row for row in rows if cost(row) <= least * (1 + share)]
 
 
-def _least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row | None:
+def _pick_least(rows: list[Row], cost: Callable[[Row], float], share: float) -> Row | None:
     """The row with the least; of nearly equal ones the first, which took the fewest techniques."""
     return next(iter(_near_least(rows, cost, share)), None)
 

@@ -41,7 +41,7 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
     baselines = [_cells(row, naive, strong) for row in ladder.baselines]
     kept = _fitting_columns([*rungs, *baselines], width)
     model = ladder.model
-    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_where(ladder)}"
+    title = f"{model['size']} · {model['tokens_per_step']:,} tokens/step · {_name_machine(ladder)}"
     caption = "(rung): not carried. ×: times as fast, ÷: times less memory, than that baseline."
     caption += "" if len(kept) == len(_COLUMNS) else " A wider terminal shows more columns."
     table = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
@@ -49,14 +49,14 @@ def as_table(ladder: Climbed, width: int = FULL_WIDTH) -> Table:
         table.add_column(name, justify="left" if name in _TEXT else "right", no_wrap=True)
     for cells in rungs:
         style = "dim" if _is_dim(cells) else None
-        table.add_row(*(_plain(cells.get(name, "")) for name in kept), style=style)
+        table.add_row(*(_escape(cells.get(name, "")) for name in kept), style=style)
     table.add_section()
     for cells in baselines:
-        table.add_row(*(_plain(cells.get(name, "")) for name in kept))
+        table.add_row(*(_escape(cells.get(name, "")) for name in kept))
     return table
 
 
-def _where(ladder: Climbed) -> str:
+def _name_machine(ladder: Climbed) -> str:
     machine = ladder.hardware
     return machine["gpu"] or f"{machine['cpu']}, {machine['cores']} cores"
 
@@ -120,7 +120,7 @@ def _four_digits(number: float) -> str:
     return f"{number:,.1f}" if number < 1000 else f"{number:,.0f}"
 
 
-def _plain(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace("[", r"\[")  # rich would read it as a style
 
 
@@ -147,7 +147,7 @@ def as_table_of_each(ladder: Climbed) -> Table | None:
         table.add_column(column, justify="right", no_wrap=True)
     for title, alone in pairs:
         if alone.error is not None:
-            table.add_row(title, f"[red]failed[/]: {_plain(alone.error)}")
+            table.add_row(title, f"[red]failed[/]: {_escape(alone.error)}")
             continue
         delta = "–" if alone.max_loss_delta is None else f"{alone.max_loss_delta:.1e}"
         cells = (f"{alone.step_ms:,.1f}", ratio(naive.step_ms, alone.step_ms))
@@ -220,7 +220,7 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
     left.invert_yaxis()
     model = ladder.model
     shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
-    figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_where(ladder)}", fontsize=11)
+    figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_name_machine(ladder)}", fontsize=11)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", dpi=150)
     return write_atomic(path, picture.getvalue())

@@ -124,7 +124,7 @@ class Climbed:
 
     def write(self, path: Path) -> None:
         """Write the JSON, whole or not at all."""
-        write_atomic(path, json.dumps(_plain(asdict(self)), indent=1, allow_nan=False) + "\n")
+        write_atomic(path, json.dumps(_to_json(asdict(self)), indent=1, allow_nan=False) + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Self:
@@ -146,12 +146,12 @@ def _read_top(values: dict[str, Any] | None) -> Top | None:
     return None if values is None else Top(**{**values, "exactness": Exactness(values["exactness"])})
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """``value`` in JSON's own kinds: null for what is no number."""
     if isinstance(value, dict):
-        return {key: _plain(inner) for key, inner in value.items()}
+        return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_plain(inner) for inner in value]
+        return [_to_json(inner) for inner in value]
     if isinstance(value, float) and math.isnan(value):
         return None
     return value.value if isinstance(value, Enum) else value

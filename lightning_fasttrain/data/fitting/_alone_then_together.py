@@ -29,14 +29,14 @@ class Together:
         self.agree = Agreement(self._group)
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def run_alone(self) -> Iterator[None]:
         """Within it, no rank waits for another in a forward or backward."""
         yield
 
     def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
         """Before the first attempt, with what runs a single sample, and what else can be tried if that is too much."""
 
-    def over(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
+    def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
         """``attempt``, with what other ranks need of this one in it."""
         return attempt
 
@@ -63,7 +63,7 @@ class DDPTogether(Together):
         self._due = False
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def run_alone(self) -> Iterator[None]:
         replica = self._replica
         self._due = replica.require_backward_grad_sync
         with self.strategy.block_backward_sync():
@@ -75,7 +75,7 @@ class DDPTogether(Together):
         if not self._due:
             return
         replica = self._replica
-        nothing = _call_inside(replica, lambda: _AddNothing.apply(*_reduced(replica)))
+        nothing = _call_inside(replica, lambda: _AddNothing.apply(*_find_due(replica)))
         if nothing.requires_grad:
             nothing.backward()
 
@@ -121,17 +121,17 @@ class CollectivesWatch:
     def __init__(self) -> None:
         self.seen = False
 
-    def over(self, step: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, step: Callable[..., Any]) -> Callable[..., Any]:
         """``step``, watched."""
 
-        def watched(*args: Any) -> Any:
+        def watch_step(*args: Any) -> Any:
             before = _collectives_so_far()
             try:
                 return step(*args)
             finally:
                 self.seen |= _collectives_so_far() != before
 
-        return watched
+        return watch_step
 
     def refuse(self) -> None:
         """Raises: ValueError: one was seen."""
@@ -158,7 +158,7 @@ def _call_inside(replica: DistributedDataParallel, function: Callable[[], Any]) 
         restore()
 
 
-def _reduced(replica: DistributedDataParallel) -> list[nn.Parameter]:
+def _find_due(replica: DistributedDataParallel) -> list[nn.Parameter]:
     """The parameters whose gradients are due.
 
     DDP waits for all of them, also for one that no part of this rank has used, unless it looks for unused ones itself.

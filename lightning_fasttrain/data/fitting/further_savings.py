@@ -41,7 +41,7 @@ class FurtherSavings:
         for technique in self.techniques[: self.taken]:
             self._apply(technique, model)
 
-    def left(self, model: nn.Module) -> Iterator[Callable[[], None]]:
+    def list_left(self, model: nn.Module) -> Iterator[Callable[[], None]]:
         """What is still to be tried."""
         for technique in self.techniques[self.taken :]:
             yield partial(self._take, technique, model)

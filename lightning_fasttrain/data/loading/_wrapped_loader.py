@@ -32,7 +32,7 @@ class WrappedLoader:
         object.__setattr__(self if own else self.inner, name, value)  # Lightning sets the loader's worker_init_fn
 
 
-def innermost(loader: Any) -> Any:
+def find_innermost(loader: Any) -> Any:
     """The user's own loader, under all that was put around it."""
     loader = without_fabric(loader)
     while "inner" in getattr(loader, "__dict__", {}):

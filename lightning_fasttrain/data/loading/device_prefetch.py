@@ -58,7 +58,7 @@ class DevicePrefetcher:
     def __iter__(self) -> Iterator[Any]:
         if self.device.type == "cpu":
             for batch in self.inner:
-                yield self._handed_out(batch)
+                yield self._hand_out(batch)
             return
         stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         ahead: list[Any] = []
@@ -90,7 +90,7 @@ class DevicePrefetcher:
                     tensor.record_stream(current)
                 except NotImplementedError:  # sparse and nested tensors
                     self._in_turn = True
-        return self._handed_out(moved, state)
+        return self._hand_out(moved, state)
 
     def _check_pinned(self, copies: "_Copies") -> None:
         if self._pinned is None:
@@ -104,7 +104,7 @@ class DevicePrefetcher:
     def _state_now(self) -> Any:
         return None
 
-    def _handed_out(self, batch: Any, state: Any = None) -> Any:
+    def _hand_out(self, batch: Any, state: Any = None) -> Any:
         return batch
 
     def __len__(self) -> int:
@@ -130,7 +130,7 @@ class StatefulDevicePrefetcher(DevicePrefetcher):
     def _state_now(self) -> Any:
         return self.inner.state_dict()  # type: ignore[attr-defined]
 
-    def _handed_out(self, batch: Any, state: Any = None) -> Any:
+    def _hand_out(self, batch: Any, state: Any = None) -> Any:
         self._state = state
         return batch
 
@@ -214,8 +214,8 @@ class DevicePrefetch(Technique):
                     return None
         process = trainer.strategy.process_dataloader
 
-        def prefetching(loader: Any) -> DevicePrefetcher:
+        def prefetch_loader(loader: Any) -> DevicePrefetcher:
             inner: Any = process(loader)
             return prefetch_to_device(inner, device)
 
-        return patch(trainer.strategy, "process_dataloader", prefetching)
+        return patch(trainer.strategy, "process_dataloader", prefetch_loader)

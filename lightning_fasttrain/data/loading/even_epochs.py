@@ -14,7 +14,7 @@ from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import say
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
+from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique
 
 _END = object()
@@ -80,7 +80,7 @@ class EvenLoader(WrappedLoader):
         batches = iter(self.inner)  # now, as the plain loader's would be, since it may draw random numbers
         if self._alone:
             return batches
-        return self._agreed(batches) if self._length is None else islice(batches, self._length)
+        return self._iterate_together(batches) if self._length is None else islice(batches, self._length)
 
     def close(self) -> None:
         """Free what the ranks talk through."""
@@ -104,7 +104,7 @@ class EvenLoader(WrappedLoader):
         dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         return int(both[0]), -int(both[1])
 
-    def _agreed(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def _iterate_together(self, batches: Iterator[Any]) -> Iterator[Any]:
         self._wait()  # of a pass that was not finished
         ahead = self._fetch(batches)
         while self._wait():
@@ -158,7 +158,7 @@ class StatefulEvenLoader(EvenLoader):
 
 def _length_of(loader: Any) -> int | None:
     """How many batches it has; None where it may be wrong about it."""
-    if isinstance(getattr(innermost(loader), "dataset", None), IterableDataset):
+    if isinstance(getattr(find_innermost(loader), "dataset", None), IterableDataset):
         return None
     try:
         return len(loader)

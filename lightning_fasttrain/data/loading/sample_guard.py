@@ -16,7 +16,7 @@ from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, warn_on_any_rank
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.data.loading._tolerant_dataset import Envelope, Sieve, TolerantDataset
-from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, innermost, wrap_training_loaders
+from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique
 
 
@@ -83,7 +83,7 @@ class GuardedLoader(WrappedLoader):
         self._tally = tally
         self._batches: Callable[[], Any] = lambda: None  # of torch's loader, which ends its workers when it is freed
         self._undo = ExitStack()
-        loader = innermost(inner)
+        loader = find_innermost(inner)
         if isinstance(loader, DataLoader):
             self._undo.callback(_let_bad_samples_through_(loader, self._note_pass))
 

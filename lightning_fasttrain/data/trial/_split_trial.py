@@ -82,7 +82,7 @@ class Split:
 
     def _norms(self, gradient: Tensor) -> Tensor:
         """Of each parameter's entries."""
-        sizes = torch.tensor([len(_kept(parameter)) for parameter in self.parameters], dtype=torch.int64)
+        sizes = torch.tensor([len(_choose_entries(parameter)) for parameter in self.parameters], dtype=torch.int64)
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
 
@@ -264,10 +264,10 @@ def _run_once(
                 parameters = _leaves_of(loss)
             gradients = _gradients(loss, parameters)
     entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-    return Run(float(loss.detach()), torch.cat([torch.zeros(0).double(), *entries]), _drawn()), parameters
+    return Run(float(loss.detach()), torch.cat([torch.zeros(0).double(), *entries]), _read_randomness()), parameters
 
 
-def _drawn() -> tuple[Any, ...]:
+def _read_randomness() -> tuple[Any, ...]:
     numpy: Any = np.random.get_state()
     return random.getstate(), numpy[1].tobytes(), numpy[2]
 
@@ -321,13 +321,13 @@ def _without_logging(models: Sequence[nn.Module]) -> Iterator[None]:
 
 def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
-        return torch.zeros(len(_kept(parameter)), dtype=torch.float64)
+        return torch.zeros(len(_choose_entries(parameter)), dtype=torch.float64)
     if gradient.is_sparse:
         gradient = gradient.to_dense()
-    return gradient.detach().reshape(-1)[:: _kept(parameter).step].cpu().double()
+    return gradient.detach().reshape(-1)[:: _choose_entries(parameter).step].cpu().double()
 
 
-def _kept(parameter: Tensor) -> range:
+def _choose_entries(parameter: Tensor) -> range:
     """Which entries of a gradient are compared, spread over it; an odd step meets every column."""
     return range(0, parameter.numel(), (parameter.numel() // _ENTRIES) | 1)
 

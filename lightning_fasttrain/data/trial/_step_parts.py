@@ -70,18 +70,18 @@ def _reference(thing: Any) -> Any:
 def _reach(thing: Any, depth: int = 3) -> Iterator[Any]:
     """The functions and models that ``thing`` works with, itself first."""
     if isinstance(thing, functools.partial):
-        yield from _each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
+        yield from _reach_each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
     elif isinstance(thing, types.MethodType):
-        yield from _each(thing.__func__, thing.__self__, depth=depth)
+        yield from _reach_each(thing.__func__, thing.__self__, depth=depth)
     else:
         yield thing
     if isinstance(thing, types.FunctionType) and depth > 0 and not thing.__module__.startswith(_LIBRARIES):
         closed_over = [cell.cell_contents for cell in thing.__closure__ or () if _is_filled(cell)]
         named = [thing.__globals__[name] for name in thing.__code__.co_names if name in thing.__globals__]
-        yield from _each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
+        yield from _reach_each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
 
 
-def _each(*things: Any, depth: int) -> Iterator[Any]:
+def _reach_each(*things: Any, depth: int) -> Iterator[Any]:
     for thing in things:
         if callable(thing) and not isinstance(thing, type):
             yield from _reach(thing, depth - 1)

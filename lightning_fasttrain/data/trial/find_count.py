@@ -67,13 +67,13 @@ def find_count(
     replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
 
     @contextmanager
-    def unsynchronised() -> Iterator[None]:
+    def skip_syncs() -> Iterator[None]:
         with ExitStack() as stack:
             for context in (no_sync, *(replica.no_sync for replica in replicas)):
                 stack.enter_context(context())
             yield
 
-    stage = Stage(step, models, unsynchronised, gradients=not any(map(is_sharded, models)))
+    stage = Stage(step, models, skip_syncs, gradients=not any(map(is_sharded, models)))
     part_size = -(-batch_size(batch) // n)
     found = find_on(stage, some_rows(batch, part_size), named_count(count), check=check)
     assert found is not None  # this stage refuses a step that returns None
@@ -103,7 +103,7 @@ def find_on(
     seen = [_told_by(loss, trial.sample.whole) for loss in trial.losses]
     told = _from_all_ranks([rule for rule in (preferred, *seen) if rule is not None])
     rules = [count] if callable(count) else _rules(trial, told)
-    fit = _worst(_from_all_ranks([_measure(trial, rules)]))
+    fit = _find_worst(_from_all_ranks([_measure(trial, rules)]))
     if fit is None:
         skipped = any(_from_all_ranks([trial.is_skipped]))
         return None if skipped else _choose_unchecked(trial, rules, told, callable(count))
@@ -134,7 +134,7 @@ class _Fit:
     limit: float
 
 
-def _worst(fits: Sequence[_Fit | None]) -> _Fit | None:
+def _find_worst(fits: Sequence[_Fit | None]) -> _Fit | None:
     """Of all ranks that could compare anything."""
     known = [fit for fit in fits if fit is not None]
     if not known:

@@ -18,7 +18,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
         ValueError: there is none.
     """
     adapted_modules(model)
-    layers = {name: layer for name, layer in outermost(model) if is_tuner(layer)}
+    layers = {name: layer for name, layer in find_outermost(model) if is_tuner(layer)}
     if not layers:
         why = "they go before the input and are in no weight"
         way_out = "Save them, and take them out: unload_adapters_(model, merge=False)"
@@ -26,7 +26,7 @@ def tuner_layers(model: nn.Module) -> dict[str, Any]:
     return layers
 
 
-def outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
+def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
     """PEFT's layers and its wrappers, with their names; not the layers that lie in other layers."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -80,7 +80,7 @@ class Originals:
 def take_out_adapters_(root: nn.Module, merge: bool) -> None:
     """Put the layers under PEFT's in their places; of modules that trained whole the copy that did, or the original."""
     inside = "\0"
-    for name, module in list(outermost(root)):
+    for name, module in list(find_outermost(root)):
         if name.startswith(inside):
             continue
         inside = f"{name}."

@@ -12,8 +12,8 @@ from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune.adapters._direct_weight_use import forget_adapters_
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
+    find_outermost,
     is_tuner,
-    outermost,
     take_out_adapters_,
     tuner_layers,
     wrappers_in,
@@ -33,7 +33,7 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
     QuantizedMerge,
     check_way,
     forget_quantization_,
-    held_by,
+    list_adapters,
 )
 from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.parts.freezing import thaw_
@@ -278,7 +278,7 @@ def _merge(
     brought = adapter_parameters(model)
     parameters = [p for name, p in model.named_parameters() if name in brought]
     trained = [p for p in parameters if p.requires_grad]
-    active = _active(layers)
+    active = _list_active(layers)
     way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
@@ -288,7 +288,7 @@ def _merge(
             trained = [p for p in parameters if p.requires_grad]
         merged: list[str] = []
         for name, layer in layers.items():
-            if not held_by(layer) & set(names):
+            if not list_adapters(layer) & set(names):
                 continue
             originals = Originals(layer)
             on_error.callback(originals)
@@ -319,7 +319,7 @@ def _merge(
 
 
 def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
-    here = [one for one in names if one in held_by(layer)]
+    here = [one for one in names if one in list_adapters(layer)]
     if way is not None and is_quantized(layer.get_base_layer()):
         layer.base_layer = way.merge_layer(name, layer, names)
         layer.merged_adapters[:] = here
@@ -333,7 +333,7 @@ def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | No
 
 
 def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterable[str] | None) -> list[str]:
-    there, active = adapter_names(model), _active(layers)
+    there, active = adapter_names(model), _list_active(layers)
     chosen = active
     if names is not None:
         chosen = [names] if isinstance(names, str) else list(dict.fromkeys(names))
@@ -342,7 +342,7 @@ def _choose_names(model: nn.Module, layers: dict[str, Any], names: str | Iterabl
     refuse_unknown(chosen, there)
     if any(layer.disable_adapters for layer in layers.values()):
         raise ValueError(explain("merging", "the adapters are switched off", "Call enable_adapters_(model) first"))
-    for name, module in outermost(model):
+    for name, module in find_outermost(model):
         whole = [one for one in chosen if not is_tuner(module) and one in module._modules.get("modules_to_save", ())]
         if len(whole) > 1:
             why = "it can be only one of them"
@@ -369,7 +369,7 @@ def _refuse_torchaos(layers: dict[str, Any]) -> None:
             raise TypeError(explain(f"merging into '{name}'", why, way_out))
 
 
-def _active(layers: dict[str, Any]) -> list[str]:
+def _list_active(layers: dict[str, Any]) -> list[str]:
     return list(dict.fromkeys(name for layer in layers.values() for name in layer.active_adapters))
 
 

@@ -107,7 +107,7 @@ class QuantizedMerge:
         trained = _output(layer, x)
         weight, bias = _full_weight(base), base.bias
         if self.originals is not None:
-            weight, bias = self.originals.of(name, base, weight)
+            weight, bias = self.originals.read_weight(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
         beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
         twin.merge(safe_merge=True, adapter_names=names)
@@ -117,9 +117,9 @@ class QuantizedMerge:
             merged = _transposed_again(merged)
         merged.train(base.training)
         result = _output(merged, x)
-        self.against_trained[name] = _relative(result, trained)
+        self.against_trained[name] = _relative_error(result, trained)
         if beside is not None:
-            self.against_original[name] = _relative(result, beside)
+            self.against_original[name] = _relative_error(result, beside)
         return merged
 
     @torch.no_grad()
@@ -134,21 +134,21 @@ class QuantizedMerge:
         changes = [wrapper.get_delta_weight(one) for one in names]
         trained = sum(changes, weight)
         if self.originals is not None:
-            weight, _ = self.originals.of(name, holder, weight, whole)
+            weight, _ = self.originals.read_weight(name, holder, weight, whole)
         merged = weight.clone()
         for change in changes:
             merged += change.to(merged.dtype)
         if not merged.isfinite().all():
             raise ValueError(f"NaNs in '{whole}'")  # as PEFT says it
         if self.originals is not None:
-            self.against_original[whole] = _relative(merged.float(), sum(changes, weight.float()))
+            self.against_original[whole] = _relative_error(merged.float(), sum(changes, weight.float()))
         if self.into == "requantized":
             again = quantize_tensor_(owner, key, merged.to(state.dtype), state.quant_type, state.nested)
             merged = dequantize_tensor(again)
         else:
             merged = merged.to(self.dtype)
             let_go_(owner, key, merged)
-        self.against_trained[whole] = _relative(merged.float(), trained)
+        self.against_trained[whole] = _relative_error(merged.float(), trained)
 
 
 class _Originals:
@@ -161,20 +161,20 @@ class _Originals:
             keys = {name: name for name in self.stored}
         else:
             self.tensors = original.state_dict() if isinstance(original, nn.Module) else original
-            keys = {_plain(name): name for name in self.tensors}
+            keys = {_strip_wrappers(name): name for name in self.tensors}
         self.keys = keys
-        names = [_plain(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
+        names = [_strip_wrappers(one) for name, layer in layers.items() for one in _tensor_names(name, layer)]
         self.renamed = _find_prefix(names, keys)
 
-    def of(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
+    def read_weight(self, name: str, base: Any, dequantized: Tensor, whole: str = "") -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a layer, on its device; or the tensor of the name ``whole`` that it stands for.
 
         Raises:
             ValueError: of another shape, or another model's.
         """
         cut, added = self.renamed
-        key = added + _plain(name)[cut:]
-        called = added + _plain(whole or f"{name}.weight")[cut:]
+        key = added + _strip_wrappers(name)[cut:]
+        called = added + _strip_wrappers(whole or f"{name}.weight")[cut:]
         weight = self._read(called)
         bias = base.bias
         if bias is not None and f"{key}.bias" in self.keys:
@@ -196,7 +196,7 @@ class _Originals:
         return tensor.clone()  # what was read may lie in the file
 
 
-def _plain(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     return ".".join(part for part in name.split(".") if part not in ("base_layer", "original_module"))
 
 
@@ -234,7 +234,7 @@ def _plain_twin(layer: Any, plain: nn.Linear, configs: dict[str, Any], names: li
 
     holder = nn.Module()
     holder.base = plain
-    there = [name for name in names if name in held_by(layer)]
+    there = [name for name in names if name in list_adapters(layer)]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         for name in there:
@@ -321,7 +321,7 @@ def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
     return vars(inner[-1])["peft_config"]
 
 
-def held_by(layer: Any) -> set[str]:
+def list_adapters(layer: Any) -> set[str]:
     """Names of the adapters that one of PEFT's layers has; others may have been added to other layers."""
     return {name for attribute in layer.adapter_layer_names for name in getattr(layer, attribute)}
 
@@ -350,7 +350,7 @@ def _output(module: nn.Module, x: Tensor) -> Tensor:
         return module(x).float()
 
 
-def _relative(result: Tensor, expected: Tensor) -> float:
+def _relative_error(result: Tensor, expected: Tensor) -> float:
     return float((result - expected).norm() / expected.norm().clamp_min(1e-30))
 
 

@@ -153,7 +153,7 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
         where = f"{path} has {key[:80]!r}"
         if key in fields and not _fits(value, hints[key], fields[key]):
             raise ValueError(
-                explain(f"{where}: {_short(value)}", f"it should be {_name_of_type(hints[key])}", "Correct it")
+                explain(f"{where}: {_shorten(value)}", f"it should be {_name_of_type(hints[key])}", "Correct it")
             )
         if value in _OFF:
             continue
@@ -210,6 +210,6 @@ def _name_of_type(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

@@ -82,7 +82,7 @@ def find_place(model: nn.Module, keys: list[str], config: Any, name: str) -> Pla
     found = []
     for prefix, root in candidates(model, name).items():
         layers, owned = plain_modules(root), set(base_names(root).values())
-        whole = _whole(layers, config, rest)
+        whole = _find_whole(layers, config, rest)
         ours = [key for key in rest if key in owned or is_inside(key, set(whole))]
         if all(name in layers for name in inside) and len(ours) == len(rest):
             tensors = {tensor: name for tensor, name in tensors_meant(root, config).items() if name in targets}
@@ -180,7 +180,7 @@ def _ends(name: str, ends: Iterable[str]) -> bool:
     return any(name == end or name.endswith(f".{end}") for end in ends)
 
 
-def _whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -> list[str]:
+def _find_whole(layers: Mapping[str, nn.Module], config: Any, rest: list[str]) -> list[str]:
     found: list[str] = []
     for name in layers:
         meant = any(name.endswith(one) for one in getattr(config, "modules_to_save", None) or [])
@@ -220,10 +220,10 @@ def _config_for(place: Place, config: Any) -> Any:
     config = copy.deepcopy(config)
     if hasattr(config, "init_lora_weights"):
         config.init_lora_weights = True
-    config.target_modules = _exactly(place.targets)
+    config.target_modules = _match_exactly(place.targets)
     config.modules_to_save = place.whole or None
     if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = _exactly(place.scaled)
+        config.feedforward_modules = _match_exactly(place.scaled)
     if place.tokens:
         config.trainable_token_indices = place.tokens
     if place.tensors:
@@ -244,7 +244,7 @@ def _skeleton(place: Place, config: Any, device: str) -> nn.Module:
     return skeleton
 
 
-def _exactly(names: list[str]) -> str:
+def _match_exactly(names: list[str]) -> str:
     return "|".join(re.escape(name) for name in names)
 
 
@@ -320,7 +320,7 @@ def refuse_other_tensors(
         shape, dtype = list(part.get_shape()), part.get_dtype()
         if key not in expected:
             parameter = root.get_parameter(own[key.replace("base_layer.", "")])
-            if shape != list(parameter.shape) or not _same(parameter, file.get_tensor(f"{PREFIX}{key}")):
+            if shape != list(parameter.shape) or not _is_same(parameter, file.get_tensor(f"{PREFIX}{key}")):
                 why = f"'{key}' is another one than this model's, so the base was changed"
                 raise ValueError(explain(f"{what} holds a weight of its base", why, "Load that base, or use PeftModel"))
         elif shape != list(expected[key].shape):
@@ -377,5 +377,5 @@ def _whole_numbers(value: Any) -> list[int]:
     return [number for number in values if type(number) is int]
 
 
-def _same(parameter: Tensor, stored: Tensor) -> bool:
+def _is_same(parameter: Tensor, stored: Tensor) -> bool:
     return bool((parameter.detach().cpu().to(torch.bfloat16) == stored.to(torch.bfloat16)).all())

@@ -245,8 +245,8 @@ def _find_place(
 def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> tuple[list[str], str, nn.Module]:
     """Add the adapter, and return its layers, and the prefix and module that it was put into."""
     if hasattr(config, "feedforward_modules"):
-        config.feedforward_modules = _exactly(place, place.scaled)
-    targets, train = _exactly(place, place.targets), _exactly(place, place.whole)
+        config.feedforward_modules = _match_exactly(place, place.scaled)
+    targets, train = _match_exactly(place, place.targets), _match_exactly(place, place.whole)
     if place.tensors:
         config.target_parameters = [f"{place.prefix}{tensor}" for tensor in place.tensors]
     config.modules_to_save = None
@@ -260,7 +260,7 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     raise AssertionError("what was added is not there")
 
 
-def _exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
+def _match_exactly(place: Place, names: list[str]) -> list[re.Pattern[str]]:
     if not names:
         return []
     return [re.compile("|".join(re.escape(f"{place.prefix}{name}") for name in names))]

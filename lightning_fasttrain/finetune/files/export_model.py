@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import TEMPORARY, sync_folder
 from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain.finetune.adapters._merged_layers import outermost
+from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
 from lightning_fasttrain.finetune.adapters.add_adapter import switches
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
@@ -83,7 +83,7 @@ def export_model(model: nn.Module, folder: Folder, *, dtype: torch.dtype | None 
         why = "its quantised weights are saved in floats, and which is a matter of size"
         raise ValueError(explain(f"{type(root).__name__} without dtype=", why, "Use dtype=torch.bfloat16, say"))
     refuse_shards(dict(root.named_parameters()))
-    with _merged(root):
+    with _merge_for_now(root):
         _write(target, _plain_twin(root, _plain_state(root, dtype)))
     return target
 
@@ -108,7 +108,7 @@ def _find_root(model: nn.Module) -> Any:
 
 
 @contextmanager
-def _merged(root: nn.Module) -> Iterator[None]:
+def _merge_for_now(root: nn.Module) -> Iterator[None]:
     """Have the adapters in the weights for as long as it lasts."""
     layers: list[Any] = list(switches(root))
     if not layers or any(getattr(layer, "merged", False) for layer in layers):
@@ -147,7 +147,7 @@ def _trained_whole(root: nn.Module, holders: dict[str, str]) -> dict[str, Tensor
     found: dict[str, Tensor] = {}
     if not any(adapters_on(module) for module in root.modules()):
         return found
-    for name, wrapper in outermost(root):
+    for name, wrapper in find_outermost(root):
         copies: Any = wrapper._modules.get("modules_to_save", {})
         for active in wrapper.active_adapters if copies else ():
             if active in copies:

@@ -58,7 +58,7 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
             names.append(plain)
             quantized = not parameter.is_floating_point() or getattr(parameter, "quant_state", None) is not None
             quantized = quantized or is_torchaos(parameter)
-            whole = _whole(parameter)
+            whole = _gather_whole(parameter)
             kinds.append(("q" if quantized else "", tuple(whole.shape)))
             samples.append(_sample(whole, quantized=quantized and not is_torchaos(parameter)))
     # One copy to the host for all of them, rather than one for each.
@@ -176,7 +176,7 @@ def _differ(a: str, b: str) -> bool:
     return comparable and a != b
 
 
-def _whole(parameter: nn.Parameter) -> Tensor:
+def _gather_whole(parameter: nn.Parameter) -> Tensor:
     """Its values; where they are sharded, by FSDP2 or ZeRO, those of all ranks, which must all ask."""
     values = parameter.detach()
     if is_torchaos(values):

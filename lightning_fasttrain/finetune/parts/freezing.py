@@ -223,12 +223,12 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
         if not found:
             raise ValueError(_nothing_like(one, model, [*modules, *parameters]))
         names |= found
-    chosen = {name: parameter for name, parameter in parameters.items() if _meant(name, names)}
-    norms = [module for name, module in modules.items() if _meant(name, names) and keeps_statistics(module)]
+    chosen = {name: parameter for name, parameter in parameters.items() if _is_meant(name, names)}
+    norms = [module for name, module in modules.items() if _is_meant(name, names) and keeps_statistics(module)]
     return Chosen(chosen, norms)
 
 
-def _meant(name: str, names: set[str]) -> bool:
+def _is_meant(name: str, names: set[str]) -> bool:
     """Whether this name or one of a module around it is among ``names``; the model itself is called ``""``."""
     while name:
         if name in names:

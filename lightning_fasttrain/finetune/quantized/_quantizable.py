@@ -98,7 +98,7 @@ def _why_left(name: str, layer: nn.Module, skipped: set[str], heads: list[str], 
         return "skip"
     if name.removesuffix(".base_layer") in heads:
         return "a head"
-    return shared.get(name) or _unfit(layer)
+    return shared.get(name) or _why_unfit(layer)
 
 
 def _nothing_to_quantise(model: nn.Module, left: dict[str, str]) -> str:
@@ -136,7 +136,7 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _unfit(layer: nn.Module) -> str:
+def _why_unfit(layer: nn.Module) -> str:
     if type(layer) is not nn.Linear and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, not a plain nn.Linear"
     weight = layer._parameters.get("weight")

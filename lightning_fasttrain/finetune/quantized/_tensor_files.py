@@ -103,14 +103,14 @@ def _read_index(path: Path) -> dict[str, StoredTensor]:
     if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
         why = "it is no index of shards: it has no weight_map from names to files"
         raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
-    shards = {file: _in_file(_inside(path, file)) for file in sorted(set(names.values()))}
+    shards = {file: _in_file(_locate_inside(path, file)) for file in sorted(set(names.values()))}
     absent = [f"{name} in {file}" for name, file in names.items() if name not in shards[file]]
     if absent:
         raise ValueError(explain(f"{path} names {absent[0]}", "it is not there", "Fetch the files again"))
     return {name: shards[file][name] for name, file in names.items()}
 
 
-def _inside(index: Path, file: str) -> Path:
+def _locate_inside(index: Path, file: str) -> Path:
     folder = index.parent.resolve()
     roots = [folder]
     if folder.parent.name == "snapshots":  # Hugging Face's cache, whose files are links to its blobs

@@ -83,7 +83,7 @@ def load_quantized(
         require(package, extra="finetune")
     if dtype is not None and dtype not in FLOATS:
         raise ValueError(explain(f"dtype={dtype}", "it cannot be quantised", f"Use {', '.join(map(str, FLOATS))}"))
-    model = _empty(make_model)
+    model = _build_empty(make_model)
     found = sort_out(model, kind, skip)
     slots = _slots(model)
     stored = find_tensors(files)
@@ -150,7 +150,7 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
     return slots
 
 
-def _empty(make: Callable[[], nn.Module]) -> nn.Module:
+def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
     """Call ``make``; each parameter is replaced by one without memory as it is registered, and ties stay."""
     thread = threading.get_ident()
     empties: Any = WeakIdKeyDictionary()

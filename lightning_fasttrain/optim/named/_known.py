@@ -85,7 +85,7 @@ def find_known(name: str) -> Known:
         'bitsandbytes.optim.AdamW8bit'
     """
     for known, row in KNOWN.items():
-        if _plain(known) == _plain(name):
+        if _normalize(known) == _normalize(name):
             return row
     why = "no optimizer is known by this name"
     raise ValueError(explain(f"optimizer {name!r}", why, f"Use one of {', '.join(KNOWN)}"))
@@ -93,10 +93,10 @@ def find_known(name: str) -> Known:
 
 def is_known(name: str) -> bool:
     """Whether :func:`find_known` finds it."""
-    return _plain(name) in map(_plain, KNOWN)
+    return _normalize(name) in map(_normalize, KNOWN)
 
 
-def _plain(name: str) -> str:
+def _normalize(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 

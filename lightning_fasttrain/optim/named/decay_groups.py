@@ -56,7 +56,7 @@ def decay_groups(
     if not names:
         why = "all its parameters are frozen"
         raise ValueError(explain(f"decay_groups of {type(model).__name__}", why, "Thaw some first, or use frozen=True"))
-    always, never = (_named(names, wanted, how) for wanted, how in ((decayed, "decayed"), (spared, "spared")))
+    always, never = (_match_names(names, wanted, how) for wanted, how in ((decayed, "decayed"), (spared, "spared")))
     undecayed = never_decayed(model)
     members: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in names.items():
@@ -80,7 +80,7 @@ def _is_spared(name: str, parameter: Tensor) -> bool:
     return parameter.ndim < 2 or own.endswith("bias") or (is_bare and any(word in own for word in _EMBEDDED))
 
 
-def _named(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
+def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
     found: set[str] = set()
     for pattern in [wanted] if isinstance(wanted, str) else wanted:
         expression = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")

@@ -45,11 +45,11 @@ def _parts(value: Any) -> Any:
 def _put_together(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     whole = {}
     for number, state in state_dict["state"].items():
-        whole[number] = {key: _whole(value) for key, value in state.items()}
+        whole[number] = {key: _rebuild(value) for key, value in state.items()}
     return {**state_dict, "state": whole}
 
 
-def _whole(value: Any) -> Any:
+def _rebuild(value: Any) -> Any:
     if not isinstance(value, dict) or value.get("class") not in _TORCHAOS:
         return value
     name = value["class"]

@@ -31,7 +31,7 @@ class ScheduleFreeEvaluation(L.Callback):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: a checkpoint is read, whichever of the two points it holds."""
-        if not _averaging(trainer):
+        if not _find_averaging(trainer):
             kinds = ", ".join(type(optimizer).__name__ for optimizer in trainer.optimizers) or "none"
             why = "its weights are no average of others"
             way_out = "Use ft.build_optimizer(model, 'schedule-free'), or leave the callback out"
@@ -52,15 +52,15 @@ class ScheduleFreeEvaluation(L.Callback):
         _to_average(trainer)
 
 
-def _averaging(trainer: L.Trainer) -> list[Any]:
+def _find_averaging(trainer: L.Trainer) -> list[Any]:
     return [optimizer for optimizer in trainer.optimizers if callable(getattr(optimizer, "eval", None))]
 
 
 def _to_average(trainer: L.Trainer) -> None:
-    for optimizer in _averaging(trainer):
+    for optimizer in _find_averaging(trainer):
         optimizer.eval()
 
 
 def _to_gradients(trainer: L.Trainer) -> None:
-    for optimizer in _averaging(trainer):
+    for optimizer in _find_averaging(trainer):
         optimizer.train()

@@ -41,7 +41,7 @@ def build_schedule(
 
         def configure_optimizers(self):
             optimizer = torch.optim.AdamW(self.parameters(), lr=3e-4)
-            return ft.build_schedule(optimizer, "cosine", warmup="5%", module=self).configured()
+            return ft.build_schedule(optimizer, "cosine", warmup="5%", module=self).to_lightning()
 
     In a loop: ``build_schedule(optimizer, "cosine", warmup="5%", total=10_000)``, and nothing else.
 
@@ -134,7 +134,7 @@ class Schedule(LRScheduler):
         elif trainer is not None:
             when_loaders_are_made(trainer, self._settle_for_run)
 
-    def configured(self) -> dict[str, Any]:
+    def to_lightning(self) -> dict[str, Any]:
         """What ``configure_optimizers`` is to return."""
         return {"optimizer": self.optimizer, "lr_scheduler": {"scheduler": self, "interval": "step"}}
 
@@ -182,7 +182,7 @@ class Schedule(LRScheduler):
         if not trainer.lr_scheduler_configs:
             what = "a schedule that configure_optimizers did not return"
             why = "checkpoints would not say how far it is"
-            raise RuntimeError(explain(what, why, "End with: return ft.build_schedule(...).configured()"))
+            raise RuntimeError(explain(what, why, "End with: return ft.build_schedule(...).to_lightning()"))
         in_charge = any(config.scheduler is self for config in trainer.lr_scheduler_configs)
         if not in_charge:
             note_once("a schedule does nothing while the Trainer has another one, as a finder of rates has")

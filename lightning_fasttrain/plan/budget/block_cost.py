@@ -91,11 +91,11 @@ def measure_block(
     whole, watched, expensive = [], [], []
     for _ in range(_REPEATS):
         stopwatch = Stopwatch(device)
-        with stopwatch.running():
+        with stopwatch.measure():
             run()
         whole.append(stopwatch.ms())
         stopwatch, mode = Stopwatch(device), _DearOperations(device, keeps)
-        with stopwatch.running(), mode:
+        with stopwatch.measure(), mode:
             outputs = run()
         watched.append(stopwatch.ms())
         expensive.append(mode.stopwatch.ms())
@@ -128,7 +128,7 @@ class _DearOperations(TorchDispatchMode):
             if func._schema.is_mutable and _addresses(args) & self.kept.keys():
                 self.spoilt = True
             return func(*args, **kwargs)
-        with self.stopwatch.running():
+        with self.stopwatch.measure():
             out = func(*args, **kwargs)
         for leaf in tree_iter(out):
             if isinstance(leaf, Tensor):
@@ -144,7 +144,7 @@ class Stopwatch:
 
     Example:
         >>> stopwatch = Stopwatch(torch.device("cpu"))
-        >>> with stopwatch.running():
+        >>> with stopwatch.measure():
         ...     pass
         >>> stopwatch.ms() < 1000
         True
@@ -155,7 +155,7 @@ class Stopwatch:
         self._stretches: list[tuple[Any, Any]] = []
 
     @contextmanager
-    def running(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Time what is inside."""
         start = self._now()
         try:

@@ -40,7 +40,7 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
         before = np.tile(np.arange(len(taken)), len(choices))
         taken = taken[before] + np.array([nbytes for nbytes, _ in choices], dtype=np.int64)[option]
         cost = cost[before] + np.array([ms for _, ms in choices])[option]
-        best = _unbeaten(taken, cost, limit)
+        best = _find_unbeaten(taken, cost, limit)
         taken, cost = taken[best], cost[best]
         history.append((option[best], before[best]))
         if not len(taken):
@@ -52,7 +52,7 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
     return result[::-1]
 
 
-def _unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
+def _find_unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     """Indices of the choices within ``limit`` that cost less than all that take no more, from few bytes to many."""
     order = np.lexsort((cost, taken))
     order = order[taken[order] <= limit]

@@ -59,7 +59,7 @@ class PlannedForward(CheckpointedForward):
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = super()._contexts()
-        return forward, Again(lambda: self.watch.recomputing(self.name, again))
+        return forward, Again(lambda: self.watch.watch_recomputation(self.name, again))
 
 
 class _Stage(Enum):
@@ -139,12 +139,12 @@ class StepWatch:
         self._mark()
 
     @contextmanager
-    def recomputing(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
+    def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
         """A block's forward is run once more."""
         if self.measuring and name in self._pending:
             del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
             self._mark()
-        with again, self._stopwatch.running() if self._stopwatch is not None else nullcontext():
+        with again, self._stopwatch.measure() if self._stopwatch is not None else nullcontext():
             yield
 
     def _mark(self) -> None:

@@ -135,16 +135,16 @@ class AllocationTrace(AssumedNumbers):
             why = "a prediction runs on the CPU, whatever device it is for"
             way_out = "Make tensors where the module is (module.device, tensor.device)"
             raise ValueError(explain(f"{op} in {module or 'the step'} made a tensor on {tensor.device}", why, way_out))
-        allocation = self._born(storage.nbytes(), module, op, phase)
+        allocation = self._allocate(storage.nbytes(), module, op, phase)
         self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), allocation)
         return allocation
 
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
-        allocation = self._born(nbytes, module, f"{op} (workspace)", phase)
+        allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
         self.now += 1
         allocation.died, allocation.outlived = self.now, False
 
-    def _born(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
+    def _allocate(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
         self.now += 1
         self.allocations.append(Allocation(self._round_up(nbytes), module, op, phase, self.now, self._period))
         return self.allocations[-1]
@@ -174,10 +174,10 @@ class AllocationTrace(AssumedNumbers):
 
     def reserve(self, nbytes: int, op: str) -> None:
         """Count ``nbytes`` that are there from now on and belong to no tensor."""
-        self._born(nbytes, "", op, self.phase).known = "temporaries"
+        self._allocate(nbytes, "", op, self.phase).known = "temporaries"
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watch(self, model: nn.Module) -> Iterator[None]:
         """Know which module is at work, and what is a gradient of ``model``."""
         with ExitStack() as hooks:
             for name, module in model.named_modules():

@@ -53,7 +53,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
     """``batch`` with every tensor replaced by one of the same shape and strides without memory, on the CPU."""
-    return apply_to_collection(batch, Tensor, lambda tensor: _fake(tensor, mode, tensor.dtype))
+    return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
 
 
 def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
@@ -93,11 +93,11 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
                 if tensor not in settled:
                     settled[tensor] = tensor
                     if tensor.device.type != "cpu" or tensor.dtype != wanted or not _belongs(tensor, mode):
-                        settled[tensor] = _fake(tensor, mode, wanted)
+                        settled[tensor] = _make_fake(tensor, mode, wanted)
                 table[name] = settled[tensor]
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
     plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
     if plain and not isinstance(tensor, nn.Parameter):
         return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage stay so

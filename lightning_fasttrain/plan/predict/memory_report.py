@@ -123,12 +123,12 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
         phase=last.phase,
         module=last.module,
         op=last.op,
-        holders=_largest(held),
+        holders=_find_largest(held),
         **about,
     )
 
 
-def _largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
+def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for allocation in held:
         module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)

@@ -159,7 +159,7 @@ def _trace_steps(
         for act in planned.on_optimizer:
             act(stepper)
         undo.enter_context(trace)
-        undo.enter_context(trace.watching(net))
+        undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
             data = net.on_after_batch_transfer(net.on_before_batch_transfer(data, 0), 0)

@@ -110,11 +110,11 @@ def quantized_workspace() -> dict[Any, Workspace]:
     if sys.modules.get("bitsandbytes") is None:
         return {}
 
-    def dequantized(arguments: Any, _: Any) -> int:
+    def count_dequantized(arguments: Any, _: Any) -> int:
         inputs, (rows, columns), block = arguments[0], arguments[2], arguments[4]
         return inputs.element_size() * rows * columns + 4 * math.ceil(rows * columns / block)
 
-    return {ops.bitsandbytes.gemm_4bit.default: dequantized}
+    return {ops.bitsandbytes.gemm_4bit.default: count_dequantized}
 
 
 KEPT: dict[Any, Kept] = {ops.aten.mkldnn_rnn_layer.default: _kept_by_lstm}

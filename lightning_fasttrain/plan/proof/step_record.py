@@ -240,7 +240,7 @@ class _Recorder(L.Callback):
         if not record.trains:
             why = "no parameter requires a gradient, so there is no training to compare"
             raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
-        record.unheld = _unheld(trainer, pl_module)
+        record.unheld = _find_unheld(trainer, pl_module)
         record.left = _left_in_floats(pl_module)
         record.quantized = any(is_quantized(each) for each in pl_module.modules())
 
@@ -331,7 +331,7 @@ class _Recorder(L.Callback):
             put_back()
 
 
-def _unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
+def _find_unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
     """Names of the parameters that train, and that no optimizer has."""
     held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]

@@ -109,7 +109,7 @@ def verify(
     batches = _take_batches(batch, steps)
     proof = _Proof(plain, batches, listed, settings)
     proof.run(precision)
-    return Verification(_name_of(plain), tuple(proof.rows), _once(proof.problems), _once(proof.notes))
+    return Verification(_name_of(plain), tuple(proof.rows), _drop_repeats(proof.problems), _drop_repeats(proof.notes))
 
 
 class _Supervised(L.LightningModule):
@@ -340,5 +340,5 @@ def _name_of(module: L.LightningModule) -> str:
     return type(module.net).__name__ if isinstance(module, _Supervised) else type(module).__name__
 
 
-def _once(sentences: list[str]) -> tuple[str, ...]:
+def _drop_repeats(sentences: list[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(sentences))

@@ -13,8 +13,8 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fasttrain._checkpoint_folder import marked
-from lightning_fasttrain._files import TEMPORARY
+from lightning_fasttrain._checkpoint_folder import mark_folder
+from lightning_fasttrain._files import TEMPORARY, find_existing, free_disk_bytes
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import is_remote
@@ -110,7 +110,7 @@ def describe_room(places: list[Place], nbytes: int) -> str:
     """
     words: list[str] = []
     for folder, together in _by_disk(places).items():
-        free = shutil.disk_usage(folder).free
+        free = free_disk_bytes(folder)
         to_come = sum(place.kept - place.there for place in together)
         fit = free // max(1, nbytes)
         if math.isinf(to_come):
@@ -141,14 +141,9 @@ def _by_disk(places: list[Place]) -> dict[Path, list[Place]]:
     disks: dict[int, tuple[Path, list[Place]]] = {}
     for place in places:
         if place.folder is not None:
-            there = existing(place.folder)
+            there = find_existing(place.folder)
             disks.setdefault(there.stat().st_dev, (there, []))[1].append(place)
     return dict(disks.values())
-
-
-def existing(folder: Path) -> Path:
-    """``folder``, or the nearest above it that is there."""
-    return next(one for one in (folder, *folder.absolute().parents) if one.is_dir())
 
 
 @contextmanager
@@ -171,11 +166,11 @@ def temporary_folder(trainer: L.Trainer, places: list[Place]) -> Iterator[Path]:
 
 def _make_folder(places: list[Place], stack: ExitStack) -> Path:
     folders = [place.folder for place in places if place.folder is not None]
-    beside = existing(folders[0]) if folders else Path(tempfile.gettempdir())
+    beside = find_existing(folders[0]) if folders else Path(tempfile.gettempdir())
     folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    stack.enter_context(marked(folder))
+    stack.enter_context(mark_folder(folder))
     return folder
 
 

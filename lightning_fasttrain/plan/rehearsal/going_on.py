@@ -4,7 +4,7 @@ import torch
 
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving
-from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explaining
+from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again
 from lightning_fasttrain.plan.rehearsal.state_record import (
     describe,
@@ -50,7 +50,7 @@ def go_on_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
 
 def _resume(on: Rehearsed, saving: Saving) -> Course:
     follower = Follower(None)
-    with explaining(follower.course, "going on from a checkpoint: "):
+    with explain_errors(follower.course, "going on from a checkpoint: "):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer), ckpt_path=saving.path)
     return follower.course
 

@@ -1,14 +1,13 @@
 """A run in small: a window and a short one, validation, an epoch's end, a checkpoint, and the first step after it."""
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import lightning as L
-import torch
 from lightning.pytorch.callbacks import Checkpoint
 
+from lightning_fasttrain._clock import device_clock
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.data.trial._step_parts import loss_of
 from lightning_fasttrain.plan.proof.step_record import EnoughError
@@ -83,7 +82,7 @@ class Follower(Checkpoint):
         self.course.reached = "a training step"
         if self.began is None:
             self.course.losses = []
-            self.began = _now(trainer)
+            self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -92,7 +91,7 @@ class Follower(Checkpoint):
             self.course.losses.append(float(loss_of(outputs)))
         if step_goes_on(trainer):
             return
-        self.course.step_s, self.began = _now(trainer) - (self.began or 0.0), None
+        self.course.step_s, self.began = device_clock(trainer.strategy.root_device) - (self.began or 0.0), None
         if self.saving is not None and self.saving.within_epochs and not self.is_saved:
             self._save(trainer, pl_module, self.saving)
         if trainer.current_epoch > 0:
@@ -120,9 +119,9 @@ class Follower(Checkpoint):
         self.is_saved = True
         self._record(trainer, module)
         self.course.reached = "the save of a checkpoint"
-        began = _now(trainer)
+        began = device_clock(trainer.strategy.root_device)
         trainer.save_checkpoint(saving.path, weights_only=saving.weights_only)
-        self.course.save_s = _now(trainer) - began
+        self.course.save_s = device_clock(trainer.strategy.root_device) - began
         if saving.weights_only:
             self.course.loaded = trainer.strategy.load_checkpoint(saving.path)
 
@@ -141,10 +140,3 @@ class StopAfter(Checkpoint):
         self.batches -= 1
         if self.batches == 0:
             raise EnoughError
-
-
-def _now(trainer: L.Trainer) -> float:
-    """Seconds, once the device has done what it was given."""
-    if trainer.strategy.root_device.type == "cuda":
-        torch.cuda.synchronize(trainer.strategy.root_device)
-    return time.perf_counter()

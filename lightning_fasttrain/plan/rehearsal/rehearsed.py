@@ -100,7 +100,7 @@ def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sampl
 
 
 @contextmanager
-def explaining(course: Course, during: str = "") -> Iterator[None]:
+def explain_errors(course: Course, during: str = "") -> Iterator[None]:
     """Any error of a run in small, as the one error of the rehearsal. It ends this rank at once, as in the run."""
     try:
         yield

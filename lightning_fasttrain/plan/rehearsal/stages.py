@@ -21,7 +21,7 @@ from lightning_fasttrain.plan.rehearsal.checkpoint_places import (
 from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving, StopAfter
 from lightning_fasttrain.plan.rehearsal.reading_ahead import describe_batch
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explaining, fill_up
+from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors, fill_up
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, bring_transfer_hooks
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again, one_device_again
 from lightning_fasttrain.run.memory.memory_record import format_bytes
@@ -85,7 +85,7 @@ def _explain_another_training(verified: Verification, names: str) -> str:
 def run_in_small(on: Rehearsed, saving: Saving) -> Course:
     """Stage: a window, a short one, validation, the end of an epoch, a save, the first step of the next epoch."""
     follower = Follower(saving)
-    with explaining(follower.course):
+    with explain_errors(follower.course):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer))
     course = follower.course
     on.raise_on_all(_find_unfit_loss(course))
@@ -160,6 +160,6 @@ def run_largest(on: Rehearsed) -> None:
     largest = sample.first[0] if sample.largest is None else sample.largest  # another rank has a larger one
     size = f"{describe_batch(largest)}, the largest of {sample.seen}, where the first is {first}"
     batches = [*fill_up(sample.first, on.window), largest]
-    with explaining(Course(reached=f"the largest batch ({size})")):
+    with explain_errors(Course(reached=f"the largest batch ({size})")):
         on.run.fit([*batches, largest], [], StopAfter(len(batches)), devices_again(on.trainer))
     on.report.tell("largest batch", f"{size}, went well")

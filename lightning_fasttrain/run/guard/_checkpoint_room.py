@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import sweep
-from lightning_fasttrain._files import TEMPORARY
+from lightning_fasttrain._files import TEMPORARY, free_disk_bytes
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain, log, warn
 from lightning_fasttrain._reading import is_remote
@@ -34,18 +33,18 @@ def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | 
             if reason is None and not is_remote(writer.dirpath):
                 sweep(Path(str(writer.dirpath)))
                 nbytes = checkpoint_bytes(trainer, [] if writer.save_weights_only else optimizers)
-                reason = unfit(Path(str(writer.dirpath)), nbytes)
+                reason = why_unfit(Path(str(writer.dirpath)), nbytes)
     return trainer.strategy.broadcast(reason)
 
 
-def unfit(folder: Path, nbytes: int) -> str | None:
+def why_unfit(folder: Path, nbytes: int) -> str | None:
     """Why ``folder`` cannot take two checkpoints of so many bytes: one is there while the next is written.
 
     Example:
-        >>> unfit(getfixture("tmp_path") / "checkpoints", 1000) is None
+        >>> why_unfit(getfixture("tmp_path") / "checkpoints", 1000) is None
         True
     """
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file is told too
     probe = there / f"{TEMPORARY}probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -53,7 +52,7 @@ def unfit(folder: Path, nbytes: int) -> str | None:
     except OSError as error:
         way_out = "Make it writable, or give ModelCheckpoint another dirpath"
         return explain(f"checkpoints cannot be written to {folder}", f"{error.strerror or error} ({there})", way_out)
-    free = shutil.disk_usage(there).free
+    free = free_disk_bytes(there)
     if free < 2 * nbytes:
         why = f"a checkpoint of this run takes about {nbytes / GIB:.2f} GiB, and one is kept while the next is written"
         way_out = "Free some space, or give ModelCheckpoint another dirpath"

@@ -70,12 +70,12 @@ class RankBoard:
         """The other ranks' positions as far as they have any; None if the store does not answer."""
         wanted = range(self.size) if ranks is None else ranks
 
-        def others() -> dict[int, Position]:
+        def read_others() -> dict[int, Position]:
             keys = {rank: f"{self._prefix}/{rank}" for rank in wanted if rank != self.rank}
             found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
             return {rank: Position(**json.loads(value)) for rank, value in found.items()}
 
-        return self._try(others)
+        return self._try(read_others)
 
     def end(self) -> None:
         """Say that all has been reported."""

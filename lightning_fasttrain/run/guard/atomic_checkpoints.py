@@ -1,7 +1,6 @@
 """Checkpoints that are either whole or not there, and are never unpickled."""
 
 import os
-import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain._files import free_disk_bytes, write_atomic
 from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._messages import explain, warn
@@ -73,7 +72,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         try:
             write_atomic(path, lambda file: _save(marked, file))
         except OSError as error:
-            free = f"{_free_bytes(Path(path)) / GIB:.2f} GiB are free there"
+            free = f"{free_disk_bytes(Path(path)) / GIB:.2f} GiB are free there"
             why = f"{error}; {free}, and an older file of this name is untouched"
             way_out = "Free some space, or choose another folder"
             raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error
@@ -125,11 +124,6 @@ class _Telling:
 
     def flush(self) -> None:
         self.file.flush()
-
-
-def _free_bytes(path: Path) -> int:
-    there = next(parent for parent in path.absolute().parents if parent.is_dir())
-    return shutil.disk_usage(there).free
 
 
 class AtomicCheckpoints(Technique):

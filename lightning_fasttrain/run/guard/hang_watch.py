@@ -86,14 +86,14 @@ class HangWatch(Technique):
         """What else is called on an exception may wait for ranks that wait for this one."""
         watch.fail(sys.exception() or RuntimeError("unknown"))
 
-        def watched(teardown: Callable[[], None]) -> None:
+        def end_watch(teardown: Callable[[], None]) -> None:
             try:
                 teardown()
             finally:
                 self._watch = None
                 watch.__exit__()
 
-        surround_teardown(trainer, watched)
+        surround_teardown(trainer, end_watch)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: the error is shown before any rank can be made to wait."""

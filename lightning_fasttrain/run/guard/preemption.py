@@ -15,7 +15,7 @@ from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._host import cluster_environment, step_goes_on
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, a_code, catchable, name_of
+from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, a_code, check_signals, name_of
 from lightning_fasttrain.technique import Technique
 
 
@@ -64,7 +64,7 @@ class Preemption(Technique):
         every: int = 1,
     ) -> None:
         self.folder = folder
-        self.signals = catchable(signals)
+        self.signals = check_signals(signals)
         self.exit_code = a_code(exit_code)
         self.every = positive_int("every", every)
         self._flag: PreemptionFlag | None = None

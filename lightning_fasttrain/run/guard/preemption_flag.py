@@ -60,7 +60,7 @@ class PreemptionFlag:
     """
 
     def __init__(self, signals: Iterable[int] = (signal.SIGTERM,), every: int = 1, exit_code: int = 143) -> None:
-        self.signals = catchable(signals)
+        self.signals = check_signals(signals)
         self.every = positive_int("every", every)
         self.exit_code = a_code(exit_code)
         self.raised = False
@@ -142,7 +142,7 @@ class PreemptionFlag:
         self._group = self._work = None
 
 
-def catchable(signals: Iterable[int]) -> tuple[int, ...]:
+def check_signals(signals: Iterable[int]) -> tuple[int, ...]:
     if isinstance(signals, int):
         raise TypeError(explain(f"signals={signals!r}", "this is one signal", f"Use signals=({signals!r},)"))
     numbers = tuple(signals)

@@ -80,7 +80,7 @@ class ProgressWatch:
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._board: RankBoard | None = None
-        self._mine = Position(self.rank, where=_where(os.getpid()))
+        self._mine = Position(self.rank, where=_name_process(os.getpid()))
 
     def beat(self, phase: str) -> None:
         """A sign of life: the loop is about to do ``phase``."""
@@ -118,7 +118,7 @@ class ProgressWatch:
         while self.parent_rank is not None and self.parent is not None and time.monotonic() < until:
             position = (board.read([self.parent_rank]) or {}).get(self.parent_rank)
             if position is not None:
-                if position.where == _where(self.parent):
+                if position.where == _name_process(self.parent):
                     return
                 break
             time.sleep(0.02)
@@ -241,7 +241,7 @@ class ProgressWatch:
                 file.write(text)
 
 
-def _where(pid: int) -> str:
+def _name_process(pid: int) -> str:
     return f"{socket.gethostname()}:{pid}"
 
 

@@ -69,7 +69,7 @@ def read_events(finished: profile, device: torch.device) -> Events:
         elif name == "[OutOfMemory]":
             events.failed = Change(ns, 0, 0, place)
         else:
-            place = _inside(event, place, module_of)
+            place = _find_place(event, place, module_of)
             if place.phase == "backward":
                 events.backward_ns.append(ns)
             stack.extend((child, place) for child in reversed(event.children))
@@ -77,7 +77,7 @@ def read_events(finished: profile, device: torch.device) -> Events:
     return events
 
 
-def _inside(event: Any, place: Place, module_of: dict[int, str]) -> Place:
+def _find_place(event: Any, place: Place, module_of: dict[int, str]) -> Place:
     name, (_, details) = event.name, event.typed
     if name.startswith(_NODE):
         return Place("backward", module_of.get(details.sequence_number, ""), name.removeprefix(_NODE))
@@ -150,7 +150,7 @@ def _may_be_above(wrapper: Any) -> TypeGuard[WrappedForward]:
 
 
 def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    def named(*args: Any, **kwargs: Any) -> Any:
+    def call_named(*args: Any, **kwargs: Any) -> Any:
         with record_function(_MODULE + name):
             return call(*args, **kwargs)
 

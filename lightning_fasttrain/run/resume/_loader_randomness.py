@@ -45,9 +45,9 @@ def generator_state(generator: Any) -> Any:
     if isinstance(generator, DistributedSampler):
         return generator.seed
     if isinstance(generator, np.random.Generator):
-        return _plain(generator.bit_generator.state)
+        return _to_plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
-        return _plain(generator.get_state(legacy=False))
+        return _to_plain(generator.get_state(legacy=False))
     return generator.getstate()
 
 
@@ -76,9 +76,9 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.setstate((version, tuple(numbers), gauss))
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain(item) for key, item in value.items()}
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     return value

@@ -19,7 +19,7 @@ _OPTIMIZERS = "optimizers"
 _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 
 
-def settings_of(trainer: L.Trainer) -> dict[str, Any]:
+def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
     schedules = GradientAccumulationScheduler | TokenWeightedAccumulation
     scheduled = any(isinstance(callback, schedules) for callback in trainer.callbacks)
@@ -49,7 +49,7 @@ def about_loader(loader: Any) -> dict[str, Any]:
         "shuffle": _shuffles(getattr(loader, "sampler", None)),
         "drop_last": getattr(sampler, "drop_last", None),
         "training data": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
-        **_held_by(dataset, "training data"),
+        **_hash_data(dataset, "training data"),
     }
 
 
@@ -64,17 +64,17 @@ def _shuffles(sampler: Any) -> bool | str | None:
     return type(sampler).__qualname__
 
 
-def _held_by(dataset: Any, where: str) -> dict[str, str]:
+def _hash_data(dataset: Any, where: str) -> dict[str, str]:
     """Name of each table, list or tensor that a dataset holds → a hash of a few entries. No code of its own is run.
 
     Its own ``__getitem__`` may draw random numbers or open files, so it is not asked for samples. Columns of strings
     count by the last part of a path, since data may be moved.
     """
     if isinstance(dataset, Subset):
-        return {**_hash_values(dataset.indices, f"{where}.indices"), **_held_by(dataset.dataset, where)}
+        return {**_hash_values(dataset.indices, f"{where}.indices"), **_hash_data(dataset.dataset, where)}
     if isinstance(dataset, ConcatDataset):
         parts = enumerate(dataset.datasets)
-        return {name: value for i, part in parts for name, value in _held_by(part, f"{where}[{i}]").items()}
+        return {name: value for i, part in parts for name, value in _hash_data(part, f"{where}[{i}]").items()}
     if type(dataset) in (list, tuple):
         return _hash_values(dataset, where)
     held = vars(dataset) if hasattr(dataset, "__dict__") else {}

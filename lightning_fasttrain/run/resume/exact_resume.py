@@ -31,8 +31,8 @@ from lightning_fasttrain.run.resume._run_identity import (
     about_loader,
     disagreements,
     other_hyper_parameters,
+    read_settings,
     refuse_other_optimizers,
-    settings_of,
 )
 from lightning_fasttrain.run.resume._running_metrics import metrics_state, restore_metrics
 from lightning_fasttrain.run.resume._uncheckpointed_state import forgotten_state, restore_forgotten
@@ -173,7 +173,7 @@ class ExactResume(Technique):
         checkpoint[KEY] = {
             "point": str(point),
             "ranks": gather(pack(mine), device),
-            "settings": {**settings_of(trainer), "loaders": self._about},
+            "settings": {**read_settings(trainer), "loaders": self._about},
             "forgotten": forgotten_state(trainer),
         }
         if not _in_window(trainer, point):
@@ -215,7 +215,7 @@ class ExactResume(Technique):
         self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
         if point in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
-        self._check(settings_of(trainer))
+        self._check(read_settings(trainer))
         other = other_hyper_parameters(checkpoint, pl_module)
         if other is not None:
             warn(f"ExactResume: {other}")
@@ -233,8 +233,8 @@ class ExactResume(Technique):
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: optimizers are there, and their state is not restored yet."""
         if self._restored is not None:
-            refuse_other_optimizers(self._restored["settings"], settings_of(trainer))
-            self._check(settings_of(trainer))
+            refuse_other_optimizers(self._restored["settings"], read_settings(trainer))
+            self._check(read_settings(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: Lightning has restored all it does, and not begun an epoch."""

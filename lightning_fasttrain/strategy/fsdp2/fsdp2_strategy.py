@@ -255,7 +255,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def remove_checkpoint(self, filepath: Any) -> None:
         """An older checkpoint goes only after the newer one is complete."""
         if self._background is not None:
-            self._background.afterwards(lambda: super(FSDP2Strategy, self).remove_checkpoint(filepath))
+            self._background.do_afterwards(lambda: super(FSDP2Strategy, self).remove_checkpoint(filepath))
         else:
             super().remove_checkpoint(filepath)
 

@@ -42,7 +42,7 @@ class FSDP2Together(Together):
         self._put_sums_back: Callable[[], None] = _do_nothing
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def run_alone(self) -> Iterator[None]:
         model = self._model_of()
         self._due = is_reducing(model)
         self._put_sums_back = _remember_sums(model)
@@ -59,7 +59,7 @@ class FSDP2Together(Together):
         def rehearse(_: int) -> None:
             self._begin()
             script.lines.clear()
-            with script.learning():
+            with script.learn():
                 run_one()
 
         try:
@@ -70,16 +70,16 @@ class FSDP2Together(Together):
         put_back()
         self._script = script
 
-    def over(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
+    def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
         """``attempt``, after which this rank has done as many gathers as any other, however it ended."""
         script = self._script
         assert script is not None
 
-        def tried(n: int) -> Result:
+        def try_once(n: int) -> Result:
             self._begin()
             script.done = 0
             try:
-                with script.counting():
+                with script.count():
                     result = attempt(n)
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # they hold the activations
@@ -94,7 +94,7 @@ class FSDP2Together(Together):
                 raise ValueError(explain("batches of fewer samples than parts", why, way_out))
             return result
 
-        return tried
+        return try_once
 
     def _begin(self) -> None:
         """As if no forward or backward of this batch had been."""
@@ -149,7 +149,7 @@ class _Script:
             group._all_gather_comm = group._all_gather_comm.inner
 
     @contextmanager
-    def learning(self) -> Iterator[None]:
+    def learn(self) -> Iterator[None]:
         """Within it gathers are written down, and wait for nobody."""
         self.how = self._learn
         try:
@@ -158,7 +158,7 @@ class _Script:
             self.how = None
 
     @contextmanager
-    def counting(self) -> Iterator[None]:
+    def count(self) -> Iterator[None]:
         """Within it gathers are counted, and compared with what was written down."""
         self.how = self._count
         try:
@@ -242,18 +242,18 @@ def _remember_sums(model: nn.Module) -> Callable[[], None]:
     for parameter in _sharded_parameters(model):
         whole = getattr(parameter, "_unsharded_param", None)
         gradient = None if whole is None else whole.grad
-        sums.append((parameter, _copied(gradient), _copied(parameter.unsharded_accumulated_grad)))
+        sums.append((parameter, _copy(gradient), _copy(parameter.unsharded_accumulated_grad)))
 
     def put_back() -> None:
         for parameter, gradient, total in sums:
             if hasattr(parameter, "_unsharded_param"):
-                parameter._unsharded_param.grad = _copied(gradient)
-            parameter.unsharded_accumulated_grad = _copied(total)
+                parameter._unsharded_param.grad = _copy(gradient)
+            parameter.unsharded_accumulated_grad = _copy(total)
 
     return put_back
 
 
-def _copied(value: Tensor | None) -> Tensor | None:
+def _copy(value: Tensor | None) -> Tensor | None:
     return None if value is None else value.detach().clone()
 
 

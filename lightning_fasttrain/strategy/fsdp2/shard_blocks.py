@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain._messages import explain, list_some, note_once
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
     keep_packed_,
@@ -233,7 +233,8 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
     if whole:
         why = "each rank would train a copy of its own, since nothing reduces their gradients"
         way_out = "Change layers before sharding: in configure_model, or with the suite's techniques"
-        raise ValueError(explain(f"{_some(whole)} of {type(model).__name__} train without being sharded", why, way_out))
+        what = f"{list_some(list(map(repr, whole)), 4)} of {type(model).__name__} train without being sharded"
+        raise ValueError(explain(what, why, way_out))
     live = {id(parameter) for parameter in named.values()}
     for optimizer in [optimizers] if isinstance(optimizers, Optimizer) else optimizers:
         refuse_unfit(optimizer)
@@ -252,11 +253,6 @@ def refuse_unfit(optimizer: Optimizer) -> None:
         if kind in _UNFIT:
             way_out = "Use AdamW, SGD or another elementwise optimizer of torch.optim: their state is sharded too"
             raise ValueError(explain(f"{type(optimizer).__name__} with sharded parameters", _UNFIT[kind], way_out))
-
-
-def _some(names: list[str]) -> str:
-    listed = ", ".join(f"'{name}'" for name in names[:4])
-    return listed if len(names) <= 4 else f"{listed} and {len(names) - 4} more"
 
 
 def reshard_(model: nn.Module) -> None:

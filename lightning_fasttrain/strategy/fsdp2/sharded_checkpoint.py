@@ -74,7 +74,7 @@ def save_sharded(
         refuse_unreadable(plain)  # here, so that all ranks hear of it
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # the folder's own leaving syncs
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with _quietly(alone), _errors_of_ranks():
+        with _silence_warning(alone), _errors_of_ranks():
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
         if rank == 0:
             write_atomic(folder / REST, lambda file: torch.save(plain, file))
@@ -215,7 +215,7 @@ def full_state_dict(folder: str | os.PathLike[str]) -> dict[str, Tensor]:
         torch.Size([1, 2])
     """
     verify_checkpoint(folder)
-    return _whole(folder, _MODEL)
+    return _read_whole(folder, _MODEL)
 
 
 def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
@@ -237,7 +237,7 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
     plain = _read_rest(folder)
     states = []
     for key, state in plain["optimizers"].items():
-        tensors = _whole(folder, f"{key}.")
+        tensors = _read_whole(folder, f"{key}.")
         names = [name for group in state["param_groups"] for name in group["params"]]
         numbers = {name: number for number, name in enumerate(names)}
         values: dict[int, dict[str, Any]] = {}
@@ -250,12 +250,12 @@ def full_checkpoint(folder: str | os.PathLike[str]) -> dict[str, Any]:
         states.append({"state": values, "param_groups": groups})
     return {
         **plain["rest"],
-        "state_dict": {**_whole(folder, _MODEL), **plain["values"]},
+        "state_dict": {**_read_whole(folder, _MODEL), **plain["values"]},
         **({"optimizer_states": states} if states else {}),
     }
 
 
-def _whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
+def _read_whole(folder: str | os.PathLike[str], prefix: str) -> dict[str, Tensor]:
     reader = SafeReader(folder)
     tensors = {
         name: torch.empty(stored.size, dtype=stored.properties.dtype)
@@ -270,7 +270,7 @@ def _read(reader: SafeReader, tensors: dict[str, Any], *, alone: bool = False) -
     """Fill ``tensors`` in place. All ranks, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
-        with _quietly(alone), as_corrupt(reader.path, CheckpointException):
+        with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
             dcp.load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
 
 
@@ -285,7 +285,7 @@ def _errors_of_ranks() -> Iterator[None]:
 
 
 @contextmanager
-def _quietly(alone: bool) -> Iterator[None]:
+def _silence_warning(alone: bool) -> Iterator[None]:
     """Without torch's warning that one process is alone."""
     if not alone:  # filters belong to the whole process, and this may be a thread
         yield

@@ -15,7 +15,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
-from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, optimizer_of
+from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, make_optimizer
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")
 MASTER = 4  # bytes of a number that the optimizer updates, float32
@@ -79,7 +79,7 @@ def held_by(
         net = module
     else:
         net = fake_module(module, FakeTensorMode(allow_non_fake_inputs=True))
-    return Held(net, optimizer_of(net, optimizer), world_size, precision != "32-true")
+    return Held(net, make_optimizer(net, optimizer), world_size, precision != "32-true")
 
 
 class Held:
@@ -110,7 +110,7 @@ class Held:
         """What a group computes in."""
         return torch.bfloat16 if self.low and group.dtype.is_floating_point else group.dtype
 
-    def flat(self) -> list[int]:
+    def flat_parts(self) -> list[int]:
         """Stages 1 and 2: elements of a rank's part of each group, whose parameters lie end to end, padded."""
         return [ceil_div(group.numel, 2 * self.ranks) * 2 for group in self.groups]
 
@@ -123,7 +123,7 @@ class Held:
 
     def padding(self) -> int:
         """Stages 1 and 2: bytes by which the flat parameters are longer than what is in them."""
-        each = zip(self.flat(), self.groups, strict=True)
+        each = zip(self.flat_parts(), self.groups, strict=True)
         return self.size * sum(part * self.ranks - group.numel for part, group in each)
 
     def cut(self) -> int:
@@ -133,7 +133,7 @@ class Held:
     def owned_bytes(self) -> int:
         """Stage 2: bytes of gradients of all parameters that a rank has a part of, whole, for the busiest rank."""
         most = [0] * self.ranks
-        for part, group in zip(self.flat(), self.groups, strict=True):
+        for part, group in zip(self.flat_parts(), self.groups, strict=True):
             start = 0
             for shape in group.shapes:
                 end = start + math.prod(shape)

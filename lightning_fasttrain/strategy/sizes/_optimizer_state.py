@@ -25,7 +25,7 @@ _BY_LAYER = ("lamb", "lars")  # a norm of each layer scales its update, which no
 _PROBE = (64, 128)  # large enough that bitsandbytes does not fall back to 32 bits
 
 
-def optimizer_of(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> Optimizer:
+def make_optimizer(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None) -> Optimizer:
     """The optimizer itself, or the one that the function or the LightningModule ``module`` (fake tensors) makes.
 
     Raises:
@@ -39,7 +39,7 @@ def optimizer_of(module: nn.Module, optimizer: Optimizer | MakeOptimizer | None)
     way_out = "Give an optimizer, or a function: lambda parameters: torch.optim.AdamW(parameters)"
     if optimizer is not None:
         # On "meta" and not of fake tensors: some make tables when constructed, and need numbers for that.
-        made = optimizer([_meta(parameter) for parameter in module.parameters()])
+        made = optimizer([_make_meta(parameter) for parameter in module.parameters()])
         if not isinstance(made, Optimizer):
             what = f"optimizer={optimizer!r}, which gives {type(made).__name__}"
             raise TypeError(explain(what, "an optimizer is needed", way_out))
@@ -97,7 +97,7 @@ def _unshardable_because(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _meta(parameter: Tensor) -> nn.Parameter:
+def _make_meta(parameter: Tensor) -> nn.Parameter:
     like = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return nn.Parameter(like, parameter.requires_grad)
 

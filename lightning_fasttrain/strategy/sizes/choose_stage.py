@@ -119,7 +119,7 @@ def choose_stage(
     over = [_shortfall(row, usable - activation_bytes, usable_host) for row in rows]
     for i, row in enumerate(rows):
         if over[i] == (0, 0):
-            why = _why(row, rows[i - 1].stage if i else None, over[i - 1], activation_bytes, usable)
+            why = _explain_choice(row, rows[i - 1].stage if i else None, over[i - 1], activation_bytes, usable)
             return StageChoice(row.stage, tuple(rows), why, activation_bytes, usable, sizes)
     looked_at = {row.stage: (row, missing) for row, missing in zip(rows, over, strict=True)}
     raise ValueError(_nothing_fits(looked_at, world_size, precision, activation_bytes, usable, usable_host))
@@ -145,7 +145,9 @@ def _shortfall(row: ModelStates, device: int, host: int | None) -> tuple[int, in
     return max(0, row.device - device), 0 if host is None else max(0, row.host - host)
 
 
-def _why(row: ModelStates, before: str | None, missed: tuple[int, int], activations: int, usable: int) -> str:
+def _explain_choice(
+    row: ModelStates, before: str | None, missed: tuple[int, int], activations: int, usable: int
+) -> str:
     fits = f"{gib(row.device + activations)} GiB of {gib(usable)} GiB on each device"
     if before is None:
         return f"Stage {row.stage} fits, and sends least: {fits}."

@@ -140,7 +140,7 @@ def _stage_0(held: Held, sizes: ZeROSizes) -> ModelStates:
 
 
 def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
-    parts = held.flat()
+    parts = held.flat_parts()
     return ModelStates(
         stage,
         parameters=held.whole + held.padding() + held.extras,
@@ -151,7 +151,7 @@ def _stage_1_or_2(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
 
 
 def _stage_2_offload(held: Held, sizes: ZeROSizes) -> ModelStates:
-    parts = held.flat()
+    parts = held.flat_parts()
     return ModelStates(
         "2+offload",
         parameters=held.whole + held.padding() + held.extras,

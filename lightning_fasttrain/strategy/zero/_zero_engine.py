@@ -178,7 +178,7 @@ class Engine:
         self._hung = {}
 
     @contextmanager
-    def holding(self, names: set[str]) -> Iterator[bool]:
+    def save_only(self, names: set[str]) -> Iterator[bool]:
         """What is saved of the module has these keys alone; yields whether that is a part of it."""
         state_dict = self.module.state_dict
 
@@ -195,7 +195,7 @@ class Engine:
             restore()
 
     @contextmanager
-    def expecting(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
+    def load_only(self, names_to_load: Callable[[Any, set[str], bool], set[str]]) -> Iterator[None]:
         """A checkpoint that is loaded may hold a part of the module, if that is what ``names_to_load`` gives for it."""
         load = self.deepspeed.load_module_state_dict
 
@@ -210,7 +210,7 @@ class Engine:
             restore()
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
+    def save_alone(self) -> Iterator[None]:
         """DeepSpeed's save waits for no other rank in here, so a rank that cannot write is free to say so.
 
         Call :meth:`end_saving` when all ranks have agreed.
@@ -344,7 +344,7 @@ def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor
     return norm
 
 
-def optimizer_of(optimizers: list[Optimizer]) -> Optimizer:
+def pick_only_optimizer(optimizers: list[Optimizer]) -> Optimizer:
     """The one optimizer.
 
     Raises:

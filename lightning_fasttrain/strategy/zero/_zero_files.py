@@ -78,7 +78,7 @@ class ZeROFiles:
         paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
         pieces = [read_inert(path)["optimizer_state_dict"] for path in paths]
         stage = _stage(pieces)
-        counts = {_largest(piece["partition_count"]) for piece in pieces}
+        counts = {_largest_count(piece["partition_count"]) for piece in pieces}
         expected = counts.pop() if len(counts) == 1 else None
         if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
             why = f"it was saved by {expected}, or in part by an earlier run"
@@ -89,7 +89,7 @@ class ZeROFiles:
     def masters(self) -> Iterator[tuple[str, Tensor]]:
         """The float32 weights that the optimizer updates, by name, put together from all ranks."""
         if self.stage == 0:
-            yield from _masters_of_stage_0(self.model, self.tied())
+            yield from _masters_of_stage_0(self.model, self.read_ties())
         elif self.stage == 3:
             yield from self._of_stage_3()
         else:
@@ -116,7 +116,7 @@ class ZeROFiles:
                 cut = math.ceil(size / len(ribbons))
                 yield name, _slice(torch.cat([r.take(cut) for r in ribbons]), 0, size, name).view(tuple(shape))
 
-    def frozen(self) -> Iterator[tuple[str, Tensor]]:
+    def read_frozen(self) -> Iterator[tuple[str, Tensor]]:
         """Parameters that the optimizer does not know, at stage 3; below it they are with the others."""
         if self.stage < 3:
             return
@@ -124,7 +124,7 @@ class ZeROFiles:
             whole = torch.cat([model["frozen_param_fragments"][name].flatten() for model in self.models])
             yield name, _slice(whole, 0, math.prod(shape), name).view(tuple(shape))
 
-    def tied(self) -> Mapping[str, str]:
+    def read_ties(self) -> Mapping[str, str]:
         """Name of a tied parameter → the name it is saved under."""
         if self.stage > 0:
             return dict(self.model.get("shared_params") or {})
@@ -184,7 +184,7 @@ def _stage(pieces: list[dict[str, Any]]) -> int:
     return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
 
 
-def _largest(count: Any) -> int:
+def _largest_count(count: Any) -> int:
     return max(count) if isinstance(count, list) else int(count)
 
 

@@ -79,7 +79,7 @@ def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
     return name
 
 
-def settings_of(stage: str, nvme_path: str | None) -> dict[str, Any]:
+def settings_of_stage(stage: str, nvme_path: str | None) -> dict[str, Any]:
     """The arguments by which Lightning's DeepSpeed strategies mean this stage."""
     level, _, where = stage.partition("+")
     device = "nvme" if where == "nvme" else "cpu"
@@ -137,7 +137,7 @@ class StageQuestion:
         """Arguments of Lightning's strategy; until a stage is chosen, those of stage 0."""
         if self.config is not None:
             return {}
-        return settings_of("0" if self.open else str(self.stage), self.nvme_path)
+        return settings_of_stage("0" if self.open else str(self.stage), self.nvme_path)
 
 
 def choose_together(
@@ -173,7 +173,7 @@ def choose_together(
         free = int(question.memory_gib * GIB)
     elif device.type == "cpu":
         host = 0  # it is the device's own memory, so there is nowhere to offload to
-    free, host, activations = _smallest([free, host, -activation_bytes], device)
+    free, host, activations = _find_smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
     world_size = rank_count()
@@ -199,7 +199,7 @@ def choose_together(
     return {**made["zero_optimization"], **choice.sizes.as_config(), **given}  # what was predicted with
 
 
-def _smallest(values: list[int], device: torch.device) -> list[int]:
+def _find_smallest(values: list[int], device: torch.device) -> list[int]:
     if not dist.is_initialized():
         return values
     tensor = torch.tensor(values, dtype=torch.int64, device=device)

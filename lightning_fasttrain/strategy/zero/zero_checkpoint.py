@@ -16,7 +16,7 @@ from lightning_fasttrain._checkpoint_choice import whole_or_older
 from lightning_fasttrain._checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
-    marked,
+    mark_folder,
     read_manifest,
 )
 from lightning_fasttrain._files import TEMPORARY
@@ -74,7 +74,7 @@ def save_whole(
     ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
-        with checkpoint_folder(path, **ranks, about=about) as folder, engine.saving():
+        with checkpoint_folder(path, **ranks, about=about) as folder, engine.save_alone():
             refuse_unreadable(others)  # here, so that all ranks hear of it
             save(folder)
     finally:
@@ -136,7 +136,7 @@ def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
     """The checkpoint in DeepSpeed's universal format, in a folder beside it that ``undo`` removes."""
     made = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY}universal-", dir=folder.parent))
     undo.callback(shutil.rmtree, made, ignore_errors=True)
-    undo.enter_context(marked(made))  # so that nobody takes it for what a killed save has left
+    undo.enter_context(mark_folder(made))  # so that nobody takes it for what a killed save has left
     settings = argparse.Namespace(
         input_folder=str(folder / TAG),
         output_folder=str(made / TAG),

@@ -124,7 +124,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             RuntimeError: another rank is gone, or did not come here within ``timeout=``.
         """
         with self.roll_call.all_or_none("fabric.setup"):
-            optimizer = engines.optimizer_of(optimizers)
+            optimizer = engines.pick_only_optimizer(optimizers)
         if self.question.open:
             self._given_config["zero_optimization"] = choose_together(
                 self.question,

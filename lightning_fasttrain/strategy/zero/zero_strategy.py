@@ -282,7 +282,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.engine is not None
         save, step = super().save_checkpoint, checkpoint.get("global_step")
         with ExitStack() as undo:
-            part = undo.enter_context(self.engine.holding(set(checkpoint["state_dict"])))  # perhaps what trains alone
+            part = undo.enter_context(self.engine.save_only(set(checkpoint["state_dict"])))  # perhaps what trains alone
             undo.callback(patch(self, "exclude_frozen_parameters", part or self.exclude_frozen_parameters))
             save_whole(self, filepath, self.engine, self.stage, step, lambda path: save(checkpoint, path), checkpoint)
 
@@ -312,7 +312,7 @@ class ZeROStrategy(DeepSpeedStrategy):
             universal=self.universal,
             optimizer_too=fitting,
         )
-        with folder as path, self.engine.expecting(self.names_to_load):
+        with folder as path, self.engine.load_only(self.names_to_load):
             return super().load_checkpoint(path, weights_only)
 
     @property
