@@ -7,7 +7,7 @@ From the bottom up: ``_chunks``, ``_counted_positions``, ``deferred_logits``, ``
 """
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.loss.distillation import Distillation, distilling
+from lightning_fasttrain.loss.distillation import Distillation, distil_into
 from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence

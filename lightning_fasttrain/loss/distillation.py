@@ -28,7 +28,7 @@ from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Techniqu
 
 
 @contextmanager
-def distilling(
+def distil_into(
     model: nn.Module,
     teacher: AnyTeacher,
     *,
@@ -101,7 +101,7 @@ def distilling(
     Example:
         >>> import torch
         >>> net, teacher = nn.Linear(4, 3), nn.Linear(4, 3)
-        >>> with distilling(net, teacher, alpha=1.0) as distil:
+        >>> with distil_into(net, teacher, alpha=1.0) as distil:
         ...     step = distil(lambda batch: net(batch).square().mean())
         ...     loss = step(torch.ones(2, 4))
         >>> torch.equal(loss, distil.parts["kl"])
@@ -130,17 +130,17 @@ def distilling(
 
 
 class Distillation(Technique):
-    """The loss of ``training_step`` becomes a mixture with what a teacher says; see :func:`distilling`.
+    """The loss of ``training_step`` becomes a mixture with what a teacher says; see :func:`distil_into`.
 
     The teacher is loaded, and projections are made, right after ``configure_model``; all is undone at teardown, except
     for projections. ``training_step`` returns its loss, or a dict with one, as always, and what becomes of it is logged
     at each step: ``distillation/own``, ``distillation/kl`` (with T²), ``distillation/features``.
 
     In a Fabric or bare loop, after ``apply(model, [distillation])``, make the step with
-    ``step = distillation.distil(step)``, or use :func:`distilling`.
+    ``step = distillation.distil(step)``, or use :func:`distil_into`.
 
     Args:
-        teacher: as for :func:`distilling`, like all that follow. A path or a function, unlike a module, is opened
+        teacher: as for :func:`distil_into`, like all that follow. A path or a function, unlike a module, is opened
             again in each run and each process, and let go of at its end.
         student: qualified name in the ``LightningModule``.
         temperature: T.
@@ -160,14 +160,14 @@ class Distillation(Technique):
         >>> distillation = Distillation(teacher, temperature=4.0, alpha=0.9)
 
     Source:
-        See :func:`distilling`.
+        See :func:`distil_into`.
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
     effect: ClassVar[str] = "a smaller model learns from a larger one, whose logits are never whole"
     when: ClassVar[str] = "there is a larger model with the same vocabulary to learn from"
-    in_a_loop: ClassVar[str] = "with loss.distilling(model, teacher) as distil: step = distil(step)"
+    in_a_loop: ClassVar[str] = "with loss.distil_into(model, teacher) as distil: step = distil(step)"
     predicted: ClassVar[bool] = True
 
     @classmethod
@@ -244,7 +244,7 @@ class Distillation(Technique):
         if stage == "fit" and not pl_module.automatic_optimization:
             self._stage = None
             why = "the loss that training_step returns is not the one that is trained"
-            way_out = "Use `with distilling(self, teacher) as distil` and distil(step) inside your training_step"
+            way_out = "Use `with distil_into(self, teacher) as distil` and distil(step) inside your training_step"
             raise ValueError(explain("Distillation with automatic_optimization=False", why, way_out))
 
         def undo() -> None:

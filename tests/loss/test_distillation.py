@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelFo
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._labels import find_labels
-from lightning_fasttrain.loss import Distillation, distilling, fuse_loss_head_
+from lightning_fasttrain.loss import Distillation, distil_into, fuse_loss_head_
 from lightning_fasttrain.loss._module_io import student_of
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.run import PeakMemory
@@ -202,7 +202,7 @@ def test_in_a_loop(n, way):
         undo = ft.apply(model, [technique := Distillation(teacher)])
         distil = technique.distil
     else:
-        undo = distilling(model, teacher)
+        undo = distil_into(model, teacher)
         distil = undo.__enter__()
     optimizer, step = optimizer or model.configure_optimizers(), distil(step)
     for batch in BATCHES:
@@ -217,7 +217,7 @@ def test_in_a_loop(n, way):
 def test_without_gradients_the_step_is_its_own_and_the_teacher_is_not_asked():
     teacher, model = a_teacher(), TinyLM()
     asked = count_calls(teacher)
-    with distilling(model, teacher) as distil:
+    with distil_into(model, teacher) as distil:
         step = distil(model.loss)
         with torch.no_grad():
             assert step(BATCHES[0]) == model.loss(BATCHES[0])
@@ -319,7 +319,7 @@ def test_the_logits_are_the_models_own_whatever_it_does_to_them(name, fused):
     expected.backward()
     if fused:
         fuse_loss_head_(model)
-    with distilling(model, teacher) as distil:
+    with distil_into(model, teacher) as distil:
         seen = distil(lambda batch: model(**batch))(batch)
     seen.loss.backward()
     torch.testing.assert_close(seen["loss"], expected, rtol=1e-5, atol=1e-6)
@@ -346,7 +346,7 @@ def test_a_student_that_peft_has_wrapped_learns_from_a_directory(tmp_path):
 def test_a_directory_may_hold_another_architecture_of_the_same_task(tmp_path):
     built("qwen3", 2).save_pretrained(tmp_path)
     student = llama()
-    with distilling(student, str(tmp_path)) as distil:
+    with distil_into(student, str(tmp_path)) as distil:
         assert type(distil.teacher.module).__name__ == "Qwen3ForCausalLM"
         distil(lambda batch: student(**batch))(hf_batch()).loss.backward()
     built("bert, masked", 2).save_pretrained(tmp_path / "bert")
@@ -369,7 +369,7 @@ def test_peak_memory_is_without_either_logits():
         if settings.pop("fused"):
             fuse_loss_head_(model)
         ids = torch.randint(8192, (4, 512), generator=torch.Generator().manual_seed(0))
-        with distilling(model, teacher, alpha=0.5, **settings) as distil:
+        with distil_into(model, teacher, alpha=0.5, **settings) as distil:
             step = distil(lambda ids: model(input_ids=ids, labels=ids).loss)
             step(ids).backward()
             model.zero_grad()
@@ -394,7 +394,7 @@ def test_a_mask_of_attention_where_there_are_no_labels_and_a_function_in_place_o
     logits, theirs = (net(**inputs).logits.detach() for net in (model, teacher))
     odd = torch.arange(ids.numel()).view_as(ids) % 2 == 1
     for mask, counted in ((None, attended == 1), (lambda batch: odd, odd)):
-        with distilling(model, teacher, alpha=1.0, mask=mask) as distil:
+        with distil_into(model, teacher, alpha=1.0, mask=mask) as distil:
             seen = distil(lambda batch: model(**batch).logits.sum())(inputs)
         torch.testing.assert_close(seen.detach(), divergence(logits, theirs, counted), rtol=1e-4, atol=1e-5)
 
@@ -420,7 +420,7 @@ def test_classes_on_the_second_axis_and_samples_without_labels():
     images, labels = torch.randn(2, 3, 5, 5), torch.randint(7, (2, 5, 5))
     labels[0, :2] = -100
     student, teacher = nn.Conv2d(3, 7, 1), nn.Conv2d(3, 7, 3, padding=1)
-    with distilling(student, teacher, alpha=1.0) as distil:
+    with distil_into(student, teacher, alpha=1.0) as distil:
         seen = distil(lambda batch: F.cross_entropy(student(batch[0]), batch[1]))((images, labels))
         by_sample = distil(lambda batch: student(batch).mean(dim=(2, 3)).sum())(images[..., :7])
     logits, theirs = (net(images).movedim(1, -1) for net in (student, teacher))
@@ -430,7 +430,7 @@ def test_classes_on_the_second_axis_and_samples_without_labels():
 
 def test_labels_that_say_nothing_about_the_logits_are_left_aside(caplog):
     student, teacher, x = nn.Linear(4, 3), nn.Linear(4, 3), torch.randn(2, 5, 4)
-    with distilling(student, teacher, alpha=1.0) as distil, caplog.at_level("INFO", "lightning_fasttrain"):
+    with distil_into(student, teacher, alpha=1.0) as distil, caplog.at_level("INFO", "lightning_fasttrain"):
         seen = distil(lambda batch: student(batch["x"]).sum())({"x": x, "labels": torch.zeros(11, dtype=torch.long)})
     torch.testing.assert_close(seen, divergence(student(x), teacher(x), torch.ones(2, 5, dtype=torch.bool)))
     assert "(11,) say nothing about logits (2, 5, 3)" in caplog.text
@@ -508,7 +508,7 @@ def test_features_alone_need_no_logits():
 
     torch.manual_seed(0)
     student, teacher, x = Encoder(), Encoder(), torch.randn(3, 4)
-    with distilling(student, teacher, alpha=0.0, features={"layer": "layer"}) as distil:
+    with distil_into(student, teacher, alpha=0.0, features={"layer": "layer"}) as distil:
         loss = distil(lambda x: student(x)["hidden"].sum())(x)
     expected = student.layer(x).sum() + (student.layer(x) - teacher.layer(x)).square().mean()
     torch.testing.assert_close(loss, expected)
@@ -624,7 +624,7 @@ def test_a_lightning_module_for_a_teacher_is_taken_apart_like_the_student():
 
 def test_a_copy_of_the_model_trains_itself_beside_the_same_teacher():
     teacher, model = a_teacher(), TinyLM()
-    with distilling(model, teacher, head="head", features={"blocks.0": "blocks.0"}) as distil:
+    with distil_into(model, teacher, head="head", features={"blocks.0": "blocks.0"}) as distil:
         model.step = distil(model.loss)
         model.step(BATCHES[0])
         twin = copy.deepcopy(model)
@@ -651,7 +651,7 @@ def test_a_copy_within_a_run_trains_itself():
 
 def test_nothing_of_a_step_is_held_after_it():
     teacher, model = a_teacher(), TinyLM()
-    with distilling(model, teacher, head="head", features={"blocks.0": "blocks.0"}) as distil:
+    with distil_into(model, teacher, head="head", features={"blocks.0": "blocks.0"}) as distil:
         held = []
 
         def step(batch):
@@ -666,7 +666,7 @@ def test_nothing_of_a_step_is_held_after_it():
 
 def test_what_a_step_returns_is_kept_but_for_its_loss():
     teacher, model = a_teacher(), TinyLM()
-    with distilling(model, teacher) as distil:
+    with distil_into(model, teacher) as distil:
         alone = distil(model.loss)(BATCHES[0])
         given = {"loss": model.loss(BATCHES[0]), "n": 3}
 
@@ -725,7 +725,7 @@ def test_autocast_inside_the_step_alone():
         model = TinyLM()
         if fused:
             fuse_loss_head_(model, "head")
-        with distilling(model, teacher, head="head") as distil:
+        with distil_into(model, teacher, head="head") as distil:
             step = distil(torch.autocast("cpu", torch.bfloat16, cache_enabled=False)(model.loss))
             step(BATCHES[0]).backward()
         ends.append(gradients(model))
@@ -822,7 +822,7 @@ def test_no_logits_and_no_loss():
             return {"loss": None, "x": self(batch["input_ids"])}
 
     with pytest.raises(TypeError, match="no loss tensor in it"):
-        with distilling(model := Nothing(), a_teacher()) as distil:
+        with distil_into(model := Nothing(), a_teacher()) as distil:
             distil(model.training_step)(BATCHES[0], 0)
 
     class Bag(nn.Module):
@@ -849,9 +849,9 @@ def test_two_models_inside_and_manual_optimisation():
 
 def test_twice_on_one_model():
     model = TinyLM()
-    with distilling(model, a_teacher()):
+    with distil_into(model, a_teacher()):
         with pytest.raises(ValueError, match="TinyLM has a teacher"):
-            with distilling(model, a_teacher()):
+            with distil_into(model, a_teacher()):
                 pass
     with pytest.raises(RuntimeError, match="there is no model yet"):
         Distillation(a_teacher()).distil(model.loss)
@@ -869,7 +869,7 @@ def test_the_student_is_found():
 
 def test_the_teachers_head_makes_no_logits():
     teacher, model, made = a_teacher(), TinyLM(), []
-    with distilling(model, teacher, head="head") as distil:
+    with distil_into(model, teacher, head="head") as distil:
         teacher.register_forward_hook(lambda module, args, output: made.append(output))
         distil(model.loss)(BATCHES[0])
         teacher(BATCHES[0]["input_ids"])  # but it does for others
