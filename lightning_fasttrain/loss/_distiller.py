@@ -33,7 +33,7 @@ _HEAD = "the head"
 
 
 class Distiller:
-    """A function of steps: ``step = distil(step)``. For its arguments see :func:`~lightning_fasttrain.loss.distil_into`.
+    """A function of steps: ``step = distil(step)``. Its arguments: see :func:`~lightning_fasttrain.loss.distil_into`.
 
     Attributes:
         parts: the last step's ``own`` loss, ``kl`` (with T²) and ``features``, detached; what there was of them.

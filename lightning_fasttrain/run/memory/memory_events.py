@@ -154,4 +154,4 @@ def _named_call(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         with record_function(_MODULE + name):
             return call(*args, **kwargs)
 
-    return named
+    return call_named
