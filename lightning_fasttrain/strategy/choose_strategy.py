@@ -17,9 +17,9 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
+from lightning_fasttrain.strategy.sizes._limits import check_limits, explain_shortage, gib, name_leaner_ways
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, unfit_family
-from lightning_fasttrain.strategy.sizes.choose_stage import gib
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
@@ -225,7 +225,9 @@ def choose_strategy(
     if devices % positive_int("nodes", nodes):
         why = "every node has as many devices as the others"
         raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
-    _check(memory_gib=memory_gib, host_gib=host_gib, activation_gib=activation_gib, headroom=headroom)
+    check_limits(headroom, memory_gib=memory_gib, host_gib=host_gib)
+    if activation_gib is not None and not activation_gib >= 0:
+        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
     if batch is not None and activation_gib is not None:
         raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
     usable = int(_memory_of(memory_gib) * (1 - headroom))
@@ -261,17 +263,6 @@ def choose_strategy(
     return StrategyChoice(
         best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
     )
-
-
-def _check(headroom: float, activation_gib: float | None, **memory: float | None) -> None:
-    for name, value in memory.items():
-        if value is not None and not value > 0:
-            raise ValueError(explain(f"{name}={value}", "nothing fits into that", "Give GiB above 0"))
-    if activation_gib is not None and not activation_gib >= 0:
-        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
-    if not 0 <= headroom < 1:
-        why = "it is the part of the memory that stays free"
-        raise ValueError(explain(f"headroom={headroom}", why, "Use a number from 0 to below 1, such as 0.1"))
 
 
 def _memory_of(memory_gib: float | None) -> float:
@@ -325,16 +316,15 @@ def _nothing_fits(
     candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
 ) -> str:
     nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
-    lacks = [f"{gib(nearest.short)} GiB on each device"] if nearest.short else []
-    lacks += [f"{gib(nearest.short_of_host)} GiB of host memory on each node"] if nearest.short_of_host else []
-    states = nearest.states.device
-    takes = f"states {gib(states)} GiB and activations {gib(activations)} GiB of {gib(usable)} GiB usable"
-    if activations > usable // 2:
-        way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
-    else:
-        ways = ["precision='bf16-mixed'"] if precision == "32-true" else []
-        way_out = f"Use {', '.join([*ways, f'more than {devices} devices'])}, or train adapters only (QLoRA)"
-    return explain(f"Nothing fits, the nearest is {nearest.name} and lacks {' and '.join(lacks)}", takes, way_out)
+    return explain_shortage(
+        f"Nothing fits, the nearest is {nearest.name}",
+        nearest.states.device,
+        (nearest.short, nearest.short_of_host),
+        "on each node",
+        activations,
+        usable,
+        name_leaner_ways([], precision, devices),
+    )
 
 
 def _size(nbytes: int) -> str:

@@ -281,7 +281,7 @@ def test_an_unknown_stage_is_refused_with_the_known_ones(kind, stage):
         ({"config": {"zero_optimization": {}}, "overlap_comm": False}, "would be ignored"),
         ({"stage": "3+nvme"}, "no folder to offload to"),
         ({"memory_gib": 0}, "nothing fits"),
-        ({"headroom": 1.0}, "it is a share"),
+        ({"headroom": 1.0}, "stays free. Use a number from 0 to below 1"),
     ],
 )
 def test_contradictions_are_refused_when_they_are_given(kind, arguments, words):

@@ -9,8 +9,8 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain._messages import explain
+from lightning_fasttrain.strategy.sizes._limits import check_limits, explain_shortage, gib, name_leaner_ways
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ModelStates, states_of, usual_sizes
@@ -133,9 +133,7 @@ def _check(
             raise ValueError(explain(f"{name}={value}", f"it must be at least {least}", f"Give {name} in bytes"))
     if host_bytes is not None and host_bytes < 0:
         raise ValueError(explain(f"host_bytes={host_bytes}", "it cannot be negative", "Give bytes for each rank"))
-    if not 0 <= headroom < 1:
-        why = "it is the part of the memory that stays free"
-        raise ValueError(explain(f"headroom={headroom}", why, "Use a number from 0 to below 1, such as 0.1"))
+    check_limits(headroom)
     if nvme_path is not None and not Path(nvme_path).is_dir():
         raise ValueError(explain(f"nvme_path={str(nvme_path)!r}", "there is no such folder", "Create it first"))
 
@@ -164,25 +162,19 @@ def _nothing_fits(
     usable_host: int | None,
 ) -> str:
     nearest, (device, host) = min(looked_at.values(), key=lambda pair: (pair[1][0] > 0, sum(pair[1])))
-    lacks = [f"{gib(device)} GiB on each device"] if device else []
-    lacks += [f"{gib(host)} GiB of host memory for each rank"] if host else []
-    takes = f"states {gib(nearest.device)} GiB and activations {gib(activations)} GiB of {gib(usable)} GiB usable"
-    if activations > usable // 2:
-        way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
-    elif not device and "3+nvme" not in looked_at and usable_host is not None:
+    if not device and "3+nvme" not in looked_at and usable_host is not None:
         way_out = "Give nvme_path=, a folder on a fast disk"
     elif nearest.buffers > nearest.device - nearest.buffers:
         way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
     else:
-        ways = ["AdamW8bit"] if nearest.optimizer > nearest.parameters else []
-        ways += ["precision='bf16-mixed'"] if precision == "32-true" else []
-        way_out = f"Use {', '.join([*ways, f'more than {world_size} devices'])}, or train adapters only (QLoRA)"
-    return explain(f"No stage fits, the nearest is {nearest.stage} and lacks {' and '.join(lacks)}", takes, way_out)
-
-
-def gib(nbytes: int) -> str:
-    """``nbytes`` in GiB, for people."""
-    if not nbytes:
-        return "0"
-    size = nbytes / GIB
-    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+        leaner = ["AdamW8bit"] if nearest.optimizer > nearest.parameters else []
+        way_out = name_leaner_ways(leaner, precision, world_size)
+    return explain_shortage(
+        f"No stage fits, the nearest is {nearest.stage}",
+        nearest.device,
+        (device, host),
+        "for each rank",
+        activations,
+        usable,
+        way_out,
+    )

@@ -23,6 +23,7 @@ from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.sizes._limits import check_limits
 from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
 from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
 from lightning_fasttrain.technique import Technique
@@ -118,10 +119,7 @@ class StageQuestion:
 
     def __post_init__(self) -> None:
         self.stage = check_stage(self.stage, self.config, self.settings)
-        if self.memory_gib is not None and not self.memory_gib > 0:
-            raise ValueError(explain(f"memory_gib={self.memory_gib}", "nothing fits into that", "Give GiB above 0"))
-        if not 0 <= self.headroom < 1:
-            raise ValueError(explain(f"headroom={self.headroom}", "it is a share", "Give a number from 0 to below 1"))
+        check_limits(self.headroom, memory_gib=self.memory_gib)
         named = self.config is not None or self.stage != "auto"
         if named and self.memory_gib is not None:
             what = f"memory_gib={self.memory_gib} with {'a config' if self.config is not None else f'{self.stage=}'}"
