@@ -91,7 +91,7 @@ def find_axes(
             technique = switch.make()
             why = type(technique).why_not(facts)
             if _ORDER.index(technique.exactness) > _ORDER.index(keep):
-                why = f"it is of the class {technique.exactness.value.replace('_', ' ')}, and keep={keep.value!r}"
+                why = f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"
             elif why is None and technique.surgery is not None:
                 why = _why_not_on(module, technique)
             if why is None:

@@ -240,7 +240,7 @@ class Search:
             self._note(replace(self._look_at(choice), why_not=first_line(error)))
             return None
         tried = self._look_at(choice)
-        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower than others that fit"))
+        self._note(replace(tried, step_ms=(timed.ms,), why_not="slower by estimate than what was compared"))
         return timed
 
     def _say_late(self) -> None:

@@ -235,7 +235,7 @@ def test_an_optimizer_that_exists_is_left_as_it_is():
 
 
 def test_an_optimizer_with_a_schedule_makes_no_step_of_its_own():
-    """Schedules put a step of their own in the place of the optimizer's."""
+    """Schedules replace the step of the optimizer by one of their own."""
     net = nn.Linear(7, 5)
     optimizer = adamw(net.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
