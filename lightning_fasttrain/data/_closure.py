@@ -7,7 +7,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -73,7 +73,7 @@ class Window(Counting, Protocol):
 
     def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None: ...
 
-    def add(self, targets: Any, optimizer: Optimizer) -> None: ...
+    def add(self, targets: Number, optimizer: Optimizer) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,7 @@ class BatchClosures:
             why = "this strategy counts micro-batches itself and steps on its own count"
             way_out = "Use accumulate_grad_batches with a smaller batch"
             raise ValueError(explain(f"{name} with {type(trainer.strategy).__name__}", why, way_out))
+        # One closure serves both kinds of technique: a second would replace the first.
         joined = replaced_closures(trainer)
         closures = joined if isinstance(joined, cls) else cls(trainer)
         closures.micro = micro or closures.micro
@@ -152,7 +153,7 @@ class BatchClosures:
     ) -> ClosureResult:
         if zero_grad is not None:
             zero_grad()
-        if "any" in kwargs:
+        if "any" in kwargs:  # what Lightning calls the iterator that it hands to such a step
             why = "the module fetches its batches itself, so there is none to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
@@ -194,6 +195,7 @@ class BatchClosures:
         if split is not split_batch:
             return self._find_on(rest, first_part(batch, n, split))
         if self.micro is None and not _can_be_cut(batch):
+            # Nothing can be compared, but the losses that the step computes may tell the rule.
             return self._find_on(rest, iter([Sample(batch, 1, [])]))
         size = batch_size(batch)
         if size < 2 and self.window is None and self.trainer.world_size == 1:  # else the other ranks would wait
@@ -255,8 +257,10 @@ class BatchClosures:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
         if self.window is not None:
+            # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
             weights = PartWeights(weights.counts, self.window.reference)
         for i, part in enumerate(parts):
+            # block_backward_sync is a method of these strategies only: others have no ranks to wait for.
             inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
             with strategy.block_backward_sync() if inner else nullcontext():
                 self.logs.part = i
@@ -271,6 +275,7 @@ class BatchClosures:
                 outputs.append(_detach(output))
                 weighed = weights.weigh(loss, i)
                 if self.window is None and trainer.accumulate_grad_batches > 1:
+                    # As Lightning's ClosureResult does with the loss of a whole batch.
                     weighed = weighed / trainer.accumulate_grad_batches
                 call_strategy(trainer, "backward", weighed, optimizer)
                 del output, loss, weighed  # their graph must be gone before the next part is run
@@ -282,7 +287,7 @@ class BatchClosures:
             way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
             raise RuntimeError(explain("training_step returned None", why, way_out))
 
-    def _forget_missing(self, outputs: list[Any], counts: list[Any], total: Any, optimizer: Optimizer) -> None:
+    def _forget_missing(self, outputs: list[Any], counts: list[Number], total: Number, optimizer: Optimizer) -> None:
         """A part whose step returned None was counted in ``total``: give its weight to the others."""
         if self.window is not None or is_sum(self.counted) or all(output is not None for output in outputs):
             return
@@ -318,6 +323,7 @@ def scale_gradients_(
     for device in {grad.device for grad in grads}:
         some = [grad for grad in grads if grad.device == device]
         dtype = torch.promote_types(some[0].dtype, torch.float32)
+        # By a tensor: the host need not wait for counts that are on the device.
         torch._foreach_mul_(some, _ratio(numerator, denominator, device, dtype))
     return len(grads)
 
@@ -342,7 +348,7 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], weights: PartWeights, means: list[Any]) -> Any:
+def _combine(outputs: list[Any], weights: PartWeights, means: Sequence[Number]) -> Any:
     """What the unsplit step would have returned: the loss, tensors with an axis joined, other means weighed."""
     held = [part for part, output in enumerate(outputs) if output is not None]
     if not held:

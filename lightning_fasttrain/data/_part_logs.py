@@ -1,7 +1,7 @@
 """What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchmetrics import Metric, MetricCollection
 from lightning_fasttrain._host import logging_as
 from lightning_fasttrain._messages import warn
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain.data._part_weights import PartWeights, add_counts
+from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
 
 
 class PartLogs:
@@ -31,17 +31,18 @@ class PartLogs:
 
     def note_sum(self, loss: Tensor) -> None:
         """This part's loss is a sum, and so is what is logged of it."""
+        # By address: what is logged of it is detached, which shares its memory.
         self._sums.add((self.part, loss.data_ptr()))
 
-    def _reduction(self, seen: list[tuple[int, Any, dict[str, Any]]], reduce_fx: Any) -> str:
+    def _reduction(self, seen: list[tuple[int, Any, dict[str, Any]]], reduce_fx: str | Callable[..., Any]) -> str:
         if all(isinstance(value, Tensor) and (part, value.data_ptr()) in self._sums for part, value, _ in seen):
             return "sum"
         return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
     @contextmanager
-    def of_parts(self, pl_module: L.LightningModule, counts: list[Any]) -> Iterator[Callable[[], None]]:
+    def of_parts(self, pl_module: L.LightningModule, counts: Sequence[Number]) -> Iterator[Callable[[], None]]:
         """Within it, ``pl_module.log`` is collected; call what it yields, after it, to log the combined values."""
-        self._sums.clear()
+        self._sums.clear()  # addresses of the last batch, at which there may be other values by now
         calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
         several = len(counts) > 1
 
@@ -51,11 +52,13 @@ class PartLogs:
             return PartWeights(logged, add_counts(logged))
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            # The order of LightningModule.log.
             kwargs = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)), **kwargs}
             if isinstance(value, Tensor):
                 value = value.detach()
             calls.setdefault(name, []).append((self.part, value, kwargs))
 
+        # Emptied before the batch, so that what they compute after it is of this batch alone.
         earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
 
         def pass_on() -> None:
@@ -99,7 +102,7 @@ class PartLogs:
         if state is not None:
             value = metric.compute()
             _put_back(metric, state)
-            metric._forward_cache = value
+            metric._forward_cache = value  # which Lightning logs by step
         elif id(metric) in self._metrics:
             return  # logged under a second name; already done
         elif not _can_merge(pl_module, metric):
@@ -116,6 +119,7 @@ class PartLogs:
 
 def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
     for collection in pl_module.modules():
+        # Metrics of a collection may share their states: emptying one would empty the others.
         if isinstance(collection, MetricCollection) and any(metric is other for other in collection.values()):
             return False
     return not (metric.full_state_update or metric.dist_sync_on_step)
@@ -130,7 +134,7 @@ def _set_aside(metric: Metric) -> tuple[dict[str, Any], int]:
 def _put_back(metric: Metric, state: tuple[dict[str, Any], int]) -> None:
     earlier, count = state
     if count:
-        metric._update_count += count
+        metric._update_count += count  # first, since means among the states are divided by it
         metric._reduce_states(earlier)
     metric._computed = None
 

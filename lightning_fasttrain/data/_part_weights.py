@@ -31,6 +31,7 @@ class PartWeights:
     def __init__(self, counts: Sequence[Number], total: Number) -> None:
         self.counts, self.total = counts, total
         self._numbers: list[Any] | None = None
+        # Plain numbers above 0 need neither tensors nor a `where`.
         if all(not isinstance(x, Tensor) and x > 0 for x in (*counts, total)):
             self._numbers = [count / total for count in counts]
         self._tensors: dict[tuple[torch.device, torch.dtype], tuple[Tensor, Tensor]] = {}
@@ -46,6 +47,7 @@ class PartWeights:
         """The weighed sum of one value of each part."""
         values = [value.detach() for value in values]
         if self._numbers is not None:
+            # Not sum(), which begins with a 0: one addition less.
             return functools.reduce(torch.add, [self.weigh(value, part) for part, value in enumerate(values)])
         stacked = torch.stack(values)
         weights, counted = self._on(stacked.device, _dtype_of(stacked))
@@ -81,10 +83,11 @@ class _Weigh(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (weight,) = ctx.saved_tensors
+        # The weight is 0 where nothing was counted.
         return (gradient * weight).to(ctx.dtype), None, None
 
 
-def add_counts(counts: Sequence[Number]) -> Any:
+def add_counts(counts: Sequence[Number]) -> Number:
     """The sum of the counts, in two launches whatever their number."""
     if counts and all(isinstance(count, Tensor) for count in counts):
         return torch.stack(list(counts)).sum()  # pyright: ignore[reportArgumentType]
@@ -99,4 +102,5 @@ def _dtype_of(loss: Tensor) -> torch.dtype:
 def _as_tensor(number: Number, device: torch.device) -> Tensor:
     if isinstance(number, Tensor):
         return number.to(device)
+    # float64 is for losses of that dtype; not all accelerators have it.
     return torch.full((), number, dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device)

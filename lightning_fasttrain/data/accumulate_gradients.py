@@ -115,12 +115,13 @@ def accumulate_window(
     if not parts:
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = rank_count()
+    # Where there are other ranks, a single part is one of several.
     counted = _find_weights(step, held[0], n, count, check, no_sync, len(parts) * ranks)
     return _accumulate(step, parts, counted, backward, no_sync, ranks)
 
 
 _found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: what the first call found
-_MOST_FOUND = 64
+_MOST_FOUND = 64  # a program that makes model after model would fill it without end
 
 
 def _find_weights(
@@ -135,6 +136,7 @@ def _find_weights(
         _found[key] = find_count(step, batch, n, count=count, check=check, no_sync=no_sync)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
+    # A part that is alone weighs 1: by "sum" nothing is looked for in the batch.
     return _found.get(key, count if callable(count) else CountRule("sum"))
 
 
@@ -145,6 +147,7 @@ def _accumulate(
     if ranks > 1 and not is_sum(count):
         device = counts[0].device if isinstance(counts[0], Tensor) else _any_device(parts[0])
         total = torch.as_tensor(total, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+        # All ranks come here or none: they have found the same rule.
         dist.all_reduce(total)
     weights = PartWeights(counts, total)
     loss_sum: Any = 0.0

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain.data._part_weights import add_counts
+from lightning_fasttrain.data._part_weights import Number, add_counts
 from lightning_fasttrain.data.split_batch import batch_size
 
 CountTargets = Callable[[Any], Tensor | float]
@@ -58,14 +58,14 @@ class CountRule:
         }[self.name]
 
 
-def named_count(count: Any) -> Count:
+def named_count(count: object) -> Count:
     """``count`` as it is used: a rule for a name, and ``"auto"`` or a function as it is.
 
     Raises:
         TypeError: neither a name nor a function.
         ValueError: an unknown name.
     """
-    if callable(count):
+    if callable(count):  # a CountRule, too
         return cast(CountTargets, count)
     if count == "auto":
         return "auto"
@@ -87,13 +87,13 @@ def rule_in(state: dict[str, Any]) -> CountRule | None:
     return CountRule(state["count"], int(state["ignore_index"])) if state.get("count") in NAMES else None
 
 
-def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Any], Any]:
+def weights_of(count: CountTargets, parts: Sequence[Any]) -> tuple[list[Number], Number]:
     """The count of each part, and the total that the sum of count · loss is divided by."""
     counts = [count(part) for part in parts]
     return counts, 1 if is_sum(count) else add_counts(counts)
 
 
-def is_sum(count: Any) -> bool:
+def is_sum(count: object) -> bool:
     """Whether the loss is a sum rather than a mean, so that nothing is divided."""
     return isinstance(count, CountRule) and count.name == "sum"
 

@@ -109,6 +109,7 @@ class MicroBatching(Technique):
         leave = BatchClosures.join(trainer, pl_module, micro=self)
         if not self.adaptive:
             return leave
+        # What may be taken later must go with the others: this is asked now, not in the middle of a run.
         check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
         self.together = together_of(trainer)
 
@@ -163,6 +164,7 @@ class MicroBatching(Technique):
         state = checkpoint.get("MicroBatching", {})
         if self.adaptive and "n" in state:
             self.n = positive_int("n", state["n"])
+            # The run that wrote it may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
 

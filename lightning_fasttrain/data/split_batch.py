@@ -70,7 +70,7 @@ def reverse_rows(batch: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.flip(0)
         if isinstance(leaf, np.ndarray) and leaf.ndim > 0:
-            return leaf[::-1].copy()
+            return leaf[::-1].copy()  # torch takes no arrays with negative strides
         if isinstance(leaf, list | tuple) and len(leaf) == size:
             return leaf[::-1]
         return leaf
@@ -146,7 +146,7 @@ def walk_leaves(value: Any, visit: Callable[[Any, str], Any], path: str) -> Any:
         if value and all(_is_plain(item) for item in value):
             return visit(value, path)
         items = [walk_leaves(item, visit, f"{path}[{i}]") for i, item in enumerate(value)]
-        if hasattr(value, "_fields"):
+        if hasattr(value, "_fields"):  # a named tuple takes its items one by one
             return type(value)(*items)
         return type(value)(items)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):

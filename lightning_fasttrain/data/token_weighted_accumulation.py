@@ -17,6 +17,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
+from lightning_fasttrain.data._part_weights import Number
 from lightning_fasttrain.data.count_targets import (
     Count,
     CountRule,
@@ -95,7 +96,7 @@ class TokenWeightedAccumulation(Technique):
 
     def _begin_window(self) -> None:
         self._batches = 0
-        self._targets: Any = 0
+        self._targets: Number = 0
 
     def factor_at(self, when: int) -> int:
         """The factor at an epoch or optimizer step, whichever the schedule is by."""
@@ -184,6 +185,7 @@ class TokenWeightedAccumulation(Technique):
         assert self._trainer is not None
         loop = self._trainer.fit_loop.epoch_loop
         batch = loop.batch_progress.total.ready
+        # One answer a batch: `add`, between two questions about it, changes what the answer is made of.
         if batch != self._asked_for:
             self._asked_for = batch
             if self._batches == 0:
@@ -200,6 +202,7 @@ class TokenWeightedAccumulation(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Hook: before the batch is run; a window begins without gradients."""
+        # Lightning zeroes at multiples of the factor, counted from the start of the epoch; windows may begin elsewhere.
         if not self.holds_one_batch and self._batches == 0:
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
@@ -209,9 +212,9 @@ class TokenWeightedAccumulation(Technique):
         if self.reference is None:
             here = torch.as_tensor(count(batch), dtype=torch.float32, device=trainer.strategy.root_device)
             mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # waits for the device, once a run
-            self.reference = max(1.0, mean)
+            self.reference = max(1.0, mean)  # the first batch may count nothing, and all is divided by it
 
-    def add(self, targets: Any, optimizer: Optimizer) -> None:
+    def add(self, targets: Number, optimizer: Optimizer) -> None:
         """Called by the closure after each batch: count it, and finish the gradient if the window is full."""
         assert self._trainer is not None
         self._targets = self._targets + targets
@@ -230,7 +233,8 @@ class TokenWeightedAccumulation(Technique):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: inside a window, the gradient so far belongs to the checkpoint (means over ranks, as DDP will take)."""
 
-        def mean(value: Any) -> Tensor:
+        def mean(value: Number) -> Tensor:
+            # A copy, since Lightning reduces in place.
             value = torch.as_tensor(value, device=trainer.strategy.root_device).clone()
             if trainer.world_size > 1:
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +28,7 @@ def chunk_size(tokens: int, row_bytes: int, share: int = 8, enough: int = 2048) 
     """
     wanted = min(max(tokens // share, enough), max(tokens // 4, tokens // share))
     room = max(_STEP, _LOGITS_BYTES // row_bytes // _STEP * _STEP)
+    # 1 where there are no tokens: range() takes no step of 0.
     return max(1, min(tokens, _MOST, room, -(-wanted // _STEP) * _STEP))
 
 
@@ -51,7 +51,7 @@ def cast(tensor: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
 def logits_into(buffer: Tensor, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """``hidden @ weight.T + bias`` in the first rows of a buffer that all chunks use: on a CPU, new memory for each of
     them takes as long as a third of the product does."""
-    logits = buffer[: len(hidden)]
+    logits = buffer[: len(hidden)]  # out= is refused where gradients are on: for custom functions alone
     if bias is None:
         return torch.mm(hidden, weight.T, out=logits)
     return torch.addmm(bias, hidden, weight.T, out=logits)
@@ -68,10 +68,11 @@ class GradientSums:
     """
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Any, rounded: bool = True
+        self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, needs: Sequence[bool], rounded: bool = True
     ) -> None:
         self.rounded = rounded
         dtype = at_least_float32(hidden)
+        # Each row is written by one chunk and never added to: no zeros, and no wider dtype.
         self.hidden = torch.empty_like(hidden) if needs[0] else None
         self.weight = torch.zeros_like(weight, dtype=dtype) if needs[1] and weight is not None else None
         self.bias = torch.zeros_like(bias, dtype=dtype) if needs[2] and bias is not None else None
@@ -80,7 +81,7 @@ class GradientSums:
     def add(self, part: slice, d_logits: Tensor, hidden: Tensor, weight: Tensor, share: Tensor | None = None) -> None:
         """Add what a chunk brings; ``share`` is a factor for each of its tokens."""
         column = None if share is None else share.to(hidden.dtype)[:, None]
-        if self.bias is not None:
+        if self.bias is not None:  # of d_logits before they are rounded below
             self.bias += (d_logits if column is None else d_logits * column).sum(dim=0, dtype=self.bias.dtype)
         d_logits = d_logits.to(hidden.dtype)
         if self.hidden is not None:
@@ -89,10 +90,10 @@ class GradientSums:
                 self.hidden[part] *= column
         if self.weight is None:
             return
-        hidden = hidden if column is None else hidden * column
+        hidden = hidden if column is None else hidden * column  # D numbers a token, where d_logits have V
         if d_logits.dtype == self.weight.dtype:
             self.weight.addmm_(d_logits.T, hidden)
-        elif d_logits.is_cuda:  # low precision in, float32 out
+        elif d_logits.is_cuda:  # low precision in, float32 out; CPUs have no out_dtype
             self.weight += torch.mm(d_logits.T, hidden, out_dtype=self.weight.dtype)
         elif d_logits.dtype is torch.bfloat16 and not self.rounded:
             self._product = torch.mm(d_logits.T, hidden, out=self._product)

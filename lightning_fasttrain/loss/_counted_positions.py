@@ -21,8 +21,11 @@ def masks_in(batch: Any, arguments: Mapping[str, Any], model: nn.Module) -> Iter
         arguments: what ``model`` was given, by name.
         model: the one that made the logits.
     """
+    # Hugging Face's models are known by `can_generate`; others may have a `config` that means something else.
     config = getattr(model, "config", None) if hasattr(type(model), "can_generate") else None
+    # With an encoder too, models shift the decoder's inputs, and labels stay in their places.
     one_sided = config is not None and not getattr(config, "is_encoder_decoder", False)
+    # Their loss takes these as they are, and then does not look at `labels`.
     if is_integer(shifted := arguments.get("shift_labels")):
         yield shifted != IGNORED
     for name in LABELS:

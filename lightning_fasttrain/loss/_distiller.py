@@ -64,6 +64,7 @@ class Distiller:
         if teacher_head is None and head in dict(teacher.named_modules()):
             teacher_head = head
         modules = {name: module_named(student, name, "features") for name in self.pairs}
+        # Of the class: a wrapper on the instance has no names.
         self.names = list(inspect.signature(type(student).forward).parameters)[1:]
         self.listening, self.seen = False, Seen()
         self.calls: list[_Call] = []
@@ -75,6 +76,7 @@ class Distiller:
                 _refuse_other_classes(self.head, self.teacher.head)
             for name, module in modules.items():
                 undo.callback(Tap(module, name, self.seen).install())
+            # Last, so outside of a tap on the student itself, which only looks while this one runs it.
             undo.callback(Student(student, self).install())
             self.undo_all = undo.pop_all()
 
@@ -104,6 +106,7 @@ class Distiller:
             way_out = "Name with student= the module whose output is compared, and call it once"
             raise RuntimeError(explain(what, "the teacher is compared with one call a step", way_out))
         call = self.calls[0]
+        # A list, since the logits and each feature begin at its first.
         masks = list(masks_in(batch, call.arguments, self.student)) if self.mask is None else [self.mask(batch)]
         loss = (1 - self.alpha) * own
         self.parts = {"own": own.detach()}
@@ -140,6 +143,7 @@ class Distiller:
         if head is None:  # one that was fused by name, perhaps
             fused = [module for module in self.student.modules() if wrapper_on(module, FusedHead)]
             head = fused[0] if len(fused) == 1 else None
+        # bitsandbytes' layers are subclasses of nn.Linear, torchao's and sharded weights are subclasses of Tensor.
         plain = type(head) is nn.Linear and not is_traceable_wrapper_subclass(head.weight)
         return head if plain else None
 
@@ -152,19 +156,22 @@ class Distiller:
             raise TypeError(explain(f"features: '{name if ours is None else to}' gave no tensor", why, way_out))
         mask = of_feature(masks, ours.shape)
         if name in self.projected:
-            projection: Any = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
+            # The model's copy, which its optimizer trains; the one in `features` stays as it was given.
+            projection = self.model.get_submodule(f"{PROJECTIONS}.{projection_key(name)}")
             dtype = next((p.dtype for p in projection.parameters()), ours.dtype)
-            ours = projection(ours.to(dtype))
+            ours = projection(ours.to(dtype))  # outside of autocast, layers take their own dtype alone
         if ours.shape != theirs.shape:
             wide = f"nn.Linear({ours.shape[-1]}, {theirs.shape[-1]})"
             what = f"features: '{name}' {tuple(ours.shape)} and the teacher's '{to}' {tuple(theirs.shape)}"
             way_out = f"Give a module that maps one onto the other, which is learnt: {{'{name}': ('{to}', {wide})}}"
             raise ValueError(explain(what, "hidden states are compared number by number", way_out))
+        # The square of 256 is beyond float16, and bfloat16 keeps three digits of a difference.
         wide_enough = torch.promote_types(ours.dtype, torch.float32)
         distance = (ours.to(wide_enough) - theirs.to(wide_enough)).square()
         if mask is None:
             return distance.mean()
         distance = distance.flatten(mask.ndim).mean(dim=-1)
+        # Not a product with the mask: NaN · 0 is NaN.
         return torch.where(mask, distance, 0).sum() / mask.sum().clamp(min=1)  # a part of a batch may have none
 
 
@@ -208,7 +215,7 @@ class DistilledStep:
         distiller.listening = True
         try:
             output = self.__wrapped__(*args, **kwargs)
-            distiller.listening = False
+            distiller.listening = False  # if mask= calls the student, that is no call of the step
             if output is None:  # the step is left out
                 return None
             loss = distiller.mix(_loss_in(output), next(iter((*args, *kwargs.values())), None))
@@ -234,7 +241,7 @@ def _loss_in(output: Any) -> Tensor:
 def _with_loss(output: Any, loss: Tensor) -> Any:
     if isinstance(output, Tensor):
         return loss
-    output = copy.copy(output)
+    output = copy.copy(output)  # the step may hold on to what it returned
     if isinstance(output, Mapping):
         output["loss"] = loss  # type: ignore[index]
     else:

@@ -97,6 +97,7 @@ def student_of(model: nn.Module, name: str | None) -> nn.Module:
         return next(iter(told.values()))
     if isinstance(model, L.LightningModule):
         children = [m for key, m in model.named_children() if key != PROJECTIONS and has_parameters(m)]
+        # Containers have no forward that a step could call.
         if len(children) == 1 and type(children[0]) not in (nn.ModuleList, nn.ModuleDict):
             return children[0]
     return model
@@ -146,13 +147,14 @@ def logits_of(
     logits = made if logits is None else logits
     factor, cap = 1.0, None
     if isinstance(logits, DeferredLogits):
+        # They are cap · tanh(factor · (W h + b)); LogitsOf are cap · tanh((W h + b) / cap).
         hidden, cap = logits.hidden, logits.cap
         factor = logits.factor if cap is None else logits.factor * cap
     elif logits is not made or not isinstance(hidden, Tensor):  # something was done to them since
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
-    if not isinstance(head, nn.Linear):
+    if not isinstance(head, nn.Linear):  # without its weight, deferred logits cannot be made
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
     bias: Tensor | None = head.bias
-    if factor != 1:
+    if factor != 1:  # of D numbers a token, not of V
         hidden, bias = hidden * factor, None if bias is None else bias * factor
     return LogitsOf(hidden, head.weight, bias, cap, dtype=autocast)

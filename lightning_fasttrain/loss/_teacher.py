@@ -27,6 +27,7 @@ def load_teacher(teacher: AnyTeacher, student: nn.Module) -> nn.Module:
     """The teacher itself; of a path or a function what it gives, without drawing the run's random numbers."""
     if isinstance(teacher, nn.Module):
         return teacher
+    # To fork the generators of GPUs would start CUDA where nobody has used it yet.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     # Sharded strategies build the student where there is no memory; of the teacher nobody would fill it in.
     with torch.random.fork_rng(list(devices)), torch.device("cpu"):
@@ -51,6 +52,7 @@ def _from_directory(path: Path, student: nn.Module) -> nn.Module:
         if models is None or type(config) not in models or not _lists(models, student):
             continue
         auto = getattr(transformers, name)
+        # Of a directory only tensors and settings are read: no pickle, no code in it, nothing from the net.
         options = {"use_safetensors": True, "local_files_only": True, "trust_remote_code": False, "dtype": "auto"}
         return auto.from_pretrained(path, config=config, **options)
     why = f"no task of Hugging Face's has both that class and a {type(config).__name__}"
@@ -75,7 +77,9 @@ class _Deferring(WrappedForward):
         super().__init__(module)
         self.seen, self.on = seen, True
 
-    def __call__(self, input: Tensor) -> Any:
+    def __call__(self, input: Tensor) -> Tensor | DeferredLogits:
+        # Beside run() it is anybody's model. The compiler knows no deferred logits, and a loss made of them
+        # multiplies by the weight itself, so that must be a plain tensor.
         if (
             not (self.on and self.seen.open)
             or torch.compiler.is_compiling()
@@ -100,10 +104,12 @@ class Teacher:
         self.deferring = _Deferring(self.head, self.seen) if type(self.head) is nn.Linear else None
         if self.deferring is not None:
             self.undo_all.callback(self.deferring.install())
+            # Made after the line above, so that it stands on top and notes the deferred logits.
             taps.append(Tap(self.deferring.module, _HEAD, self.seen))
         for tap in taps:
             self.undo_all.callback(tap.install())
         for one in module.modules():
+            # One by one: train() would wake modules that were in eval before.
             self.undo_all.callback(setattr, one, "training", one.training)
             config = getattr(one, "config", None)
             if getattr(config, "use_cache", False) is True:  # keys and values of every layer, for nobody
@@ -132,6 +138,7 @@ class Teacher:
         """Logits and features for these arguments of the student's."""
         self._move_to(device)
 
+        # The student may be given another precision, and without autocast layers take their own dtype alone.
         def fit(value: Any) -> Any:
             floating = isinstance(value, Tensor) and value.is_floating_point()
             return value.to(self.dtype) if floating and self.dtype is not None else value
@@ -140,6 +147,7 @@ class Teacher:
         with torch.no_grad(), self.seen.watch():
             output = self._output(args, kwargs)
             head = self.head if self.deferring is not None else None
+            # Taken out, so that what is left there are features.
             logits = logits_of(output, head, self.seen.at.pop(_HEAD, None), autocast_dtype(device))
         features = {name: feature_in(out) for name, (_, out) in self.seen.at.items()}
         self.seen.clear()
@@ -148,6 +156,7 @@ class Teacher:
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         try:
             return self.module(*args, **kwargs)
+        # Deferred logits raise the first two; code that wants a Tensor and gets something else raises the third.
         except (RuntimeError, AttributeError, TypeError) as error:
             if self.deferring is None or not self.deferring.on or isinstance(error, torch.OutOfMemoryError):
                 raise

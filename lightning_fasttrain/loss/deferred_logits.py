@@ -65,7 +65,7 @@ class DeferredLogits:
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)})"
 
-    def size(self, dim: int | None = None) -> Any:
+    def size(self, dim: int | None = None) -> torch.Size | int:
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
@@ -89,7 +89,7 @@ class DeferredLogits:
         old = size_average is not None or reduce is not None
         if old or weight is not None or target.is_floating_point():
             raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
-        if self.ndim > 2:
+        if self.ndim > 2:  # there cross_entropy takes the second axis for the classes, which are last here
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
         cap = 1.0 if self.cap is None else self.cap
         factor = self.factor * cap
@@ -113,6 +113,7 @@ class DeferredLogits:
 
     def to(self, *args: Any, **kwargs: Any) -> "DeferredLogits":
         for asked in (*args, *kwargs.values()):
+            # By type, since "cuda" is not equal to "cuda:0".
             if isinstance(asked, str | torch.device) and torch.device(asked).type != self.device.type:
                 raise _refusal(f".to({str(asked)!r})")
         dtypes = [asked for asked in (*args, *kwargs.values()) if isinstance(asked, torch.dtype)]
@@ -128,6 +129,7 @@ class DeferredLogits:
         return self._reshape_rows("flatten", start_dim, end_dim)
 
     def _reshape_rows(self, name: str, *args: Any) -> "DeferredLogits":
+        # torch's own rules for -1, tuples and ranges of axes, on a tensor that takes no memory.
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
         if shape[-1] != self.classes:  # rows stay rows as long as their length does
             raise _refusal(f".{name}{args}")
@@ -147,16 +149,16 @@ class DeferredLogits:
             raise _refusal("an index into the classes")
         return self._copy_with(hidden=self.hidden[index])
 
-    def __mul__(self, factor: Any) -> "DeferredLogits":
+    def __mul__(self, factor: object) -> "DeferredLogits":
         if not isinstance(factor, int | float) or self.normalised:
             raise _refusal(f"* {type(factor).__name__}")
-        if self.cap is not None:
+        if self.cap is not None:  # outside of the tanh: f and b, inside of it, stay
             return self._copy_with(cap=self.cap * factor)
         return self._copy_with(factor=self.factor * factor, bias=None if self.bias is None else self.bias * factor)
 
     __rmul__ = mul = __mul__
 
-    def __add__(self, bias: Any) -> "DeferredLogits":
+    def __add__(self, bias: object) -> "DeferredLogits":
         one_a_class = isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
         if not one_a_class or bias.numel() != self.classes or self.cap is not None or self.normalised:
             raise _refusal(f"add of {type(bias).__name__}")
@@ -166,7 +168,7 @@ class DeferredLogits:
 
     __radd__ = add = __add__
 
-    def __truediv__(self, by: Any) -> "DeferredLogits":
+    def __truediv__(self, by: object) -> "DeferredLogits":
         if not isinstance(by, int | float):
             raise _refusal(f"/ {type(by).__name__}")
         return self * (1 / by)
@@ -179,12 +181,14 @@ class DeferredLogits:
         return self._copy_with(cap=1.0)
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
+        # `_` is what F.log_softmax adds for its warnings: how deep in the stack its caller is.
         if dim not in (-1, self.ndim - 1):
             raise _refusal(f"log_softmax over dimension {dim}")
         return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # torch asks every argument that has this method, whether or not it is a Tensor.
         if function is F.cross_entropy and isinstance(args[0], DeferredLogits):
             return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
         if function is F.nll_loss and isinstance(args[0], DeferredLogits) and args[0].normalised:
@@ -198,6 +202,7 @@ class DeferredLogits:
         raise _refusal(function.__name__)
 
     def __getattr__(self, name: str) -> Any:
+        # Not a RuntimeError: hasattr(), and whoever tries whether something is there, must get an answer.
         raise AttributeError(str(_refusal(f".{name}")))
 
 

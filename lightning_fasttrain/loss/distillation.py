@@ -242,7 +242,7 @@ class Distillation(Technique):
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         stage = self._stage = str(trainer.state.fn.value) if trainer.state.fn is not None else None
         if stage == "fit" and not pl_module.automatic_optimization:
-            self._stage = None
+            self._stage = None  # nobody undoes an attach that raises
             why = "the loss that training_step returns is not the one that is trained"
             way_out = "Use `with distil_into(self, teacher) as distil` and distil(step) inside your training_step"
             raise ValueError(explain("Distillation with automatic_optimization=False", why, way_out))
@@ -332,5 +332,6 @@ def _add_projections_(model: nn.Module, features: Features) -> None:
         model.add_module(PROJECTIONS, held)
     first = next(model.parameters(), None)
     for key, module in given.items():
-        if key not in held:
+        if key not in held:  # one of an earlier run has learnt already
+            # A copy, so that the given one begins untrained with the next model.
             held[key] = copy.deepcopy(module).to(None if first is None else first.device)

@@ -1,6 +1,7 @@
 """The head of a language model and its cross-entropy run as one, without the logits between them."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -99,7 +100,7 @@ class FusedHead(WrappedForward):
         self.options = options
         self.used = False
 
-    def __call__(self, input: Tensor, then: Any = None) -> Any:
+    def __call__(self, input: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Tensor | DeferredLogits:
         if then is not None:
             return then(input)
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():  # the compiler knows no deferred logits
@@ -108,6 +109,7 @@ class FusedHead(WrappedForward):
             note_once("FusedLossHead: a head whose weight is quantised or tensor-parallel makes its logits")
             return self.inner(input)
         autocast = autocast_dtype(input.device)
+        # Under Fabric, cross_entropy is called outside of the autocast in which the model runs.
         loss_of = functools.partial(self.loss_of, autocast)
         return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
 

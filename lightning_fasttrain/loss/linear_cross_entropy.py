@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -120,6 +121,7 @@ def linear_cross_entropy(
 
 def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     """Where targets count, so that the others need no logits; None where all do, or where to look would cost a wait."""
+    # Subclasses, too: a fake tensor has no numbers to look at.
     if type(targets) is not Tensor or targets.device.type != "cpu" or torch.compiler.is_compiling():
         return None
     kept = (targets != ignore_index).nonzero()[:, 0]
@@ -166,7 +168,7 @@ class _Chunked(torch.autograd.Function):
         if low is not None:  # as F.linear would; in here, so that gradients of float32 weights are not rounded
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         counted = targets != ignore_index
-        targets = torch.where(counted, targets, 0)
+        targets = torch.where(counted, targets, 0)  # gather takes classes alone; the loss of these is set to 0 below
         options = (smoothing, z_loss, softcap)
         needs = ctx.needs_input_grad[:3]
         ctx.options, ctx.size, ctx.reduction, ctx.compiled = options, size, reduction, compiled
@@ -196,8 +198,9 @@ class _Chunked(torch.autograd.Function):
         return loss.sum() * number.reciprocal()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once_differentiable  # what was saved has no graph: a second derivative would be wrong
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Nine of forward's arguments, those after the bias, have no gradient.
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors
             share = grad * factor
@@ -242,7 +245,7 @@ def _use_logits(
 
 
 @functools.cache
-def _compiled_use() -> Any:
+def _compiled_use() -> Callable[..., Tensor]:
     return torch.compile(_use_logits_in_two_passes)
 
 
@@ -260,6 +263,7 @@ def _use_logits_in_two_passes(
     lse = torch.logsumexp(scores, dim=1, keepdim=True)
     losses = lse - (1 - smoothing) * scores.gather(1, targets)
     losses = losses - smoothing * scores.mean(dim=1, keepdim=True) + z_loss * lse * lse
+    # A comparison: a scatter would be a pass of its own.
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets
     gradient = (scores - lse).exp() * (1 + 2 * z_loss * lse) - smoothing / logits.shape[1]
     gradient = torch.where(is_target, gradient - (1 - smoothing), gradient) * slope
@@ -276,10 +280,12 @@ def _loss_of_rows(logits: Tensor, targets: Tensor, options: tuple[float, float, 
         logits = torch.tanh(logits.to(dtype) / softcap)
         slope, logits = 1 - logits.square(), logits * softcap
     shares = torch.softmax(logits, dim=1, dtype=dtype)
+    # The largest share is exp(max z − lse): so lse costs no exponentials beside softmax's.
     lse = logits.amax(dim=1, keepdim=True) - shares.amax(dim=1, keepdim=True).log_()
     losses = lse - (1 - smoothing) * logits.gather(1, targets).to(dtype)
     if smoothing:
         losses -= smoothing * logits.mean(dim=1, keepdim=True, dtype=dtype)
+    # The gradient by z is p (1 + 2 ζ lse) − ε / V − (1 − ε) at the target: the factor is p's alone, so it comes first.
     if z_loss:
         losses += z_loss * lse.square()
         shares *= 1 + 2 * z_loss * lse
@@ -335,6 +341,7 @@ def _run_torch(
         what = f"backend='torch' with torch {torch.__version__}, {z_loss=}, label_smoothing={smoothing}, {softcap=}"
         why = "torch has this function from 2.13 on, and chunks it without z-loss, smoothing and softcap only"
         raise ValueError(explain(what, why, "Use backend='chunked'"))
+    # By default a second backward raises, with retain_graph=True as well; ours allows it.
     chunked = torch.nn.LinearCrossEntropyOptions(allow_retain_graph=True)
     return F.linear_cross_entropy(
         hidden, weight, targets, linear_bias=bias, options=chunked, ignore_index=ignore_index, reduction=reduction

@@ -37,6 +37,7 @@ class LogitsOf(NamedTuple):
         """Those of some tokens, in float32 at least; maybe memory of the caller's."""
         logits = self.hidden[part] if self.weight is None else F.linear(self.hidden[part], self.weight, self.bias)
         logits = logits.to(at_least_float32(logits))
+        # The division makes a new tensor, so tanh_ never writes into logits of the caller's.
         return logits if self.softcap is None else torch.tanh_(logits / self.softcap).mul_(self.softcap)
 
     def cast(self) -> "LogitsOf":
@@ -170,7 +171,7 @@ def divergence(
     size = size if chunk is None else positive_int("chunk", chunk)
     counted = None if mask is None else mask.reshape(-1) != 0
     tensors = (*student[:3], *teacher[:3], counted)
-    loss: Any = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)
+    loss: Tensor = _Chunked.apply(*tensors, student.softcap, teacher.softcap, float(temperature), reduction, size)
     return loss.reshape(shape) if reduction == "none" else loss
 
 
@@ -249,8 +250,9 @@ class _Chunked(torch.autograd.Function):
         return loss if reduction == "none" else loss.sum() * number.reciprocal()
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    @once_differentiable  # what was saved has no graph: a second derivative would be wrong
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        # Nine of forward's arguments, those after the bias, have no gradient.
         if not ctx.again:
             factor, *grads = ctx.saved_tensors
             share = grad * factor
@@ -282,13 +284,14 @@ def _loss_of(
     """Loss of each token of a chunk, and its gradient with respect to the student's ``hidden @ weight.T + bias``."""
     logits = student.rows(part)
     slope = None
-    if student.softcap is not None and with_gradient:
+    if student.softcap is not None and with_gradient:  # of z = c · tanh(x / c): dz / dx = 1 − (z / c)²
         slope = torch.sub(1, (logits / student.softcap).square_())
     log_q = torch.log_softmax(logits / temperature, dim=1)
-    del logits
+    del logits  # float32 (tokens, V): before the teacher's are made
     log_p = torch.log_softmax(teacher.rows(part) / temperature, dim=1).to(log_q.dtype)
     p = log_p.exp()
     losses = log_p.sub_(log_q).mul_(p).masked_fill_(p == 0, 0).sum(dim=1).mul_(temperature**2)  # 0 · log 0 = 0
+    # Of T² KL by the student's logits: T² (q − p) / T. In place of log q, which the loss needs no longer.
     gradient = log_q.exp_().sub_(p).mul_(temperature) if with_gradient else losses
     if slope is not None:
         gradient.mul_(slope)

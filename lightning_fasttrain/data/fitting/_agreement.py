@@ -84,5 +84,6 @@ class Agreement:
                 work.wait(_HEARD_WITHIN)
 
     def _say(self, outcome: Outcome, most: int) -> tuple[torch.Tensor, Any]:
+        # One maximum tells both: the worst outcome, and a rank that had it.
         said = torch.tensor([outcome * _RANKS + dist.get_rank(), most], dtype=torch.int64, device="cpu")
         return said, dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group, async_op=True)

@@ -25,7 +25,8 @@ class Together:
     """How the processes of a run try a number of parts: here, a single one that need not ask anybody."""
 
     def __init__(self, several: bool = False) -> None:
-        self._group: Any = dist.new_group(backend="gloo") if several else None  # of which every process is a member
+        # Every process is a member, so every process must make it.
+        self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo") if several else None
         self.agree = Agreement(self._group)
 
     @contextmanager
@@ -65,7 +66,7 @@ class DDPTogether(Together):
     @contextmanager
     def run_alone(self) -> Iterator[None]:
         replica = self._replica
-        self._due = replica.require_backward_grad_sync
+        self._due = replica.require_backward_grad_sync  # asked before it is switched off below
         with self.strategy.block_backward_sync():
             _call_inside(replica, nullcontext)  # what DDP does before a forward: buffers of rank zero, new buckets
             yield

@@ -75,19 +75,19 @@ def split_until_it_fits(
             if worst.outcome is Outcome.FAILED or (worst.outcome is Outcome.TOO_LARGE_IN_ONES and not measures):
                 error.add_note(_note(error, n, most))
                 raise
-        except BaseException:
+        except BaseException:  # a KeyboardInterrupt, too: the others wait for an answer
             agree.give_up()
             raise
         else:
             worst = agree(Outcome.FITS, most)
             if worst.outcome is Outcome.FITS:
                 return result, n
-            del result
+            del result  # the next attempt needs its memory
             _end_with(worst, n, bool(measures))
         # Outside the handler: the error's traceback holds the activations of the failed attempt.
         put_back()
         put_back_gradients()
-        gc.collect()
+        gc.collect()  # frees tensors that lie in cycles of references
         torch.cuda.empty_cache()
         if worst.outcome is Outcome.TOO_LARGE_IN_ONES:
             measures.pop(0)()

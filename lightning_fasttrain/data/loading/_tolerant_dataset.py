@@ -40,6 +40,7 @@ class Envelope:
     batch: Any
     bad: list[BadSample]
 
+    # torch asks batches of kinds that it does not know for this method.
     def pin_memory(self) -> "Envelope":
         return Envelope(pin_memory(self.batch), self.bad)
 
@@ -54,6 +55,7 @@ class TolerantDataset(Dataset[Any]):
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         if callable(getattr(inner, "__getitems__", None)):
+            # On the object: torch reads samples together where a dataset has this, and not all have it.
             self.__getitems__ = self._read_several
 
     def __getitem__(self, index: Any) -> Any:
@@ -63,6 +65,7 @@ class TolerantDataset(Dataset[Any]):
             info = get_worker_info()
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{last.filename}:{last.lineno}"
+            # As text, since not every exception can be pickled on its way from a worker.
             return BadSample(index, None if info is None else info.id, f"{type(error).__name__}: {error} ({where})")
 
     def _read_several(self, indices: list[Any]) -> list[Any]:

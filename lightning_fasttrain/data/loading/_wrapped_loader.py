@@ -23,6 +23,7 @@ class WrappedLoader:
         return len(self.inner)
 
     def __getattr__(self, name: str) -> Any:
+        # While there is no `inner`, as in unpickling, the line below would ask for it without end.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -44,6 +45,7 @@ def wrap_training_loaders(trainer: L.Trainer, wrap: Callable[[Any], Any]) -> Und
     """Put ``wrap`` around the training loaders of a run, not around those of validation; returns how to undo it."""
     fit_loop, strategy = trainer.fit_loop, trainer.strategy
     setup_data, process = fit_loop.setup_data, strategy.process_dataloader
+    # Validation's loaders go through process_dataloader as well, but outside of setup_data.
     taken: list[bool] = []
 
     def setting_up_data() -> None:

@@ -1,6 +1,6 @@
 """The next batch travels to the device while this one is computed."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
 import lightning as L
@@ -42,6 +42,7 @@ def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "
         The side-stream pattern of NVIDIA Apex's ``data_prefetcher``, with ``Tensor.record_stream`` for the allocator.
     """
     stateful = hasattr(iterable, "state_dict") and hasattr(iterable, "load_state_dict")
+    # Two classes, since Lightning takes a loader with these methods for one that can resume.
     kind = StatefulDevicePrefetcher if stateful else DevicePrefetcher
     return kind(iterable, torch.device(device))
 
@@ -70,10 +71,11 @@ class DevicePrefetcher:
             yield self._finish_copy(*item)
 
     def _start_copy(self, batch: Any, stream: "torch.cuda.Stream | None") -> tuple[Any, Any, Any, Any]:
-        state = self._state_now()
+        state = self._state_now()  # after this batch, and before the loader goes on to the next
         if stream is None:
             return move_data_to_device(batch, self.device), None, None, state
         if self._in_turn:
+            # What has no record_stream may lie where this copy goes, and still be in use.
             stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream), _Copies(self.device) as copies:
             moved = move_data_to_device(batch, self.device)
@@ -81,7 +83,7 @@ class DevicePrefetcher:
         self._check_pinned(copies)
         return moved, event, (batch, copies.made), state  # the host tensors must outlive the copy
 
-    def _finish_copy(self, moved: Any, event: Any, kept: Any, state: Any) -> Any:
+    def _finish_copy(self, moved: Any, event: "torch.cuda.Event | None", kept: Any, state: Any) -> Any:
         if event is not None:
             current = torch.cuda.current_stream(self.device)
             current.wait_event(event)
@@ -111,6 +113,7 @@ class DevicePrefetcher:
         return len(self.inner)  # type: ignore[arg-type]
 
     def __getattr__(self, name: str) -> Any:
+        # While there is no `inner`, as in unpickling, the line below would ask for it without end.
         if name == "inner" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -158,7 +161,9 @@ class _Copies(TorchDispatchMode):
         self.sources: list[Tensor] = []
         self.made: list[Tensor] = []
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         made = [leaf for leaf in tree_iter(result) if isinstance(leaf, Tensor) and leaf.device.type == self.device.type]
         self.made += made

@@ -55,13 +55,13 @@ class EvenLoader(WrappedLoader):
     def __init__(self, inner: Iterable[Any]) -> None:
         super().__init__(inner)
         self._left_out = 0
-        self._group: Any = None
+        self._group: dist.ProcessGroup | None = None
         self._vote = torch.zeros(1, dtype=torch.int64)  # lives as long as the group, whose thread uses it
-        self._work: Any = None
+        self._work: dist.Work | None = None
         self._length: int | None = None
         self._alone = rank_count() == 1
         if not self._alone:
-            self._group = dist.new_group(backend="gloo")
+            self._group = dist.new_group(backend="gloo")  # its own: a step's collectives go another way
             self._compare_lengths()
 
     @property
@@ -85,7 +85,7 @@ class EvenLoader(WrappedLoader):
     def close(self) -> None:
         """Free what the ranks talk through."""
         if self._group is not None and dist.is_initialized():
-            self._wait()
+            self._wait()  # for a question of a pass that was not finished
             dist.destroy_process_group(self._group)
         self._group = None
 
@@ -100,6 +100,7 @@ class EvenLoader(WrappedLoader):
             say("EvenEpochs: ranks have %d to %d batches; epochs end after %d, %s", shortest, longest, shortest, most)
 
     def _extremes(self, number: int) -> tuple[int, int]:
+        # The minimum of the negated numbers is the maximum: one call for both.
         both = torch.tensor([number, -number])
         dist.all_reduce(both, dist.ReduceOp.MIN, group=self._group)
         return int(both[0]), -int(both[1])

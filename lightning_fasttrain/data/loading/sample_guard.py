@@ -61,7 +61,7 @@ def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
     return GuardedLoader(loader, Tally(skip_bad_samples))
 
 
-def _refuse_negative(skip_bad_samples: Any) -> None:
+def _refuse_negative(skip_bad_samples: object) -> None:
     if isinstance(skip_bad_samples, bool) or not isinstance(skip_bad_samples, int) or skip_bad_samples < 0:
         why = "it is how many samples may be passed over"
         raise ValueError(explain(f"skip_bad_samples={skip_bad_samples!r}", why, "Use a whole number, 0 for none"))
@@ -125,6 +125,7 @@ class GuardedLoader(WrappedLoader):
             if code is None or code == 0:
                 continue
             ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            # A batch that has come is in its entry, beside the worker's number.
             waiting = [batch for batch, task in batches._task_info.items() if task == (number,)]
             batch = (
                 f"; the first batch that it still had to bring is number {min(waiting)} of this pass" if waiting else ""
@@ -142,6 +143,7 @@ class _Unpacked(Iterator[Any]):
     def __next__(self) -> Any:
         try:
             envelope = next(self.envelopes)
+        # torch raises the first where it finds a dead worker; a queue that breaks off raises the others.
         except (RuntimeError, OSError, EOFError) as error:
             death = self.loader._death()
             if not death:
@@ -152,14 +154,15 @@ class _Unpacked(Iterator[Any]):
         return self.loader._open(envelope)
 
 
-def _let_bad_samples_through_(loader: Any, note: Any) -> Undo:
+def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], None]) -> Undo:
     """Have the passes over ``loader`` give envelopes; ``dataset`` and ``collate_fn`` are its own in between."""
     own = loader._get_iterator
 
     def get_iterator() -> Any:
         undo = ExitStack()
         if not isinstance(loader.dataset, IterableDataset):
-            places, before = vars(loader), (loader.dataset, loader.collate_fn)  # torch lets nobody set a dataset
+            # An iterator takes both when it is made. torch lets nobody set a dataset, hence vars().
+            places, before = vars(loader), (loader.dataset, loader.collate_fn)
             undo.callback(places.update, dataset=before[0], collate_fn=before[1])
             places.update(dataset=TolerantDataset(before[0]), collate_fn=Sieve(before[1]))
         with undo:

@@ -33,7 +33,7 @@ def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
         [1, 1, 2, 3, 2]
     """
     window: list[Any] = []
-    size = growth.size
+    size = growth.size  # of this window: what is counted meanwhile is for the next
     for batch in batches:
         window.append(batch)
         growth.add(batch)
@@ -101,6 +101,7 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         if self.growth.until is None:
             why = "how many steps that is depends on how they grow"
             raise ValueError(explain(f"over={over!r}", why, "Give steps, samples or tokens"))
+        # Predictions ask the schedule for its largest window; which one holds, factor_in says.
         super().__init__({0: full}, "step", count, check)
         self.rate = None if rate is None else one_of("rate", rate, tuple(RULES))
         self._hooks = ExitStack()
@@ -146,6 +147,7 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
         trainer = self._trainer
         assert trainer is not None
         if self.growth.clock != "steps" and self.growth.goes_on:
+            # A collective; all ranks come here as a window begins, and their windows are the same.
             self.growth.agree(trainer.strategy, trainer.world_size)
         self.growth.steps = trainer.global_step
         size = self.growth.size
@@ -173,6 +175,7 @@ class BatchSizeWarmup(TokenWeightedAccumulation):
             return
         for optimizer in trainer.optimizers:
             inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer  # of DeepSpeed's
+            # The factor is set as a window begins, and is still this one when it steps.
             self._hooks.callback(scale_rates_(inner, lambda: self._rate_at(self._factor)))
 
     def on_train_batch_start(

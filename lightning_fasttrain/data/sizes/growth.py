@@ -55,6 +55,7 @@ class Growth:
         assert self.until is not None
         if done >= self.until:
             return self.full
+        # How often it grows; the last time by less than `grid`, if that does not go into the difference.
         sizes = -(-(self.full - self.start) // self.grid)
         return min(self.full, self.start + self.grid * int(done * sizes // self.until))
 

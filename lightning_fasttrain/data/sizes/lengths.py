@@ -3,7 +3,6 @@
 import math
 import re
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
@@ -49,7 +48,7 @@ class Length:
         return f"{100 * self.amount:.4g}% of the run" if self.unit == "share" else f"{self.amount:,.10g} {self.unit}"
 
 
-def read_length(name: str, value: Any) -> Length:
+def read_length(name: str, value: int | str | Length) -> Length:
     """Understand a length.
 
     Args:

@@ -1,9 +1,8 @@
 """Counts of all the processes of a run."""
 
-from typing import Any
-
 import torch
 from lightning.pytorch.strategies import Strategy
+from torch import Tensor
 
 
 def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int) -> list[int]:
@@ -14,6 +13,7 @@ def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int
     """
     if strategy is None or world_size == 1:
         return counts
+    # Exact up to 2^53. float32 ends at 2^24, and a step may hold more tokens than that.
     here = torch.tensor(counts, dtype=torch.float64, device=strategy.root_device)
-    total: Any = strategy.reduce(here, reduce_op="sum")
+    total: Tensor = strategy.reduce(here, reduce_op="sum")
     return [int(count) for count in total.tolist()]

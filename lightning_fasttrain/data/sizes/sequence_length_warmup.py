@@ -168,7 +168,7 @@ class SequenceLengthWarmup(Technique):
 
     def _cut(self, trainer: L.Trainer, batch: Any) -> Any:
         growth = self.growth
-        if growth.until is None:
+        if growth.until is None:  # not in attach: the length of the run is known once there are loaders
             share = growth.over.unit == "share"
             whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
             growth.until = round(growth.over.amount * whole) if share else round(whole)

@@ -42,10 +42,10 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
         set_random_state(generators)
         with torch.no_grad():
             for buffer, before in buffers:
-                buffer.copy_(before)
+                buffer.copy_(before)  # in place: DDP and others hold the same tensor
         for metric, state, updates in states:
             for name, value in state.items():
-                setattr(metric, name, _copy_values(value))
+                setattr(metric, name, _copy_values(value))  # a copy, as it may be put back again
             metric._update_count = updates
             metric._computed = None
         for module, before in attributes:
@@ -72,6 +72,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for name, value in vars(module).items():
         if name in _OF_MODULES:
             continue
+        # Exactly these types: nobody knows whether a subclass can be emptied and filled.
         if type(value) in _CONTAINERS or (isinstance(value, Tensor) and value.nbytes < _LARGE):
             yield name, (value, _copy_values(value))
         elif isinstance(value, _PLAIN):
@@ -83,6 +84,7 @@ def _put_back_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) 
     for name in [name for name, value in now.items() if isinstance(value, Tensor) and name not in before]:
         del now[name]  # made by the step, and perhaps it holds a graph
     for name, (value, copy) in before.items():
+        # Past __setattr__, which a module may have of its own.
         now[name] = value
         _refill(value, copy)
 

@@ -64,6 +64,7 @@ class Split:
         A parameter whose gradient is below ``floor`` of the average one is compared with that instead, though never
         with more than all gradients together.
         """
+        # A piece in which nothing counts has a mean of NaN, and a weight of 0.
         used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
         if not all(run.is_finite for _, run in used):
             return float("inf")
@@ -73,6 +74,7 @@ class Split:
         low = torch.tensor([parameter.dtype in _LOW for parameter in self.parameters], dtype=torch.bool)
         least = norms.square().mean().sqrt() * torch.where(low, _LOW_FLOOR, floor)
         missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
+        # 1e-300: where a parameter has no gradient at all, 0 / 0 would be NaN.
         errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
         return max([missed / size if size else 0.0, *errors.tolist()])
 
@@ -93,6 +95,7 @@ class Split:
         if usable:
             matrix = torch.stack([columns[i] for i in usable], dim=1)
             whole = self.whole.everything[:, None]
+            # Pieces may be multiples of one another; gelsd does not need columns that are independent.
             solved = torch.linalg.lstsq(matrix, whole, driver="gelsd").solution.flatten().tolist()
             for i, weight in zip(usable, solved, strict=True):
                 weights[i] = weight
@@ -153,6 +156,7 @@ class Trial:
 def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
     """A few samples of a batch, cut twice, unequally where they are three or more: the first, the last, then two."""
     size = batch_size(batch)
+    # No more than a part, which is known to fit; two are the least that can be cut.
     most = min(size, _SAMPLES, max(2, part_size))
     for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):
         whole = take_rows(batch, start, start + samples)
@@ -264,6 +268,7 @@ def _run_once(
                 parameters = _leaves_of(loss)
             gradients = _gradients(loss, parameters)
     entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
+    # cat refuses an empty list, and a loss may depend on no parameter.
     return Run(float(loss.detach()), torch.cat([torch.zeros(0).double(), *entries]), _read_randomness()), parameters
 
 
@@ -304,6 +309,7 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
     if not parameters:
         return ()
     with _without_autocast():  # as a backward runs
+        # In this order: outputs, their gradients, retain_graph, create_graph, inputs, allow_unused.
         return _engine_run_backward(
             (loss,), (torch.ones_like(loss),), False, False, tuple(parameters), True, accumulate_grad=False
         )
@@ -340,6 +346,7 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
     seen, waiting = {loss.grad_fn}, [loss.grad_fn]
     while waiting:
         node = waiting.pop()
+        # Only nodes that add to a leaf's gradient have it.
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor):
             found[id(leaf)] = leaf
@@ -353,5 +360,6 @@ def _leaves_of(loss: Tensor) -> list[Tensor]:
 def _uses_tf32(parameters: list[Tensor]) -> bool:
     if not any(p.is_cuda for p in parameters):
         return False
+    # torch's defaults: TF32 in convolutions, not in products.
     products, convolutions = torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision
     return products == "tf32" or convolutions != "ieee"

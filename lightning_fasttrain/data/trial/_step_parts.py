@@ -35,7 +35,7 @@ def loss_of(output: Any) -> Tensor:
     return loss.reshape(())
 
 
-def models_of(step: Any) -> list[nn.Module]:
+def models_of(step: object) -> list[nn.Module]:
     """The modules that a step function reaches directly: itself, what it is bound to, closes over, or names.
 
     Example:
@@ -46,7 +46,7 @@ def models_of(step: Any) -> list[nn.Module]:
     return [thing for thing in _reach(step) if isinstance(thing, nn.Module)]
 
 
-def key_of(*functions: Any) -> tuple[Any, ...]:
+def key_of(*functions: object) -> tuple[Any, ...]:
     """Equal for functions that do the same: the same code with the same models and helpers.
 
     A function that is made again in every turn of a loop is a new object each time, but its code is not. The key holds
@@ -56,18 +56,19 @@ def key_of(*functions: Any) -> tuple[Any, ...]:
     return tuple(_reference(thing) for thing in things)
 
 
-def _reference(thing: Any) -> Any:
+def _reference(thing: object) -> object:
     if isinstance(thing, types.FunctionType):
         return weakref.ref(thing.__code__)
     if type(thing).__module__.startswith(_LIBRARIES) and not isinstance(thing, nn.Module):
         return type(thing)  # such as the autocast that a step is decorated with in every turn
     try:
+        # Not an id, which a later object may have: a dead reference is equal to no other.
         return weakref.ref(thing)
     except TypeError:  # a string, say
         return thing
 
 
-def _reach(thing: Any, depth: int = 3) -> Iterator[Any]:
+def _reach(thing: object, depth: int = 3) -> Iterator[object]:
     """The functions and models that ``thing`` works with, itself first."""
     if isinstance(thing, functools.partial):
         yield from _reach_each(thing.func, *thing.args, *thing.keywords.values(), depth=depth)
@@ -81,13 +82,13 @@ def _reach(thing: Any, depth: int = 3) -> Iterator[Any]:
         yield from _reach_each(*closed_over, *named, *(thing.__defaults__ or ()), depth=depth)
 
 
-def _reach_each(*things: Any, depth: int) -> Iterator[Any]:
+def _reach_each(*things: object, depth: int) -> Iterator[object]:
     for thing in things:
         if callable(thing) and not isinstance(thing, type):
             yield from _reach(thing, depth - 1)
 
 
-def _is_filled(cell: Any) -> bool:
+def _is_filled(cell: types.CellType) -> bool:
     try:
         return cell.cell_contents is not None
     except ValueError:  # a variable that has no value yet

@@ -4,7 +4,7 @@ Two runs of a step on the same samples, whole and in pieces, can only be compare
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,7 +83,9 @@ class TrialMode(TorchFunctionMode):
         self._rows, self._size, self._drawn = rows, size, 0
         self.losses = []
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         device = autocast_device()
         if device is None:
@@ -94,13 +96,13 @@ class TrialMode(TorchFunctionMode):
         with torch.autocast(device, enabled=False):
             return self._call(func, args, kwargs)
 
-    def _call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         if func in _DROPOUTS:
             return args[0] if args else kwargs["input"]
         if func in _RECURRENT:
             args = _without_floats(args)
         if func is F.scaled_dot_product_attention:
-            args, kwargs = _without_dropout(4, args, kwargs)
+            args, kwargs = _without_dropout(4, args, kwargs)  # built in: it has no signature to ask
         if func is F.multi_head_attention_forward:
             args, kwargs = _without_dropout(_MHA_DROPOUT, args, kwargs)
         if func is F.batch_norm:
@@ -113,7 +115,7 @@ class TrialMode(TorchFunctionMode):
         self.rounds |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
         return result
 
-    def _note_loss(self, func: Any, args: Any, kwargs: Any) -> Any:
+    def _note_loss(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         given = inspect.signature(func).bind(*args, **kwargs)
         given.apply_defaults()
         value = func(*args, **kwargs)
@@ -124,7 +126,7 @@ class TrialMode(TorchFunctionMode):
             self.losses.append(seen)
         return value
 
-    def _draw(self, func: Callable[..., Tensor], args: Any, kwargs: Any) -> Tensor:
+    def _draw(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         drawn = func(*args, **kwargs)
         if torch._C._current_graph_task_id() != -1:  # in the backward: a recomputed forward
             self.redrawn = True
@@ -137,6 +139,7 @@ class TrialMode(TorchFunctionMode):
         whole = self._draws[self._drawn]
         self._drawn += 1
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
+        # In place, since draws in place are of a tensor that the step holds.
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
 
 
@@ -145,7 +148,7 @@ def autocast_device() -> str | None:
     return next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
 
 
-def _without_floats(args: Any) -> list[Any]:
+def _without_floats(args: Sequence[Any]) -> list[Any]:
     """The arguments of a recurrent layer with its dropout, the one float among them, zero."""
     changed = list(args)
     for place, value in enumerate(args):
@@ -154,14 +157,14 @@ def _without_floats(args: Any) -> list[Any]:
     return changed
 
 
-def _without_dropout(place: int, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
     """The arguments with ``dropout_p`` zero; ``place`` is where it stands if it has no name."""
     if len(args) > place:
         return (*args[:place], 0.0, *args[place + 1 :]), kwargs
     return args, {**kwargs, "dropout_p": 0.0}
 
 
-def _without_statistics(args: Any, kwargs: Any) -> Tensor:
+def _without_statistics(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """``batch_norm`` as in evaluation, with a mean of 0 and a variance of 1."""
     given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
     x: Tensor = given["input"]

@@ -19,8 +19,8 @@ from lightning_fasttrain.data.trial._step_parts import models_of
 from lightning_fasttrain.data.trial._trial_mode import SeenLoss
 
 _FLOAT32 = 1e-3  # a right rule misses by 1e-6 or so, a wrong one by percents
-_ROUNDED = 5e-2
-_TIED = 3e-6
+_ROUNDED = 5e-2  # where something is computed with fewer bits
+_TIED = 3e-6  # errors below it are float32's rounding, and say nothing about a rule
 
 
 def find_count(
@@ -82,6 +82,7 @@ def find_count(
 
 def is_sharded(model: torch.nn.Module) -> bool:
     """Whether parameters are in pieces, so that their gradients cannot be taken beside the training's own."""
+    # `ds_id` is of DeepSpeed's stage 3, `device_mesh` of DTensors.
     return any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
 
 
@@ -101,6 +102,7 @@ def find_on(
         return count
     trial = try_split(stage, samples)
     seen = [_told_by(loss, trial.sample.whole) for loss in trial.losses]
+    # From here on each rank gathers what each has found, so all make the same calls, whatever they could compare.
     told = _from_all_ranks([rule for rule in (preferred, *seen) if rule is not None])
     rules = [count] if callable(count) else _rules(trial, told)
     fit = _find_worst(_from_all_ranks([_measure(trial, rules)]))
@@ -110,6 +112,7 @@ def find_on(
     # Rules that these samples do not tell apart are as good as one another: the likeliest comes first.
     nearest = max(3 * min(fit.errors), _TIED)
     (found, error), *others = [pair for pair in zip(rules, fit.errors, strict=True) if pair[1] <= nearest]
+    # Within the limit a rule may still be wrong: it must come near to the best weights that there are.
     if error <= min(fit.limit, max(3 * fit.best, 1e-5)):
         _say_found(found, error, trial, others[0][0] if others and not told else None)
     elif check:
@@ -161,6 +164,7 @@ def _may_be_ignored(trial: Trial) -> set[int]:
         if labels is not None and labels.numel() > 0:
             values, frequencies = labels.cpu().unique(return_counts=True)
             found |= {int(values[0]), int(values[-1]), int(values[frequencies.argmax()])}
+            # 0 is padding in text, 255 no class in segmentation; -1 is used in both.
             found |= {value for value in (0, -1, 255) if bool((values == value).any())}
     return found
 
@@ -184,7 +188,7 @@ def _told_by(seen: SeenLoss, sample: Any) -> CountRule | None:
 def _measure(trial: Trial, rules: Sequence[CountTargets]) -> _Fit | None:
     if trial.why_not:
         return None
-    floor = 0.3 if trial.rounding else 1e-2
+    floor = 0.3 if trial.rounding else 1e-2  # smaller gradients are mostly rounding
     errors = [_error(rule, trial.splits, floor) for rule in rules]
     if not trial.splits[0].parameters:  # two weights can always explain one loss
         return _Fit(errors, _ROUNDED, _ROUNDED)
@@ -201,6 +205,7 @@ def _error(rule: CountTargets, splits: Sequence[Split], floor: float) -> float:
             if isinstance(rule, CountRule):
                 return float("inf")  # it does not apply to such batches
             raise
+        # Where the total is 0 each count is 0, and so is each weight.
         errors.append(split.error([float(count) / max(float(total), 1e-30) for count in counts], floor))
     return max(errors)
 
@@ -246,7 +251,7 @@ def _say_found(rule: CountTargets, error: float, trial: Trial, tied: CountTarget
     )
 
 
-def _name_of_rule(rule: Any) -> str:
+def _name_of_rule(rule: CountTargets) -> str:
     return str(rule) if isinstance(rule, CountRule) else "count="
 
 
