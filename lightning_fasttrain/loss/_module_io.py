@@ -145,10 +145,10 @@ def logits_of(
     logits = logits_in(output)
     hidden, made = tapped or (None, None)
     logits = made if logits is None else logits
-    factor, cap = 1.0, None
+    factor, cap, added = 1.0, None, None
     if isinstance(logits, DeferredLogits):
-        # They are cap · tanh(factor · (W h + b)); LogitsOf are cap · tanh((W h + b) / cap).
-        hidden, cap = logits.hidden, logits.cap
+        # They are cap · tanh(factor · (W h + b) + added); LogitsOf are cap · tanh((W h + b) / cap).
+        hidden, cap, added = logits.hidden, logits.cap, logits.bias
         factor = logits.factor if cap is None else logits.factor * cap
     elif logits is not made or not isinstance(hidden, Tensor):  # something was done to them since
         return LogitsOf(logits) if isinstance(logits, Tensor) else None
@@ -157,4 +157,7 @@ def logits_of(
     bias: Tensor | None = head.bias
     if factor != 1:  # of D numbers a token, not of V
         hidden, bias = hidden * factor, None if bias is None else bias * factor
+    if added is not None:
+        added = (added if cap is None else added * cap).to(head.weight.dtype)
+        bias = added if bias is None else bias + added
     return LogitsOf(hidden, head.weight, bias, cap, dtype=autocast)

@@ -136,6 +136,36 @@ def test_a_teacher_of_another_width_shape_and_dtype(alpha, temperature):
     assert largest_difference(weights(expected), weights(exact)) <= 1e-5
 
 
+ADDED = torch.linspace(-2, 3, VOCAB)
+FINISHED = {
+    "a bias": lambda logits: logits + ADDED,
+    "a factor, then a bias": lambda logits: 0.5 * logits + ADDED,
+    "a bias, then a factor": lambda logits: (logits + ADDED) * 3,
+    "a bias, then a cap": lambda logits: torch.tanh((logits + ADDED) / 4) * 4,
+}
+
+
+class Finished(TinyLM):
+    """Does something to what its head makes, as Hugging Face's models with a ``final_logits_bias`` do."""
+
+    def __init__(self, finish, **settings):
+        super().__init__(**settings)
+        self.finish = finish
+
+    def forward(self, ids):
+        return self.finish(super().forward(ids))
+
+
+@pytest.mark.parametrize("finish", FINISHED.values(), ids=FINISHED)
+@pytest.mark.parametrize("others", ["logits", "fused", "teacher's head alone", "head"])
+def test_what_is_done_to_logits_after_the_head_counts(others, finish):
+    teacher = perturbed(Finished(finish, dropout=0.5))
+    expected = by_hand(Finished(finish), teacher, BATCHES)
+    techniques, settings = OTHERS[others]
+    module = fit(Finished(finish), BATCHES, [Distillation(teacher, **settings), *techniques()])
+    assert largest_difference(weights(expected), weights(module)) <= 1e-5
+
+
 def test_with_alpha_0_the_training_is_the_plain_one_and_the_distance_is_logged():
     module = TinyLM()
     t = trainer([Distillation(a_teacher(), alpha=0.0, head="head")])
