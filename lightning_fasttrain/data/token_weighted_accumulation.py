@@ -240,8 +240,10 @@ class TokenWeightedAccumulation(Technique):
                 value = trainer.strategy.reduce(value.float(), reduce_op="mean")
             return value.cpu()
 
-        # Where a strategy holds the gradient in pieces it is not saved: after a resume the window starts over.
-        batches = 0 if own_scaling(trainer.strategy) else self._batches
+        # Where a strategy holds the gradient in pieces, or other ranks may not come to take its mean, it is not saved:
+        # after a resume the window starts over.
+        alone = trainer.interrupted and trainer.world_size > 1
+        batches = 0 if alone or own_scaling(trainer.strategy) else self._batches
         state = {"reference": self.reference, "batches": batches, "factor": self._factor, **rule_state(self.found)}
         if batches > 0:
             state["targets"] = mean(self._targets)

@@ -101,7 +101,10 @@ class Teacher:
         self.module, self.seen, self.undo_all = module, Seen(), ExitStack()
         self.head = head_of(module, head, "teacher_head")
         taps = [Tap(module_named(module, name, "features"), name, self.seen) for name in features]
-        self.deferring = _Deferring(self.head, self.seen) if type(self.head) is nn.Linear else None
+        wants_logits = any(tap.module in (self.head, module) for tap in taps)  # as a feature, which is a tensor
+        self.deferring: _Deferring | None = None
+        if type(self.head) is nn.Linear and not wants_logits:
+            self.deferring = _Deferring(self.head, self.seen)
         if self.deferring is not None:
             self.undo_all.callback(self.deferring.install())
             # Made after the line above, so that it stands on top and notes the deferred logits.

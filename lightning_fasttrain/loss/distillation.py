@@ -306,10 +306,8 @@ def _check_features(features: Features) -> dict[str, str | tuple[str, nn.Module]
 
 
 def _is_pair(to: Any) -> bool:
-    """Whether it is a name and what is to be learnt: a module, or None."""
-    if not isinstance(to, tuple | list) or len(to) != 2:
-        return False
-    return isinstance(to[0], str) and (to[1] is None or isinstance(to[1], nn.Module))
+    """Whether it is a name and a projection."""
+    return isinstance(to, tuple | list) and len(to) == 2 and isinstance(to[0], str) and isinstance(to[1], nn.Module)
 
 
 def distiller_on(student: nn.Module) -> Distiller | None:

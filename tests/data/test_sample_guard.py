@@ -70,6 +70,21 @@ def test_a_loader_that_is_closed_is_the_plain_one():
         list(loader)
 
 
+def test_workers_that_persist_are_guarded_and_are_plain_afterwards():
+    dataset = Rows()
+    loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
+    plain = list(loader)  # by workers that know of no guard
+    dataset.bad = [5]
+    guarded = guard_samples(loader, skip_bad_samples=2)
+    with pytest.warns(ft.FastTrainWarning, match="sample 5"):
+        assert [len(batch["labels"]) for batch in guarded] == [4, 3, 4]
+    with pytest.warns(ft.FastTrainWarning, match="sample 5"):
+        list(guarded)
+    dataset.bad = ()
+    guarded.close()
+    assert same(list(loader), plain)
+
+
 def test_one_too_many_and_a_batch_of_nothing_are_errors():
     with pytest.raises(RuntimeError, match="sample 5, read by the training process: OSError.*skip_bad_samples=0"):
         list(guard_samples(DataLoader(Rows(bad=[5]), batch_size=4)))

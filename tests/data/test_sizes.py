@@ -175,6 +175,26 @@ def test_torchs_schedulers_go_on_as_without_it():
     assert weight.tolist() == [1 - 0.125]
 
 
+def test_a_step_that_fails_leaves_the_rates_as_they_were():
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    undo = scale_rates_(optimizer, lambda: 0.5)
+
+    def fail():
+        raise RuntimeError("out of memory")
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            optimizer.step(fail)
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert (weight.item(), optimizer.param_groups[0]["lr"]) == (0.5, 1.0)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fail)
+    undo()
+    assert optimizer.param_groups[0]["lr"] == 1.0
+
+
 def test_a_schedule_knows_how_many_steps_there_will_be():
     class Scheduled(TinyLM):
         def configure_optimizers(self):

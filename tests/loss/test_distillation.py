@@ -777,6 +777,7 @@ def test_autocast_inside_the_step_alone():
         ({"features": ["blocks.0"]}, TypeError, "it maps names to names"),
         ({"features": {"blocks.0": 3}}, TypeError, "it maps names to names"),
         ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "it maps names to names"),
+        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "it maps names to names"),
         ({"mask": torch.ones(3)}, TypeError, "it is called with a batch"),
         ({"teacher": 3}, TypeError, "teacher=3.*a module, a directory or a function"),
     ],

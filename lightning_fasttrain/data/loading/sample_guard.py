@@ -158,6 +158,9 @@ def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], Non
     """Have the passes over ``loader`` give envelopes; ``dataset`` and ``collate_fn`` are its own in between."""
     own = loader._get_iterator
 
+    def forget_workers() -> None:
+        loader._iterator = None  # workers that persist keep the dataset that they were made with
+
     def get_iterator() -> Any:
         undo = ExitStack()
         if not isinstance(loader.dataset, IterableDataset):
@@ -170,7 +173,11 @@ def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], Non
         note(batches)
         return batches
 
-    return patch(loader, "_get_iterator", get_iterator)
+    forget_workers()
+    undo = ExitStack()
+    undo.callback(forget_workers)
+    undo.callback(patch(loader, "_get_iterator", get_iterator))
+    return undo.close
 
 
 class SampleGuard(Technique):

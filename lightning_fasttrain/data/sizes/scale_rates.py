@@ -40,6 +40,7 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its own rate, the one of this update
 
     def scale(optimizer: Optimizer, *_: Any) -> None:
+        put_back()  # of an update that an error in its closure has ended
         by = factor()
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * by
@@ -54,6 +55,7 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(put_back)]
 
     def undo() -> None:
+        put_back()
         for hook in hooks:
             hook.remove()
 

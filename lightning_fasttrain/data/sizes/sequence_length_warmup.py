@@ -185,7 +185,8 @@ class SequenceLengthWarmup(Technique):
         self.growth.agree(trainer.strategy, trainer.world_size)
 
     def state_dict(self) -> dict[str, Any]:
-        if self._trainer is not None:  # all processes save
+        # All processes save; after an error of one of them the others may not come.
+        if self._trainer is not None and not self._trainer.interrupted:
             self.growth.agree(self._trainer.strategy, self._trainer.world_size)
         return self.growth.state_dict()
 
