@@ -135,7 +135,7 @@ class Explanation:
 
     def _exactness_line(self) -> str:
         kinds: list[str] = []
-        for kind in _WEAKEST_FIRST[:-1]:
+        for kind in _WEAKEST_FIRST[:-1]:  # nobody is told which ones are exact
             names = [one.name for one in self.techniques if one.exactness == kind]
             if names:
                 kinds.append(f"{kind.replace('_', ' ')} ({', '.join(names)})")

@@ -38,7 +38,7 @@ def refuse_unreadable(values: Any) -> None:
 
 def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
     """The first entry that cannot be read back, with the path to it."""
-    kind = type(value)
+    kind = type(value)  # exactly: a subclass is written with its own name, which is refused
     if kind in _PLAIN or id(value) in seen:
         return None
     if kind not in _CONTAINERS:

@@ -52,7 +52,7 @@ class WrappedForward:
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # the class's own, looked up when called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
@@ -143,13 +143,14 @@ def patch(target: object, name: str, value: Any) -> Undo:
         >>> thing.answer(), undo(), thing.answer()
         (42, None, 41)
     """
-    missing = object()
+    missing = object()  # None may be what stood there
+    # Only what stands on the object itself: a method of the class, put back as an attribute, would go into copies.
     previous = vars(target).get(name, missing)
     setattr(target, name, value)
 
     def undo() -> None:
         if previous is missing:
-            if name in vars(target):
+            if name in vars(target):  # the user may have deleted it meanwhile
                 delattr(target, name)
         else:
             setattr(target, name, previous)

@@ -9,7 +9,7 @@ from lightning_fasttrain._version import __version__
 from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
 from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -108,7 +108,7 @@ def _ladder(options: argparse.Namespace) -> int:
         console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with Live(console, climb.number_of_rows(prepared)) as live:
         result = climb.climb(prepared, live.row, live.progress)
-    if not result.rungs:
+    if not result.rungs:  # interrupted before the first one was done
         return INTERRUPTED
     console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)

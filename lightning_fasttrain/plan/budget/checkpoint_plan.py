@@ -147,7 +147,7 @@ def make_plan(
         action, holds, added = options[index]
         blocks.append(BlockPlan(name, action, cost.saved_bytes, holds, cost.forward_ms, added))
         held += holds
-        predicted = max(predicted, peaks.get(name, 0) + held)
+        predicted = max(predicted, peaks.get(name, 0) + held)  # peak(i) + Σₖ≤ᵢ held(k), as the room in `place`
     return CheckpointPlan(limit_bytes, tuple(blocks), passes, highest, predicted)
 
 

@@ -74,7 +74,7 @@ class Follower(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.saving is None:
-            self._record(trainer, pl_module)
+            self._record(trainer, pl_module)  # Lightning has restored everything by now
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int

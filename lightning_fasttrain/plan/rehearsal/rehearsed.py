@@ -104,7 +104,7 @@ def explain_errors(course: Course, during: str = "") -> Iterator[None]:
     """Any error of a run in small, as the one error of the rehearsal. It ends this rank at once, as in the run."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:  # before Exception, of which it is one
         what = f"rehearsing {during}{course.reached}"
         why = f"out of memory: {first_line(error)}".rstrip(".")
         way_out = 'Give ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'

@@ -129,12 +129,12 @@ class RunCopy:
                 logger=DummyLogger(),
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                use_distributed_sampler=False,
+                use_distributed_sampler=False,  # the batches are this rank's already
                 num_sanity_val_steps=0,
             )
             loaders: Any = [_as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
-                loaders = loaders[0]
+                loaders = loaders[0]  # in a list, even alone, it would give validation_step a dataloader_idx
             data: dict[str, Any] = {"train_dataloaders": _as_loader(train), "val_dataloaders": loaders}
             if self.datamodule is not None:
                 data = {"datamodule": _with_loaders(self.datamodule, **data)}
@@ -185,7 +185,7 @@ def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.Lightning
     alone = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(alone).pop(name, None)
-    return copy.deepcopy(alone, {id(trainer): None, id(module): None})
+    return copy.deepcopy(alone, {id(trainer): None, id(module): None})  # the memo: references to these become None
 
 
 def _epochs_again(trainer: L.Trainer) -> int:
