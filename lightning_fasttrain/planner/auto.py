@@ -73,7 +73,7 @@ class Auto(L.Callback):
             known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
             self.choice = Choice(**trainer.strategy.broadcast(known))
         self._added = self.choice.techniques()
-        trainer.callbacks += self._added
+        trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last of a run that ended well. A later fit adds fresh techniques."""

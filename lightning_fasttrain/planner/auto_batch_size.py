@@ -47,6 +47,7 @@ def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: li
         >>> predict_parts(lambda n: 100 + 60 / n, limit_bytes=112, parts=[1, 2, 3, 6, 12])
         6
     """
+    # Asked by itself: a batch in one part is no point of the falling curve.
     if peak_of(parts[0]) <= limit_bytes:
         return parts[0]
     first, last = 1, len(parts) - 1
@@ -149,7 +150,7 @@ class AutoBatchSize(L.Callback):
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)
-            self._added = MicroBatching(1)
+            self._added = MicroBatching(1)  # now, as techniques are set up only here; its number comes later
             trainer.callbacks.append(self._added)
         if not is_rehearsing():
             self._found.parts = None
@@ -207,7 +208,7 @@ class AutoBatchSize(L.Callback):
         window = find_window(trainer, run)
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
-        most = max(_of_all_ranks(trainer, batch_size(batch)))
+        most = max(_of_all_ranks(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
         parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))

@@ -136,7 +136,7 @@ def _why_not_on(module: L.LightningModule, technique: Any) -> str | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         net = fake_module(module, mode)
-        with mode, torch.random.fork_rng(devices=[]):
+        with mode, torch.random.fork_rng(devices=[]):  # adapters draw their first weights; nothing is on a GPU
             technique.apply(net)
     except (ValueError, TypeError, ModuleNotFoundError, RuntimeError, NotImplementedError) as error:
         return str(error).partition("\n")[0]

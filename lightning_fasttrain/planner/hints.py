@@ -62,7 +62,7 @@ def say_leaner_optimizer(module: L.LightningModule) -> str:
     copied = copy_module(module)
     with quietly(), isolate_rng():
         optimizers = configured_optimizers(copied)
-        if not optimizers or type(optimizers[0]) not in (Adam, AdamW):
+        if not optimizers or type(optimizers[0]) not in (Adam, AdamW):  # a subclass may keep other state
             return ""
         now = optimizer_state_bytes(optimizers[0])
         try:
@@ -91,4 +91,4 @@ def _measure(loader: Any) -> float | None:
             times.append(1e3 * (time.perf_counter() - began))
             if sum(times) > 1e3 * _SECONDS:
                 break
-    return sorted(times)[len(times) // 2] if times else None
+    return sorted(times)[len(times) // 2] if times else None  # median: the first sample may open files

@@ -76,7 +76,7 @@ class PredictedMemory:
 
     def _interpolate(self, choice: Choice) -> float:
         few, many = (self.predict(replace(choice, parts=parts)) for parts in self.ends)
-        first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts
+        first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts  # peak = a + b / parts
         return many + (few - many) * (here - last) / (first - last)
 
     def _predict(self, choice: Choice) -> int:

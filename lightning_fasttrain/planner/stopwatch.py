@@ -91,6 +91,7 @@ class _Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._has_enough():
+            # Only when all times are there: measuring memory slows a step down.
             self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
             self.measuring.enter_context(self.meter)
 

@@ -262,6 +262,7 @@ class _Recorder(L.Callback):
         if batch_idx == 0:
             self.first = copy_batch(batch)
             self.record.evaluation.append(self._evaluate(trainer, pl_module))
+        # After the evaluation, which may draw: the step has to begin with the same numbers in every record.
         if batch_idx % self.window == 0:
             _seed(batch_idx // self.window)
         if batch_idx == 0:
@@ -284,7 +285,7 @@ class _Recorder(L.Callback):
             record.losses.append(float(loss_of(outputs)))
         if batch_idx == 0:
             record.draws = _numbers(random_state()) != self.drawn
-            record.gradients = record.gradients or self.arrived
+            record.gradients = record.gradients or self.arrived  # an optimizer that steps in the backward calls no hook
             for technique in trainer.callbacks:
                 if isinstance(technique, Technique) and (idle := technique.why_idle(pl_module)):
                     record.idle[type(technique).__name__] = idle[0]
@@ -311,7 +312,7 @@ class _Recorder(L.Callback):
         if self.window > 1:  # this is a part of a batch, whose loss is another
             return None
         put_back = remember([module])
-        modes = [(each, each.training) for each in module.modules()]
+        modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
         restore_log = patch(module, "log", _say_nothing)
         restore_dropout = without_dropout(module)
         module.train(training)

@@ -54,6 +54,7 @@ class SameProcesses(ClusterEnvironment):
 def find_unrehearsable(trainer: L.Trainer) -> str | None:
     """Why no second run can go on beside this one; None if it can."""
     strategy = trainer.strategy
+    # Exactly DDP: DeepSpeed's strategy, which shards, inherits from it.
     if type(strategy) is DDPStrategy or isinstance(strategy, SingleDeviceStrategy):
         return None
     return f"under {type(strategy).__name__} no copy can be run beside"

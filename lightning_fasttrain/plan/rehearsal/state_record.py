@@ -69,7 +69,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _keep(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()  # cpu() alone copies nothing there
 
 
 def find_differences(one: State, other: State) -> list[str]:
@@ -86,7 +86,7 @@ def find_differences(one: State, other: State) -> list[str]:
 
 def _are_same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(_bits(one), _bits(other)))
@@ -94,6 +94,7 @@ def _are_same(one: Any, other: Any) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, in which what is not a number equals itself."""
+    # With one axis at least: a tensor without cannot be viewed in numbers of another size.
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
