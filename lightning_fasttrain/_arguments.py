@@ -28,7 +28,7 @@ def remember_arguments(cls: Any) -> None:
     cls.__init__ = __init__
 
 
-def describe(made: Any) -> str:
+def describe(made: object) -> str:
     """The call that made it: defaults left out, modules and tensors by their class.
 
     Example:

@@ -166,7 +166,6 @@ def _sweep_one(path: Path) -> None:
         name = path.name.removeprefix(beginning)
         if name != path.name and path.is_dir() and not path.is_symlink():
             target = path.parent / name
-            # A folder with a manifest and no mark was complete: the mark is taken off only after the new name is given.
             if name and not is_at_work(target) and (is_ours(path) or (path / MANIFEST).is_file()):
                 settle(target)
             return

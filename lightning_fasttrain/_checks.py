@@ -47,7 +47,7 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def positive_int(name: str, value: Any) -> int:
+def positive_int(name: str, value: object) -> int:
     """Return ``value`` if it is a whole number of at least one.
 
     Raises:

@@ -27,6 +27,7 @@ def find_heads(model: nn.Module) -> list[str]:
     order = list(layers)
     blocks = _blocks_of(model)
     outside = [name for name in linear if not is_inside(name, blocks)]
+    # 0 without blocks: all layers come after it then, and the line below leaves the last one.
     last = max((i for i, name in enumerate(order) if is_inside(name, blocks)), default=0)
     after = [name for name in linear if order.index(name) > last]
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.

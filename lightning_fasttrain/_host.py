@@ -112,7 +112,7 @@ def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None
     surround_teardown(trainer, end)
 
 
-def cluster_environment(trainer: L.Trainer) -> Any:
+def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
     """Who started the processes."""
     return trainer._accelerator_connector.cluster_environment
 
@@ -136,7 +136,7 @@ def replace_closures(trainer: L.Trainer, make: Callable[..., Closure]) -> Undo:
     return patch(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
 
 
-def replaced_closures(trainer: L.Trainer) -> Any:
+def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
     """What :func:`replace_closures` was given; None if Lightning makes its own."""
     return vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
 

@@ -42,7 +42,7 @@ def find_labels(batch: Any, path: str = "batch") -> tuple[str, Tensor | None]:
     return path, None
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Whether ``value`` is a tensor of whole numbers with at least one axis (masks of bools are not)."""
     return (
         isinstance(value, Tensor)

@@ -13,7 +13,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Tensor, nn.Parameter, torch.
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
-def refuse_unreadable(values: Any) -> None:
+def refuse_unreadable(values: object) -> None:
     """Refuse what ``torch.load(weights_only=True)`` would refuse, before anything is written.
 
     Tensors and plain values are told by their class; just what is neither is written and read, in memory.
@@ -55,7 +55,7 @@ def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] 
     return None
 
 
-def _comes_back(value: Any) -> bool:
+def _comes_back(value: object) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import MAP_LOCATION
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
@@ -156,7 +157,7 @@ def _asks_for_memory(pickled: bytes, most: int) -> bool:
         return False  # which whoever loads it will say
 
 
-def read_archive(path: str | os.PathLike[str], *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> Any:
     """Tensors and plain values out of a file of ``torch.save``, and nothing else.
 
     Args:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from lightning_fasttrain._counts import format_bytes, number_of
@@ -151,7 +152,7 @@ def _in_turn(own: Callable[..., Any], then: Callable[[Any, Any], None]) -> Calla
     return call_both
 
 
-def _log_with(logger: Any, ours: Mapping[str, str]) -> Undo:
+def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
     """Have the next hyper-parameters that ``logger`` gets bring ``ours`` along; those that were there already win.
 
     Returns:

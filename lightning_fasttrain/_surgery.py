@@ -64,7 +64,7 @@ class WrappedForward:
 
     def undo(self) -> None:
         """Take this object out, also from under others that were put on top since."""
-        holder: Any = self.module.__dict__.get("forward")
+        holder: object = self.module.__dict__.get("forward")
         if holder is self:
             if self.previous is None:
                 del self.module.forward
@@ -127,12 +127,13 @@ def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """What a compiler's back end said, in one line."""
+    # The errors of torch.compile keep in inner_exception what its back end raised.
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
 
 
-def patch(target: object, name: str, value: Any) -> Undo:
+def patch(target: object, name: str, value: object) -> Undo:
     """Set an attribute on one *instance* and return how to restore it; the class is never touched.
 
     Example:

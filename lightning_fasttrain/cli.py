@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
 from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
-from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
+from lightning_fasttrain.commands.target import BAD_INPUT, Commands, add_target, refuse
 
 INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _add_ladder(commands: Any) -> None:
+def _add_ladder(commands: Commands) -> None:
     parser = commands.add_parser(
         "ladder",
         help="measure on this machine what each optimisation buys",
@@ -128,7 +128,7 @@ def _ladder(options: argparse.Namespace) -> int:
     return 0 if worked else 1
 
 
-def _add_memory(commands: Any) -> None:
+def _add_memory(commands: Commands) -> None:
     parser = commands.add_parser(
         "memory",
         help="predict the peak memory of a training step, without the memory",
@@ -183,7 +183,7 @@ def _memory(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_shard(commands: Any) -> None:
+def _add_shard(commands: Commands) -> None:
     parser = commands.add_parser(
         "shard",
         help="compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
@@ -253,7 +253,7 @@ def _shard(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_consolidate(commands: Any) -> None:
+def _add_consolidate(commands: Commands) -> None:
     parser = commands.add_parser(
         "consolidate",
         help="write the whole weights of a sharded checkpoint to one file",
@@ -284,7 +284,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_doctor(commands: Any) -> None:
+def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="what this machine offers, and how to get what is missing")
     parser.set_defaults(run=_doctor)
 
@@ -299,7 +299,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_techniques(commands: Any) -> None:
+def _add_techniques(commands: Commands) -> None:
     parser = commands.add_parser("techniques", help="the table of techniques, as Markdown, or all about one of them")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code")
     parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too")

@@ -78,7 +78,7 @@ class FastTrainMixin:
         if own is not None:
 
             @functools.wraps(own)
-            def configure_callbacks(self: Any) -> list[L.Callback]:
+            def configure_callbacks(self: FastTrainMixin) -> list[L.Callback]:
                 techniques = list(self.configure_techniques())
                 restore = patch(self, "configure_techniques", lambda: techniques)  # `own` may ask again, by super()
                 try:

@@ -85,6 +85,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
     shown = [f"{name}: {technique.effect}", ""]
     for head, text in lines:
+        # 11 columns for the head and 109 for the text make 120.
         folded = text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)
         shown.append(f"{head:<11}{folded}")
     return "\n".join(shown)

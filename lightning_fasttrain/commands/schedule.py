@@ -1,12 +1,11 @@
 """``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
 
 import argparse
-from typing import Any
 
-from lightning_fasttrain.commands.target import refuse
+from lightning_fasttrain.commands.target import Commands, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "schedule",

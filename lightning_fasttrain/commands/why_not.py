@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from lightning_fasttrain.commands.target import add_target, refuse
+from lightning_fasttrain.commands.target import Commands, add_target, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "why-not",

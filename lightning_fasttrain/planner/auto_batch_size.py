@@ -1,7 +1,7 @@
 """The largest part of a batch that fits, found before the first step, at the same global batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,6 +23,8 @@ from lightning_fasttrain.planner.part_trial import PartTrial
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 from lightning_fasttrain.technique.technique import techniques_of
+
+A = TypeVar("A")
 
 
 def possible_parts(size: int) -> list[int]:
@@ -68,7 +70,7 @@ class _Found:
         self.predicted_bytes: int | None = None
         self.measured_bytes = 0
 
-    def __deepcopy__(self, memo: Any) -> "_Found":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Found":
         return self
 
 
@@ -250,7 +252,7 @@ def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
         return possible[0]
 
 
-def _of_all_ranks(trainer: L.Trainer, answer: Any) -> list[Any]:
+def _of_all_ranks(trainer: L.Trainer, answer: A) -> list[A]:
     """What each rank answers. All ranks must ask."""
     everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
     return [unpack(one)["answer"] for one in everyone]

@@ -17,7 +17,7 @@ from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word
-from lightning_fasttrain.technique import Exactness, check_together
+from lightning_fasttrain.technique import Exactness, Technique, check_together
 
 _ORDER = list(Exactness)
 
@@ -131,7 +131,7 @@ def _count_blocks(module: nn.Module) -> int:
         return 0
 
 
-def _why_not_on(module: L.LightningModule, technique: Any) -> str | None:
+def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
     """Try it on a copy without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:

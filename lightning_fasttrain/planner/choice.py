@@ -27,6 +27,7 @@ class Switch:
 
     def make(self) -> Technique:
         """A fresh one."""
+        # Copies, as a policy may keep what it learned of a model.
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
 
 
@@ -136,7 +137,7 @@ def _find_switches() -> dict[str, dict[str, Switch]]:
     # Without parts and precision, which come first in Choice and are no switches.
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
     for technique in known_techniques():
-        for setting in vars(technique).get("worth_trying", ()):  # of the class itself: a subclass is no other word
+        for setting in vars(technique).get("worth_trying", ()):  # not inherited, or the word would be the subclass's
             found[setting.axis][setting.word] = Switch(technique, setting)
     return found
 

@@ -132,7 +132,7 @@ class Search:
         for switched in self._ever_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
-                if choice.gradients == "in backward" and parts > 1:
+                if choice.gradients == "in backward" and parts > 1:  # its optimizer steps in each part's backward
                     continue
                 needed = self.memory.predict(choice)
                 if self.fits(choice, needed):
@@ -256,7 +256,7 @@ class Search:
                 break
             needed = self.memory.predict(choice)
             if self.fits(choice, needed):
-                needed = self.memory.predict_exactly(choice)
+                needed = self.memory.predict_exactly(choice)  # a second each, so only for those that fit by the line
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
             elif len(self.tried) < 40:  # rows of a table that can still be read
@@ -306,6 +306,7 @@ class Search:
                     self.refused.add(tried.choice)
                     self._note(replace(tried, why_not=first_line(error)))
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
+        # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
         ranked.sort(key=lambda tried: tried.ms + share(tried))
         ranked = simplest_of_equals_first(ranked)

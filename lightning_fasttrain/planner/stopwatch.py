@@ -62,7 +62,7 @@ class Stopwatch:
         settings = {**self.settings, "precision": choice.precision}
         warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
         watch = _Watch(warmup, peak)
-        batches = [self.batch] * (warmup + _MOST + peak)
+        batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
         try:
             run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         finally:

@@ -61,7 +61,7 @@ class Technique(L.Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            remember_arguments(cls)
+            remember_arguments(cls)  # once for each __init__: one that is inherited is wrapped already
 
     def __repr__(self) -> str:
         return describe(self)
@@ -313,7 +313,7 @@ def check_together(
     return listed
 
 
-def _list(techniques: Any) -> list[Technique]:
+def _list(techniques: object) -> list[Technique]:
     if isinstance(techniques, Technique):
         raise TypeError(explain(f"techniques={techniques}", "it is one technique, no list", f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):

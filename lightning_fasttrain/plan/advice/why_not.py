@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
@@ -128,7 +129,7 @@ class _Asker:
         return row
 
     @property
-    def _strategy(self) -> Any:
+    def _strategy(self) -> Strategy | None:
         return None if self.setting.trainer is None else self.setting.trainer.strategy
 
     def _make(self, kind: type[Technique]) -> Technique | None:

@@ -109,7 +109,7 @@ def measure_block(
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
 
 
-def _addresses(nested: Any) -> set[int]:
+def _addresses(nested: object) -> set[int]:
     return {leaf.untyped_storage().data_ptr() for leaf in tree_iter(nested) if isinstance(leaf, Tensor)}
 
 

@@ -136,6 +136,7 @@ def make_plan(
             )
         )
     choices = [_choices(cost) for cost in costs.values()]
+    # With no room every block is recomputed, which holds nothing and so always fits.
     room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     prices = []
     for options in choices:

@@ -160,7 +160,7 @@ class StepWatch:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._closed or not torch.is_grad_enabled() or self._pending:  # the last: one block is used several times
             return
-        if self._cautious:
+        if self._cautious:  # the larger batch was the pass before
             self._cautious = False
             self._follow(self.plan)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -215,7 +215,7 @@ class StepWatch:
         self._end_of_step.callback(patch(optimizer, "step", then_end_step))
 
     def _end_step(self) -> None:
-        self._pending.clear()
+        self._pending.clear()  # a forward without a backward leaves its blocks there
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:

@@ -1,7 +1,7 @@
 """Every tensor that a step on fake tensors would allocate: how large, what for, by whom, from when until when."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,8 @@ from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 
 FOR_EVER = 2**62
 
-Workspace = Callable[[Any, Any], int]
-Kept = Callable[[Any, Any], tuple[Tensor, int]]
+Workspace = Callable[[Sequence[Any], Any], int]
+Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
 
 
 @dataclass
@@ -154,7 +154,7 @@ class AllocationTrace(AssumedNumbers):
     def _round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.granule) * self.granule
 
-    def _forget(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
         self.now += 1
         allocation = self._alive.pop(key)[1]
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
@@ -195,10 +195,10 @@ class AllocationTrace(AssumedNumbers):
                 self.mark(tensor, "parameters", name)
             yield
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         self._inside.append(name)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._inside.pop()
 
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:

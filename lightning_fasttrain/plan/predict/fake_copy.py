@@ -108,5 +108,5 @@ def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tens
     return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass

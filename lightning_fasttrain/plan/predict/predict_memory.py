@@ -34,6 +34,7 @@ from lightning_fasttrain.technique import Technique, apply, check_together
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
+    # Autocast is switched on for one kind of device, and fake tensors are on the CPU.
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }

@@ -357,7 +357,7 @@ def _keep(tensor: Tensor) -> Tensor:
     return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass
 
 

@@ -213,6 +213,7 @@ class _Proof:
         return record_steps(steps, self.changing) if self.changing else plain
 
     def _measure_noise(self, steps: Steps, record: StepRecord) -> Distances:
+        # Two, because one alone may move a tensor little by chance.
         moved = [record_steps(steps, self.changing, change=nudge(seed)) for seed in range(2)]
         turned = self._turn_rows(steps, record)
         noisy = [*moved, turned] if turned is not None else moved

@@ -90,6 +90,7 @@ def nudge(seed: int) -> Callable[[nn.Module], None]:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
+                    # On the CPU, so that all devices move the same weights, by a generator that no step draws from.
                     up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
                     step = torch.finfo(parameter.dtype).eps
                     # Just below a power of two numbers lie half as far apart as just above it.

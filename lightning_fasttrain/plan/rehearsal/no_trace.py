@@ -33,7 +33,7 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
         if dict(os.environ) != environment:
             os.environ.clear()
             os.environ.update(environment)
-        dynamo: Any = sys.modules.get("torch._dynamo")
+        dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset()  # what was compiled for the copies counts against the limit of recompilations
         set_random_state(numbers)  # last, since what comes before may draw

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -107,7 +108,7 @@ class RunCopy:
         validation: Sequence[Sequence[Any]],
         follower: L.Callback,
         where: dict[str, Any],
-        ckpt_path: Any = None,
+        ckpt_path: Path | None = None,
     ) -> None:
         """Run copies of it all in a Trainer of their own, until ``follower`` raises :class:`EnoughError`.
 
@@ -205,7 +206,7 @@ def _without_last_words(callback: L.Callback) -> L.Callback:
     return callback
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass
 
 

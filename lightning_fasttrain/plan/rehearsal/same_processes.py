@@ -74,5 +74,5 @@ def devices_again(trainer: L.Trainer) -> dict[str, Any]:
 def one_device_again(trainer: L.Trainer) -> dict[str, Any]:
     """The same for this rank alone."""
     device = trainer.strategy.root_device
-    devices: Any = 1 if device.index is None else [device.index]
+    devices: int | list[int] = 1 if device.index is None else [device.index]
     return {"accelerator": type(trainer.accelerator)(), "devices": devices}

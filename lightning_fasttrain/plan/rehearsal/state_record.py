@@ -54,7 +54,7 @@ def _attributes(owner: str, thing: object) -> Iterator[tuple[str, Any]]:
             yield f"{owner}.{name}", _keep(value)
 
 
-def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flatten(f"{path}.{key}", part)
@@ -84,7 +84,7 @@ def find_differences(one: State, other: State) -> list[str]:
     return [path for path in paths if path not in one or path not in other or not _are_same(one[path], other[path])]
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(one: object, other: object) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
     if one.shape != other.shape or one.dtype != other.dtype:
@@ -98,7 +98,7 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def measure_distance(one: Any, other: Any) -> float:
+def measure_distance(one: object, other: object) -> float:
     """How far two values are apart; infinite where that is no number."""
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
         return float((one.double() - other.double()).norm())
@@ -107,7 +107,7 @@ def measure_distance(one: Any, other: Any) -> float:
     return float("inf")
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """In few words."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"a tensor of {' × '.join(map(str, value.shape))}"
