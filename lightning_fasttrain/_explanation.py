@@ -181,6 +181,7 @@ def explain_run(
 
 def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> tuple[Acting, ...]:
     """Each of ``techniques`` on ``model``: in the order of surgery, then those that only act in the loop."""
+    # Sorting is stable, so those without surgery stay as they were listed.
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)
     acting: list[Acting] = []
     for one in in_order:

@@ -119,11 +119,13 @@ def _ladder(options: argparse.Namespace) -> int:
     written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
     console.print(f"Written: {', '.join(written)}", soft_wrap=True)
     if picture is None:
+        # The backslash keeps rich from reading [plots] as a style.
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
     if result.interrupted:
         print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
         return INTERRUPTED
     naive, *others = result.rungs
+    # Without naive and at least one rung there is nothing to compare.
     worked = naive.error is None and any(row.error is None for row in others)
     return 0 if worked else 1
 
@@ -272,11 +274,12 @@ def _consolidate(options: argparse.Namespace) -> int:
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)
+    # Resolved, since "." has no name that could get a suffix.
     out = Path(options.out) if options.out else folder.resolve().with_suffix(".safetensors")
     try:
         written = consolidate(folder, out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        return refuse("consolidate", " ".join(str(error).split()))
+        return refuse("consolidate", " ".join(str(error).split()))  # torch's errors have many lines; a refusal is one
     size = format_bytes(written.nbytes)
     print(
         f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"

@@ -88,7 +88,7 @@ def _import_target(path: str) -> Callable[..., Any]:
     if not (module and colon and name):
         raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))
     here = os.getcwd()
-    sys.path.insert(0, here)
+    sys.path.insert(0, here)  # for an installed command Python puts the command's own folder there
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -72,7 +72,7 @@ class Auto(L.Callback):
         if self.choice is None:
             self._refuse_others_before(trainer)
             known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
-            self.choice = Choice(**trainer.strategy.broadcast(known))
+            self.choice = Choice(**trainer.strategy.broadcast(known))  # the others wait here while rank zero plans
         self._added = self.choice.techniques()
         trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
 

@@ -45,7 +45,7 @@ class Axes:
             switched = replace(Choice(), **dict(zip(names, words, strict=True)))
             for parts, precision in itertools.product(self.parts, self.precisions):
                 choice = replace(switched, parts=parts, precision=precision)
-                with suppress(ValueError):
+                with suppress(ValueError):  # some techniques do not go together
                     check_together(choice.techniques())
                     yield choice
 

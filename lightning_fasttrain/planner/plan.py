@@ -101,7 +101,7 @@ class Plan:
             settings: more of the Trainer's; its ``callbacks`` come beside the plan's.
         """
         callbacks = [*settings.pop("callbacks", []), *self.callbacks]
-        return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)
+        return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)  # what the caller gives wins
 
     def code(self) -> str:
         """Python that makes that Trainer."""
@@ -125,7 +125,7 @@ class Plan:
         if self.strategy is None:
             return {}
         nodes = self.strategy.nodes
-        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}
+        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}  # Lightning counts devices on each node
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""

@@ -136,7 +136,7 @@ class _Climb:
             bare = runner.row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
             if bare.error is None:
                 while abs(bare.step_ms / top.step_ms - 1) > TIME_WORTH and self._may_repeat(bare, top):
-                    self.runner.add_run(top)
+                    self.runner.add_run(top)  # both, in turn, so that whatever disturbs meets both
                     self.runner.add_run(bare)
                 bare.trainer_overhead = top.step_ms / bare.step_ms
                 bare.verdict = trainer_verdict(bare.trainer_overhead, self._noise_of(top, bare))

@@ -24,7 +24,7 @@ _COLUMNS = (
     *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
 )
-_BETWEEN_COLUMNS = 3
+_BETWEEN_COLUMNS = 3  # a space on both sides, and one of the box
 _TEXT = ("rung", "exactness", "on this device")
 
 

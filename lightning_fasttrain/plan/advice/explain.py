@@ -71,6 +71,7 @@ def explain(
         Ours.
     """
     setting = find_setting(module, techniques, trainer, precision)
+    # In a fit the techniques are on the model already, and a copy would get them twice.
     if setting.trainer is not None and setting.is_fitting:
         found = explain_run(setting.trainer, setting.trainer.lightning_module, setting.techniques, batch)
     else:

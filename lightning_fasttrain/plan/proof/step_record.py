@@ -147,9 +147,10 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
                 "enable_model_summary": False,
                 "use_distributed_sampler": False,
                 "limit_val_batches": 0,
-                "max_epochs": 1000,
+                "max_epochs": 1000,  # what Lightning takes where nothing is said, without its warning
                 **of.settings,
             },
+            # The one that ends the run is last, so that the watcher sees the end of the last batch.
             callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
         loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
@@ -236,7 +237,7 @@ class _Recorder(L.Callback):
             if parameter.requires_grad:
                 record.trains.append(name)
                 record.before[name] = _keep(parameter)
-                parameter.register_hook(self._arrive(name))
+                parameter.register_hook(self._arrive(name))  # called before the gradient is added to `grad`
         if not record.trains:
             why = "no parameter requires a gradient, so there is no training to compare"
             raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
@@ -321,6 +322,7 @@ class _Recorder(L.Callback):
             arguments.pop()
         try:
             with torch.no_grad():
+                # The strategy's rather than the module's own: it casts as the precision says.
                 return float(loss_of(trainer.strategy.training_step(*arguments)))
         except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
             return None

@@ -309,7 +309,7 @@ class _Proof:
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
     """Where techniques make one step of several batches, each batch becomes that many parts."""
     planned = PredictedStep()
-    for technique in copy.deepcopy(techniques):  # who predicts may note something in itself
+    for technique in copy.deepcopy(techniques):  # a user's own may do anything in predict
         with suppress(ValueError):  # one that cannot be predicted
             technique.predict(planned)
     if planned.window == 1:

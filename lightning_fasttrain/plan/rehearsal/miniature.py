@@ -81,7 +81,7 @@ class Follower(Checkpoint):
     ) -> None:
         self.course.reached = "a training step"
         if self.began is None:
-            self.course.losses = []
+            self.course.losses = []  # those of the last step are kept
             self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(

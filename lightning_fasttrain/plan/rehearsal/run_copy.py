@@ -56,7 +56,8 @@ class RunCopy:
     """What a run is made of.
 
     Attributes:
-        module, callbacks, datamodule: copies that stay as they are; each run gets copies of them.
+        module, callbacks: copies that stay as they are; each run gets copies of them.
+        datamodule: the run's own; each run gets a shallow copy with other loaders.
         settings: of its Trainer.
         plugins: its precision, and its checkpoint plugin if that is none of Lightning's.
         notes: what could not be copied.
@@ -77,7 +78,7 @@ class RunCopy:
     def fresh_module(self) -> L.LightningModule:
         """A copy that prepares no data, and brings no callbacks: those of the run are all among ours."""
         module = copy.deepcopy(self.module)
-        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)
+        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)  # the run has prepared the data
         module.configure_callbacks = _no_callbacks
         return module
 
@@ -131,7 +132,7 @@ class RunCopy:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,  # the batches are this rank's already
-                num_sanity_val_steps=0,
+                num_sanity_val_steps=0,  # the one validation that counts comes at the end of the epoch
             )
             loaders: Any = [_as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
