@@ -100,7 +100,7 @@ class KilledOnTrial(L.Callback):
     def _end_well(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = record_state(trainer, module)
         self._tell(trainer, {"end": {path: digest(value) for path, value in state.items()}})
-        trainer.strategy.barrier()  # the launcher may take the end of one rank for a failure of the others
+        trainer.strategy.barrier()  # no rank ends while another still reads its state
         _end(0)
 
     def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:

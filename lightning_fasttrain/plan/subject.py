@@ -54,7 +54,7 @@ def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True)
         what = f"{path} gives {type(made).__name__}"
         why = "a batch is needed too, and only a LightningModule with a train_dataloader brings one"
         raise TypeError(explain(what, why, "Name a function that returns (module, batch)"))
-    # Out of the mode: data are real, and only their shapes are used.
+    # Out of the mode, as loaders read real data.
     made.prepare_data()
     made.setup("fit")
     return made, next(iter(made.train_dataloader()))

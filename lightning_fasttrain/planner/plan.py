@@ -203,7 +203,7 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
 
 def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
     """What is not told from the fastest comes in the order of how much is switched on."""
-    # As equal counts at least what is within the runs of the fastest itself.
+    # Whatever lies within the runs of the fastest itself counts as equal.
     slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
     equal = [tried for tried in ranked if tried.ms <= slowest]
     simplest = sorted(equal, key=lambda tried: (len(tried.choice.words), tried.choice.parts))

@@ -30,7 +30,7 @@ class PredictedMemory:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.module, self.batch, self.device = module, batch, device
-        # From two parts on: a step in one part has no gradients yet that its forward would run beside.
+        # From two parts on: in one part a step has another order, and its peak is not on the line.
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
 

@@ -104,6 +104,6 @@ def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
         ranks=ranks,
         samples=samples,
         tokens=tokens,
-        accumulation=max(planned.window, accumulation),  # a technique's window takes the place of the Trainer's
+        accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
         free_bytes=free_bytes(setting.device),
     )

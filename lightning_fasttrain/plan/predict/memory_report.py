@@ -133,7 +133,7 @@ def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for allocation in held:
         module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)
-        # Parameters, gradients and states are one a parameter, whichever operation made each of them.
+        # Parameters, gradients and states are put together, whichever operation made each of them.
         op = allocation.op if allocation.category in ("activations", "temporaries") else ""
         groups.setdefault((module, allocation.category, op), []).append(allocation.nbytes)
     holders = [Holder(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]

@@ -109,7 +109,7 @@ def _of_tensors(
 
 
 def _distance(what: str, name: str, apart: float, size: float, noise: float, allow: Allowance) -> Distance:
-    least = max(size, 1e-300)  # of what is zero too an error can be told
+    least = max(size, 1e-300)  # a tensor may be zero throughout
     # times · noise + (32 ε + bound) · size, all absolute.
     allowed = allow.times * noise + (_ROUNDINGS * _EPSILON + (allow.bound or 0.0)) * size
     if apart != apart:  # not a number

@@ -246,7 +246,7 @@ class _Proof:
             return
         alone = [self._try(reference, precision, [technique]) for technique in comparable]
         self.rows += alone
-        # Each keeps its promise alone, so the fault lies between two of them.
+        # Each keeps its promise alone, so the fault lies between some of them.
         if all(row.ok for row in alone):
             self._name_what_does_not_go_together(reference, precision, comparable)
 

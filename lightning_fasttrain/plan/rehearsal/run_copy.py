@@ -136,7 +136,7 @@ class RunCopy:
             )
             loaders: Any = [_as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
-                loaders = loaders[0]  # in a list, even alone, it would give validation_step a dataloader_idx
+                loaders = loaders[0]
             data: dict[str, Any] = {"train_dataloaders": _as_loader(train), "val_dataloaders": loaders}
             if self.datamodule is not None:
                 data = {"datamodule": _with_loaders(self.datamodule, **data)}

@@ -69,7 +69,7 @@ def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
 
 def _keep(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()  # cpu() alone copies nothing there
+    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()  # cpu() alone may copy nothing
 
 
 def find_differences(one: State, other: State) -> list[str]:
