@@ -28,7 +28,7 @@ def remember_arguments(cls: Any) -> None:
     cls.__init__ = __init__
 
 
-def describe(made: Any) -> str:
+def describe(made: object) -> str:
     """The call that made it: defaults left out, modules and tensors by their class.
 
     Example:
@@ -42,6 +42,6 @@ def describe(made: Any) -> str:
 def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> str:
     given = inspect.signature(make).bind(*args, **kwargs).arguments  # a wrong one ends here, as in the call itself
     words = []
-    for name, value in list(given.items())[1:]:
+    for name, value in list(given.items())[1:]:  # the first is self
         words.append(f"{name}={type(value).__name__ if isinstance(value, nn.Module | Tensor) else repr(value)}")
     return ", ".join(words)

@@ -34,6 +34,7 @@ class BatchWatch:
     ) -> None:
         if self.own is not None:
             self.own(trainer, pl_module, outputs, batch, batch_idx)
+        # With manual optimisation a step may return nothing and train all the same.
         if self.to_ask and (outputs or not pl_module.automatic_optimization):
             self.to_ask = False
             for name, why, way_out in self.idle(pl_module):

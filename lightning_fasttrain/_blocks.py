@@ -92,18 +92,22 @@ class _Search:
         members: set[nn.Module] = set()
         for parent in self.names:
             for run in self._runs_of(parent):
+                # One member that holds blocks is enough: a stage with a single layer is a stage like its siblings.
                 if not any(self._holds_blocks(member, parent) for member in run):
                     members.update(run)
         found = keep_outermost({name: module for module, name in self.names.items() if module in members})
         kinds = self._kinds_that_matter(found)
+        # Layers of another class in the same list are blocks as well, even if there is only one of them.
         beside: set[nn.Module] = set()
         for parent in self.names:
+            # Of a ModuleList only: a Sequential may hold the model's stem and head beside its blocks.
             if type(parent) is nn.ModuleList and any(type(child) in kinds for child in parent):
                 beside.update(child for child in parent if self._is_layered(child))
         every = {name: m for m, name in self.names.items() if m in beside or (type(m) in kinds and self._is_layered(m))}
-        return keep_outermost(every)
+        return keep_outermost(every)  # of a class that counts there may be one inside a block
 
     def _is_layered(self, module: nn.Module) -> bool:
+        # `type`: a user's subclass of Sequential may well be a block.
         return self.weighty[module] > 1 and type(module) not in _CONTAINERS
 
     def _runs_of(self, parent: nn.Module) -> list[list[nn.Module]]:
@@ -112,6 +116,7 @@ class _Search:
         for child in parent.children():
             if self._is_layered(child):
                 runs.setdefault(type(child), []).append(child)
+        # A set, since a list may hold one layer several times, to call it several times.
         alone = isinstance(parent, nn.ModuleList) and len(set(parent)) == 1
         return [run for run in runs.values() if alone or len(run) > 1]
 
@@ -128,6 +133,7 @@ class _Search:
         A block with experts is none, as its attention stands beside them.
         """
         runs = self._runs_of(module)
+        # More than two, as many blocks have two parts of one class: attention to themselves and to the encoder.
         if runs and (isinstance(module, _CONTAINERS) or max(map(len, runs)) > 2):
             return True
         parts = [child for child in module.children() if self.weighty[child] > 1]
@@ -150,6 +156,7 @@ class _Search:
 
     def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
         taken = set(found.values())
+        # The blocks themselves, and everything that holds one.
         around = {above for above in self.names if taken.intersection(above.modules())}
         left = []
         for module in around - taken:
@@ -166,7 +173,7 @@ class _Search:
 
 def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
     if is_lazy(parameter):
-        return (1, 1)
+        return (1, 1)  # it has no shape yet, and has to count as a matrix
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # that of the whole, where DeepSpeed holds a part
 
 
@@ -174,6 +181,7 @@ def _has_weight(module: nn.Module) -> bool:
     """Whether it is a layer with a matrix or kernel; tables of vectors (embeddings) and bare tensors do not count."""
     if _is_table(module):
         return False
+    # In the name, not the name: nn.MultiheadAttention has in_proj_weight, and recurrent layers have weight_ih_l0.
     return any(len(_shape(p)) > 1 and "weight" in name for name, p in module.named_parameters(recurse=False))
 
 
@@ -201,6 +209,7 @@ def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Mod
                 yield members
 
 
+# For the longest run: made of parts, before containers, before single layers, however many of these there are.
 def _rank(module: nn.Module) -> int:
     if not any(True for _ in module.children()):
         return 0
@@ -221,6 +230,7 @@ def _matches(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> boo
         return isinstance(module, wanted)
     if type(module).__name__ == wanted:
         return True
+    # The longer one first: after "*" is replaced, no "**" is left to be found.
     pattern = re.escape(wanted).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
     return re.fullmatch(pattern, name) is not None
 
@@ -241,7 +251,7 @@ def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 def _candidates(model: nn.Module) -> str:
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
-        if name and has_parameters(module):
+        if name and has_parameters(module):  # "" is the model itself, which does not repeat
             kinds[type(module).__name__] += 1
     ranked = kinds.most_common(8)
     return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none (no submodule has parameters)"

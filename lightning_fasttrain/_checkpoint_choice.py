@@ -39,6 +39,7 @@ def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
 def _older_of_its_run(path: Path) -> Path | None:
     """A whole one of the same run and not newer, as both say themselves; None if the damage has taken that too."""
     asked = facts_of(path)
+    # Without both, another run's checkpoint in this folder could be taken for this one's.
     if asked.run is None or asked.step is None:
         return None
     found = {other: facts_of(other) for other in _candidates(path.parent) if other != path}
@@ -47,6 +48,7 @@ def _older_of_its_run(path: Path) -> Path | None:
         for other, facts in found.items()
         if facts.run == asked.run and facts.step is not None and facts.step <= asked.step
     }
+    # One after the other: to find out whether one is whole, all of it is read.
     return next((other for other in sorted(older, key=lambda one: older[one], reverse=True) if _is_whole(other)), None)
 
 
@@ -123,6 +125,7 @@ def _newest_first(paths: list[Path]) -> list[Path]:
     def rank(path: Path) -> tuple[float, int, float]:
         facts = told[path]
         if facts.step is None:  # as far as the farthest of those that were written before it
+            # All of `with_step` have a step, so the recursion ends there.
             before = [rank(one) for one in with_step if _written_at(one) <= at[path]]
             run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
             return run_saved_at, step, at[path]
@@ -137,6 +140,7 @@ def _saved_at(path: Path, facts: Facts) -> float:
 
 def _written_at(path: Path) -> float:
     manifest = path / MANIFEST
+    # The time of a folder is that of the last change to its list of names, which a stray file in it changes too.
     return (manifest if manifest.is_file() else path).stat().st_mtime
 
 
@@ -146,6 +150,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def sweep(folder: Path) -> None:
     """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
+    # Without the lock at first: mostly nothing is there, and then nobody has to wait.
     if not any(path.name.startswith((TEMPORARY, OLD)) for path in _entries(folder)):
         return
     try:

@@ -37,9 +37,9 @@ def agree_on_all_ranks(ok: bool, group: dist.ProcessGroup | None = None) -> bool
     """Whether every process says yes; each waits for all. Alone, it is the caller's own answer."""
     if not (dist.is_available() and dist.is_initialized()):
         return ok
-    on_gpu = dist.get_backend(group) == "nccl"
+    on_gpu = dist.get_backend(group) == "nccl"  # which has no way to reduce a tensor on the CPU
     answer = torch.tensor(int(ok), device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
-    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)  # of ones and zeros: "and"
     return bool(answer)
 
 
@@ -79,17 +79,19 @@ def checkpoint_folder(
     """
     target = local_path(target)
     staging = staging_of(target)
-    with ExitStack() as held:
+    with ExitStack() as held:  # keeps the mark's lock until the folder has its name, or is removed
+        # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
         with _all_or_none(target, agree):
             if rank == 0:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _refuse_to_replace(target)
-                with lock(target.parent):
+                with lock(target.parent):  # newest_checkpoint of another process sweeps under the same lock
                     settle(target)
                     _refuse_foreign(staging)
                     staging.mkdir()
                     held.enter_context(mark_folder(staging))
         try:
+            # Each of the three ends with all ranks waiting for each other: no rank hashes what another still writes.
             with _all_or_none(target, agree):
                 yield staging
             with _all_or_none(target, agree):
@@ -107,7 +109,7 @@ def checkpoint_folder(
 def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:
+    except BaseException as error:  # an interrupt too, or the other ranks would wait for ever
         error.add_note(
             f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
             "An older one is untouched."
@@ -126,7 +128,7 @@ def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]
 def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
     with open(path, "rb") as file:
         if sync:
-            os.fsync(file.fileno())
+            os.fsync(file.fileno())  # of the whole file, whoever wrote it and through whichever descriptor
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
@@ -147,6 +149,7 @@ def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
     for part in sorted(staging.glob(".sums-*")):
         files |= json.loads(part.read_text())
         part.unlink()
+    # The manifest is written when all that it lists would outlast a power failure.
     for folder in (path for path in staging.rglob("*") if path.is_dir()):
         sync_folder(folder)
     write_atomic(staging / MANIFEST, json.dumps({"version": 1, **facts, "files": files}, indent=1))
@@ -208,6 +211,7 @@ def settle(target: Path) -> None:
     """
     staging, old = staging_of(target), old_of(target)
     if is_ours(old):
+        # Killed between the two renames: the former checkpoint gets its name back before a complete new one takes it.
         if not os.path.lexists(target) and os.path.lexists(old / _WAS):
             (old / _WAS).rename(target)
         shutil.rmtree(old)
@@ -230,6 +234,7 @@ def _refuse_to_replace(target: Path) -> None:
     if target.is_symlink() or not target.is_dir():
         return
     there = [path.name for path in target.iterdir()]
+    # Ours, torch's distributed checkpoint, DeepSpeed under Lightning (two names), and Lightning's FSDP.
     if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
         why = f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}"
         raise FileExistsError(explain(f"{target}", why, "Use another name"))
@@ -266,6 +271,7 @@ def _damage(path: Path) -> str | None:
         listed, found = read_manifest(path)["files"], _files(path)
         if set(listed) != set(found):
             lost, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
+            # The manifest may be anyone's, so what is quoted of it is cut.
             return f"{lost[0][:200]} is missing" if lost else f"{extra[0]} does not belong to it"
         for name, expected in listed.items():
             seen = _sum(path / name)

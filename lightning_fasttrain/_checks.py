@@ -47,7 +47,7 @@ def require(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def positive_int(name: str, value: Any) -> int:
+def positive_int(name: str, value: object) -> int:
     """Return ``value`` if it is a whole number of at least one.
 
     Raises:
@@ -83,6 +83,7 @@ def refuse_mixed_lightning(*objects: object) -> None:
         TypeError: one of the ``objects`` comes from ``pytorch_lightning``.
     """
     for thing in objects:
+        # A user's class comes from a module of their own; one of its bases tells which package it is made with.
         origins = [base.__module__.partition(".")[0] for base in type(thing).__mro__]
         if "pytorch_lightning" in origins:
             raise TypeError(

@@ -45,8 +45,9 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     return trained, total
 
 
-def _numbers(parameter: Any) -> int:
+def _numbers(parameter: nn.Parameter) -> int:
     state = getattr(parameter, "quant_state", None)
+    # A 4-bit weight holds two numbers in a byte. A parameter that DeepSpeed has split up holds none itself.
     return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
 
 

@@ -135,7 +135,7 @@ class Explanation:
 
     def _exactness_line(self) -> str:
         kinds: list[str] = []
-        for kind in _WEAKEST_FIRST[:-1]:
+        for kind in _WEAKEST_FIRST[:-1]:  # nobody is told which ones are exact
             names = [one.name for one in self.techniques if one.exactness == kind]
             if names:
                 kinds.append(f"{kind.replace('_', ' ')} ({', '.join(names)})")
@@ -181,6 +181,7 @@ def explain_run(
 
 def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> tuple[Acting, ...]:
     """Each of ``techniques`` on ``model``: in the order of surgery, then those that only act in the loop."""
+    # Sorting is stable, so those without surgery stay as they were listed.
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)
     acting: list[Acting] = []
     for one in in_order:

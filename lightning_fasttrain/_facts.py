@@ -43,6 +43,7 @@ def facts_of_machine() -> Facts:
     """What techniques are told of this machine alone."""
     on_cuda = torch.cuda.is_available()
     has_triton = importlib.util.find_spec("triton") is not None
+    # On the CPU Inductor writes C++, on CUDA Triton, which compiles its launchers against Python's headers too.
     compiler = find_compiler() is not None and has_python_headers() and (has_triton or not on_cuda)
     return Facts("cuda" if on_cuda else "cpu", compiler=compiler)
 

@@ -48,10 +48,11 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[Bin
                 file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())
+            # A rename brings the new file's mode along, and who could read the old one must be able to read this one.
             if target.exists():
                 os.chmod(name, target.stat().st_mode & 0o777)
             os.replace(name, target)
-    except BaseException:
+    except BaseException:  # an interrupt too: nothing else knows the temporary name
         name.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
@@ -86,7 +87,7 @@ def sync_folder(folder: Path) -> None:
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
     """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)  # a folder can be opened in no other way, and a lock needs no more
     try:
         with suppress(OSError):  # not every file system has locks
             fcntl.flock(descriptor, fcntl.LOCK_EX)

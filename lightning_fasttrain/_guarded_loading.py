@@ -30,6 +30,7 @@ class _GuardedLoad:
         path = local_path(checkpoint_path)
         if not path.exists():
             raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+        # One of ours reads all of the file anyway and says what is wrong; twice would take twice as long.
         if path.is_file() and not getattr(self.strategy.checkpoint_io, "verifies", False):
             verify_checkpoint(path)
         try:

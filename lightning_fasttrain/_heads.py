@@ -27,6 +27,7 @@ def find_heads(model: nn.Module) -> list[str]:
     order = list(layers)
     blocks = _blocks_of(model)
     outside = [name for name in linear if not is_inside(name, blocks)]
+    # 0 without blocks: all layers come after it then, and the line below leaves the last one.
     last = max((i for i, name in enumerate(order) if is_inside(name, blocks)), default=0)
     after = [name for name in linear if order.index(name) > last]
     # So many layers that come after the blocks are no head but another half of the model, whose last layer is one.
@@ -37,6 +38,7 @@ def find_heads(model: nn.Module) -> list[str]:
         *_of_vocabulary(model, outside, layers),
         *after,
     }
+    # The only layer that could be adapted or quantised is not left out: nothing would be done.
     return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
 
 
@@ -116,7 +118,7 @@ def base_of(module: nn.Module) -> nn.Module:
 def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     """Qualified name → module, without what an adapter brought; an adapted layer is represented by its base."""
     found: dict[str, nn.Module] = {}
-    inside = "\0"
+    inside = "\0"  # no name begins with it
     for name, module in model.named_modules():
         if not name or name.startswith(inside) or stands_for(module):
             continue
@@ -146,4 +148,4 @@ def is_linear(layer: nn.Module) -> bool:
 
 def stands_for(layer: nn.Module) -> tuple[int, ...] | None:
     """The shape of the tensor that a quantised layer holds for another module, which alone uses it; else None."""
-    return vars(layer).get("stands_for")
+    return vars(layer).get("stands_for")  # not getattr, which an adapter's wrapper passes on to what it holds

@@ -112,7 +112,7 @@ def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None
     surround_teardown(trainer, end)
 
 
-def cluster_environment(trainer: L.Trainer) -> Any:
+def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
     """Who started the processes."""
     return trainer._accelerator_connector.cluster_environment
 
@@ -136,7 +136,7 @@ def replace_closures(trainer: L.Trainer, make: Callable[..., Closure]) -> Undo:
     return patch(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
 
 
-def replaced_closures(trainer: L.Trainer) -> Any:
+def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
     """What :func:`replace_closures` was given; None if Lightning makes its own."""
     return vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
 
@@ -144,7 +144,7 @@ def replaced_closures(trainer: L.Trainer) -> Any:
 def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
     """The closure that Lightning itself makes."""
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)
+    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)  # of the class, as ours may stand on the object
 
 
 def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
@@ -165,6 +165,7 @@ def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
 @contextmanager
 def logging_as(module: L.LightningModule, hook: str) -> Iterator[None]:
     """``self.log`` as if it was called in ``hook``."""
+    # `log` looks up by this name whether it may be called, and its defaults of on_step and on_epoch.
     before, module._current_fx_name = module._current_fx_name, hook
     try:
         yield

@@ -20,6 +20,7 @@ def find_labels(batch: Any, path: str = "batch") -> tuple[str, Tensor | None]:
         >>> find_labels((torch.zeros(2, 3), {"labels": torch.tensor([1, 2])}))
         ("batch[1]['labels']", tensor([1, 2]))
     """
+    # Hugging Face's model outputs are dataclasses and mappings: as mappings, they leave out what is None.
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type | Mapping):
         batch = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
     if isinstance(batch, Mapping):
@@ -41,7 +42,7 @@ def find_labels(batch: Any, path: str = "batch") -> tuple[str, Tensor | None]:
     return path, None
 
 
-def is_integer(value: Any) -> bool:
+def is_integer(value: object) -> bool:
     """Whether ``value`` is a tensor of whole numbers with at least one axis (masks of bools are not)."""
     return (
         isinstance(value, Tensor)

@@ -57,7 +57,7 @@ class LateParameters:
             RuntimeError: Fabric has set the model up, and it has new parameters that train. Later, in the first step
                 of an optimizer: it was made before them.
         """
-        known = set(map(id, _find_alive(self.trained_before)))
+        known = set(map(id, _find_alive(self.trained_before)))  # an id of one that is gone may be used again
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         new = [parameter for parameter in trained if id(parameter) not in known]
         if not new:
@@ -112,9 +112,11 @@ def _find_alive(references: Iterable[Any]) -> list[nn.Parameter]:
 def _holders(parameters: Iterable[nn.Parameter]) -> list[Optimizer]:
     """The optimizers of this process that have one of these parameters. Torch keeps no list of optimizers."""
     wanted = set(map(id, parameters))
+    # Not isinstance, which asks for __class__: some proxies answer it by running code, or raise.
     optimizers = [thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer)]
     return [optimizer for optimizer in optimizers if wanted.intersection(map(id, _parameters_of(optimizer)))]
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Any]:
+    # An optimizer whose __init__ has raised may still be in memory, without groups.
     return [parameter for group in vars(optimizer).get("param_groups", ()) for parameter in group["params"]]

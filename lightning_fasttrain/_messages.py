@@ -57,7 +57,7 @@ def say(message: str, *values: object) -> None:
 @rank_zero_only
 def warn(message: str) -> None:
     """Warn once per place, on rank zero only."""
-    warnings.warn(message, FastTrainWarning, stacklevel=3)
+    warnings.warn(message, FastTrainWarning, stacklevel=3)  # 2 is the wrapper that rank_zero_only makes
 
 
 def warn_on_any_rank(message: str) -> None:

@@ -13,7 +13,7 @@ _PLAIN = (type(None), bool, int, float, str, bytes, Tensor, nn.Parameter, torch.
 _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
-def refuse_unreadable(values: Any) -> None:
+def refuse_unreadable(values: object) -> None:
     """Refuse what ``torch.load(weights_only=True)`` would refuse, before anything is written.
 
     Tensors and plain values are told by their class; just what is neither is written and read, in memory.
@@ -38,7 +38,7 @@ def refuse_unreadable(values: Any) -> None:
 
 def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] | None:
     """The first entry that cannot be read back, with the path to it."""
-    kind = type(value)
+    kind = type(value)  # exactly: a subclass is written with its own name, which is refused
     if kind in _PLAIN or id(value) in seen:
         return None
     if kind not in _CONTAINERS:
@@ -55,7 +55,7 @@ def _find_unreadable(value: Any, where: str, seen: set[int]) -> tuple[str, Any] 
     return None
 
 
-def _comes_back(value: Any) -> bool:
+def _comes_back(value: object) -> bool:
     buffer = io.BytesIO()
     try:
         torch.save(value, buffer)

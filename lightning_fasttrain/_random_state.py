@@ -19,6 +19,7 @@ def random_state() -> dict[str, Any]:
         >>> torch.equal(torch.rand(3), first[0]), random.random() == first[1], np.random.rand() == first[2]
         (True, True, True)
     """
+    # To ask for CUDA's state would start CUDA: memory on each device, and forked processes could not use it.
     cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state()

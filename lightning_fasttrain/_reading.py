@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.serialization import MAP_LOCATION
 
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
@@ -22,6 +23,7 @@ LARGEST_JSON = 32 * 2**20  # bytes; the index of a model of 700 billion paramete
 MOST_AXES = 16
 MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
 _BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
+# What torch's unpickler says of objects that it refuses; any other message is taken for damage.
 _FOREIGN = ("Unsupported global", "unrecognized function", "whose module", "Can only build", "Can only create")
 _BYTEARRAY, _SMALL = b"bytearray", 2**24
 
@@ -80,7 +82,7 @@ def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
     if not path.is_file():
         raise FileNotFoundError(explain(f"{path}", "there is no such file", "Check the name"))
     with open(path, "rb") as file:
-        data = file.read(largest + 1)
+        data = file.read(largest + 1)  # one more shows that there are more
     return parse_json(data, f"{path}", largest)
 
 
@@ -124,7 +126,7 @@ def damage_of_archive(path: Path) -> str | None:
     try:
         with zipfile.ZipFile(path) as archive:
             reason = _unfit_entries(archive, size)
-            broken = None if reason else archive.testzip()
+            broken = None if reason else archive.testzip()  # unpacks every entry, so not before they were found fit
         if reason is None:
             torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
     except _BROKEN_ZIP as error:  # RuntimeError: encrypted
@@ -155,7 +157,7 @@ def _asks_for_memory(pickled: bytes, most: int) -> bool:
         return False  # which whoever loads it will say
 
 
-def read_archive(path: str | os.PathLike[str], *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> Any:
     """Tensors and plain values out of a file of ``torch.save``, and nothing else.
 
     Args:
@@ -239,7 +241,7 @@ def _check_header(path: Path) -> None:
             why = f"{name[:120]!r} has {len(shape)} axes"
         elif len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
             why = f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts"
-        elif math.prod(shape) > path.stat().st_size * 8:
+        elif math.prod(shape) > path.stat().st_size * 8:  # no number takes less than a bit
             why = f"it is cut short: {name[:120]!r} would have {math.prod(shape)} numbers"
         else:
             continue
@@ -250,6 +252,7 @@ def _header(path: Path) -> dict[str, Any]:
     with open(path, "rb") as file:
         first = file.read(8)
         size = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        # The format: eight bytes say how long the header is, and nothing says that they are true.
         data = file.read(size) if 0 <= size <= min(LARGEST_JSON, path.stat().st_size) else b""
     if size < 0 or len(data) != size:
         why = "it is cut short, or no safetensors file"

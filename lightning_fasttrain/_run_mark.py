@@ -26,11 +26,11 @@ class RunMark:
     def __init__(self) -> None:
         self.run = secrets.token_hex(8)
 
-    def facts(self, step: Any) -> dict[str, Any]:
+    def facts(self, step: object) -> dict[str, Any]:
         """What a checkpoint says of itself: plain values, for its manifest or beside its state."""
         return {"run": self.run, "step": step if type(step) is int else None, "saved_at": time.time()}
 
-    def go_on_from(self, facts: Any) -> None:
+    def go_on_from(self, facts: object) -> None:
         """Be the run that ``facts`` are of; without a run in them, stay another."""
         run = facts.get("run") if isinstance(facts, dict) else None
         self.run = run if isinstance(run, str) else self.run
@@ -56,7 +56,7 @@ class Facts:
     saved_at: float | None = None
 
 
-def step_in(checkpoint: Any) -> int | None:
+def step_in(checkpoint: object) -> int | None:
     """Lightning's ``global_step``, or the ``step`` of a loop."""
     if not isinstance(checkpoint, dict):
         return None

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelSummary
+from lightning.pytorch.loggers import Logger
 from torch import nn
 
 from lightning_fasttrain._counts import format_bytes, number_of
@@ -54,13 +55,14 @@ class RunReport:
         undo, holder = ExitStack(), self.holder
         self._own_start = None if is_empty_hook(holder, "on_train_batch_start") else holder.on_train_batch_start
         undo.callback(patch(holder, "on_fit_start", _in_turn(holder.on_fit_start, self._log_hyperparameters)))
+        # Not on_train_start: the size of a step is told by its first batch.
         undo.callback(patch(holder, "on_train_batch_start", self._tell_start))
         undo.callback(patch(holder, "on_train_end", _in_turn(holder.on_train_end, self._tell_end)))
         return undo.close
 
     def find_idle(self, module: L.LightningModule) -> Iterator[tuple[str, str, str]]:
         """Called after the first batch: names of the techniques that did nothing in it, with why and what to do."""
-        self._timed = _progress(module.trainer)
+        self._timed = _progress(module.trainer)  # from the second batch on: the first one compiles and warms up
         for technique in self.techniques:
             reason = technique.why_idle(module)
             if reason is not None:
@@ -111,7 +113,7 @@ class RunReport:
         if step_s:
             figures.append(f"{step_s * 1e3:,.4g} ms each (median)")
         elif steps and now[1] > self._timed[1] > 0:
-            batches_a_step = (now[1] - self._begun[1] + 1) / steps
+            batches_a_step = (now[1] - self._begun[1] + 1) / steps  # + 1: Lightning counts a batch before its hook
             step_s = (now[0] - self._timed[0]) / (now[1] - self._timed[1]) * batches_a_step
             figures.append(f"{step_s * 1e3:,.4g} ms each, with what came between them")
         tokens_per_s = measured.get("tokens_per_s", 0.0)
@@ -150,7 +152,7 @@ def _in_turn(own: Callable[..., Any], then: Callable[[Any, Any], None]) -> Calla
     return call_both
 
 
-def _log_with(logger: Any, ours: Mapping[str, str]) -> Undo:
+def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
     """Have the next hyper-parameters that ``logger`` gets bring ``ours`` along; those that were there already win.
 
     Returns:
@@ -160,7 +162,7 @@ def _log_with(logger: Any, ours: Mapping[str, str]) -> Undo:
 
     def log_all(params: Any, *args: Any, **kwargs: Any) -> None:
         restore()
-        waits.clear()
+        waits.clear()  # so that log_ours has nothing left to log
         log({**ours, **params}, *args, **kwargs)
 
     restore, waits = patch(logger, "log_hyperparams", log_all), [log]

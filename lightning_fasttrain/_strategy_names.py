@@ -36,7 +36,7 @@ def register_strategy_names() -> None:
     for module in REGISTRIES.keys() - missing:
         register_names(sys.modules[module])
     if missing and not any(isinstance(finder, _RegistryWatch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _RegistryWatch())
+        sys.meta_path.insert(0, _RegistryWatch())  # first: the search ends at the first finder that knows the module
 
 
 def register_names(module: ModuleType) -> None:
@@ -60,6 +60,7 @@ class _RegistryWatch(MetaPathFinder):
             return None
         spec = find_elsewhere(self, name, path, target)
         if spec is not None and spec.loader is not None:
+            # Each spec has a loader of its own, so no other import meets this.
             spec.loader.exec_module = self._register_after(spec.loader.exec_module)
         return spec
 

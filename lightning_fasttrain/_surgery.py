@@ -52,7 +52,7 @@ class WrappedForward:
     def inner(self, *args: Any, **kwargs: Any) -> Any:
         if self.previous is not None:
             return self.previous(*args, **kwargs)
-        return type(self.module).forward(self.module, *args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # the class's own, looked up when called
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
@@ -64,7 +64,7 @@ class WrappedForward:
 
     def undo(self) -> None:
         """Take this object out, also from under others that were put on top since."""
-        holder: Any = self.module.__dict__.get("forward")
+        holder: object = self.module.__dict__.get("forward")
         if holder is self:
             if self.previous is None:
                 del self.module.forward
@@ -127,12 +127,13 @@ def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
 
 def first_line(error: BaseException) -> str:
     """What a compiler's back end said, in one line."""
+    # The errors of torch.compile keep in inner_exception what its back end raised.
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
 
 
-def patch(target: object, name: str, value: Any) -> Undo:
+def patch(target: object, name: str, value: object) -> Undo:
     """Set an attribute on one *instance* and return how to restore it; the class is never touched.
 
     Example:
@@ -143,13 +144,14 @@ def patch(target: object, name: str, value: Any) -> Undo:
         >>> thing.answer(), undo(), thing.answer()
         (42, None, 41)
     """
-    missing = object()
+    missing = object()  # None may be what stood there
+    # Only what stands on the object itself: a method of the class, put back as an attribute, would go into copies.
     previous = vars(target).get(name, missing)
     setattr(target, name, value)
 
     def undo() -> None:
         if previous is missing:
-            if name in vars(target):
+            if name in vars(target):  # the user may have deleted it meanwhile
                 delattr(target, name)
         else:
             setattr(target, name, previous)

@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 
 from lightning_fasttrain._version import __version__
 from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
-from lightning_fasttrain.commands.target import BAD_INPUT, add_target, refuse
+from lightning_fasttrain.commands.target import BAD_INPUT, Commands, add_target, refuse
 
-INTERRUPTED = 130
+INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
 
 class _Parser(argparse.ArgumentParser):
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _add_ladder(commands: Any) -> None:
+def _add_ladder(commands: Commands) -> None:
     parser = commands.add_parser(
         "ladder",
         help="measure on this machine what each optimisation buys",
@@ -108,7 +108,7 @@ def _ladder(options: argparse.Namespace) -> int:
         console.print(f"{one.title:<28} left out: {one.reason}", markup=False, highlight=False, soft_wrap=True)
     with Live(console, climb.number_of_rows(prepared)) as live:
         result = climb.climb(prepared, live.row, live.progress)
-    if not result.rungs:
+    if not result.rungs:  # interrupted before the first one was done
         return INTERRUPTED
     console.print(report.as_table(result, console.width))
     each = report.as_table_of_each(result)
@@ -119,16 +119,18 @@ def _ladder(options: argparse.Namespace) -> int:
     written = [str(prepared.out / "ladder.json"), *([str(picture)] if picture else [])]
     console.print(f"Written: {', '.join(written)}", soft_wrap=True)
     if picture is None:
+        # The backslash keeps rich from reading [plots] as a style.
         console.print("No picture: matplotlib is missing. pip install 'lightning-fasttrain\\[plots]'")
     if result.interrupted:
         print("fasttrain ladder: interrupted; what was measured is kept", file=sys.stderr)
         return INTERRUPTED
     naive, *others = result.rungs
+    # Without naive and at least one rung there is nothing to compare.
     worked = naive.error is None and any(row.error is None for row in others)
     return 0 if worked else 1
 
 
-def _add_memory(commands: Any) -> None:
+def _add_memory(commands: Commands) -> None:
     parser = commands.add_parser(
         "memory",
         help="predict the peak memory of a training step, without the memory",
@@ -183,7 +185,7 @@ def _memory(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_shard(commands: Any) -> None:
+def _add_shard(commands: Commands) -> None:
     parser = commands.add_parser(
         "shard",
         help="compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
@@ -253,7 +255,7 @@ def _shard(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_consolidate(commands: Any) -> None:
+def _add_consolidate(commands: Commands) -> None:
     parser = commands.add_parser(
         "consolidate",
         help="write the whole weights of a sharded checkpoint to one file",
@@ -272,11 +274,12 @@ def _consolidate(options: argparse.Namespace) -> int:
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)
+    # Resolved, since "." has no name that could get a suffix.
     out = Path(options.out) if options.out else folder.resolve().with_suffix(".safetensors")
     try:
         written = consolidate(folder, out)
     except (OSError, ValueError, ModuleNotFoundError) as error:
-        return refuse("consolidate", " ".join(str(error).split()))
+        return refuse("consolidate", " ".join(str(error).split()))  # torch's errors have many lines; a refusal is one
     size = format_bytes(written.nbytes)
     print(
         f"Written: {written.path}, {written.tensors} tensors, {written.numel:,} numbers, {size}, from {written.source}"
@@ -284,7 +287,7 @@ def _consolidate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_doctor(commands: Any) -> None:
+def _add_doctor(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="what this machine offers, and how to get what is missing")
     parser.set_defaults(run=_doctor)
 
@@ -299,7 +302,7 @@ def _doctor(options: argparse.Namespace) -> int:
     return 0
 
 
-def _add_techniques(commands: Any) -> None:
+def _add_techniques(commands: Commands) -> None:
     parser = commands.add_parser("techniques", help="the table of techniques, as Markdown, or all about one of them")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code")
     parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too")

@@ -56,6 +56,7 @@ class FastTrainMixin:
         if isinstance(self.optimizer, NamedOptimizer):  # classes below may keep another thing of this name
             return self.optimizer(cast(nn.Module, self))
         following: Any = super()
+        # Lightning's own would return None and, after a warning, train without an optimizer.
         if following.configure_optimizers.__func__ is L.LightningModule.configure_optimizers:
             what = f"{type(self).__name__} names no optimizer and has no configure_optimizers"
             way_out = "Set optimizer = ft.NamedOptimizer('adamw', lr=1e-3) in the class"
@@ -64,6 +65,7 @@ class FastTrainMixin:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A hook on the module would stand in the way of torch.jit.script.
+        # Techniques are for training: a forward in evaluation, or without gradients, is no sign that they are missed.
         if not self._looked and self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             self._looked = True
             _warn_if_unused(self)
@@ -76,7 +78,7 @@ class FastTrainMixin:
         if own is not None:
 
             @functools.wraps(own)
-            def configure_callbacks(self: Any) -> list[L.Callback]:
+            def configure_callbacks(self: FastTrainMixin) -> list[L.Callback]:
                 techniques = list(self.configure_techniques())
                 restore = patch(self, "configure_techniques", lambda: techniques)  # `own` may ask again, by super()
                 try:
@@ -103,7 +105,7 @@ def _refuse_hidden(cls: type) -> None:
     order = cls.__mro__
     if nn.Module in order and order.index(nn.Module) < order.index(FastTrainMixin):
         bases = [base.__name__ for base in cls.__bases__]
-        right = sorted(cls.__bases__, key=lambda base: issubclass(base, nn.Module))
+        right = sorted(cls.__bases__, key=lambda base: issubclass(base, nn.Module))  # stable: each half keeps its order
         why = "LightningModule's configure_callbacks comes before the mixin's, so no technique would be used"
         way_out = f"Turn the bases round: class {cls.__name__}({', '.join(base.__name__ for base in right)})"
         raise TypeError(explain(f"class {cls.__name__}({', '.join(bases)})", why, way_out))
@@ -111,6 +113,7 @@ def _refuse_hidden(cls: type) -> None:
 
 def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
     listed = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
+    # By identity: two that are alike but not the same are a mistake of the user's, which check_together tells.
     there = {id(callback) for callback in listed}
     missing = [technique for technique in module.configure_techniques() if id(technique) not in there]
     return [*listed, *missing]

@@ -67,10 +67,10 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Te
         Vaswani et al. 2017, https://arxiv.org/abs/1706.03762, equation 1.
     """
     length = q.size(-2)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))
+    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # [B, H, T, T]
     later = torch.ones(length, length, dtype=torch.bool, device=q.device).triu(1)
     weights = scores.masked_fill(later, float("-inf")).softmax(dim=-1)
-    return F.dropout(weights, dropout) @ v
+    return F.dropout(weights, dropout) @ v  # it always drops: the caller gives 0 in evaluation
 
 
 class Attention(nn.Module):
@@ -140,7 +140,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.norm = nn.LayerNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
+        self.head.weight = self.tokens.weight  # before weights are drawn, so that the shared one is drawn once
         self._draw_weights()
 
     def _draw_weights(self) -> None:

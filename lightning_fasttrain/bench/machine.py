@@ -130,6 +130,7 @@ class Neighbours:
 def _busy_seconds() -> float | None:
     """Processor time that the whole machine has spent on work since it was started."""
     try:
+        # The two that are left out are idle time, one of them waiting for a disk.
         user, nice, system, _, _, irq, softirq = map(int, Path("/proc/stat").read_text().split()[1:8])
         return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
     except (OSError, ValueError):

@@ -80,11 +80,13 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     settings = _settings(technique, example)
     if settings is not None:
         spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
+        # So wide that yaml never breaks the line, which is to be pasted as it is.
         in_yaml = yaml.safe_dump({"callbacks": [spec]}, default_flow_style=True, sort_keys=False, width=1000)
         lines.append(("YAML", f"trainer: {in_yaml.strip()}"))
     code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
     shown = [f"{name}: {technique.effect}", ""]
     for head, text in lines:
+        # 11 columns for the head and 109 for the text make 120.
         folded = text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)
         shown.append(f"{head:<11}{folded}")
     return "\n".join(shown)

@@ -142,6 +142,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         self.tokens = tokens
         self.context = context
         drawn = torch.Generator().manual_seed(seed)
+        # The highest start leaves room for the last target, one token after the window.
         self.starts = torch.randint(len(tokens) - context, (count,), generator=drawn).tolist()
 
     def __len__(self) -> int:
@@ -149,6 +150,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = self.starts[index]
+        # A copy, since the tokens may lie in a file or in bytes that nobody may write to.
         window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
         return window[:-1], window[1:]
 

@@ -72,7 +72,7 @@ def llama(layers: int = 4, width: int = 128, batch: int = 8, length: int = 256, 
         )
         return Supervised(hf.LlamaForCausalLM(config).train(), _own_loss)
 
-    def data() -> Any:
+    def data() -> dict[str, Tensor]:
         tokens = _tokens(vocabulary, (batch, length))
         return {"input_ids": tokens, "labels": tokens.clone()}
 
@@ -94,7 +94,7 @@ def encoder(layers: int = 6, width: int = 192, batch: int = 16, length: int = 12
         )
         return Supervised(hf.BertForSequenceClassification(config).train(), _own_loss)
 
-    def data() -> Any:
+    def data() -> dict[str, Tensor]:
         kept = torch.randint(length // 2, length + 1, (batch, 1))
         mask = (torch.arange(length) < kept).long()
         return {"input_ids": _tokens(8192, (batch, length)), "attention_mask": mask, "labels": _tokens(2, (batch,))}

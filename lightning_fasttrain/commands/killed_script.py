@@ -13,6 +13,7 @@ from typing import Any
 import lightning as L
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.commands.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
@@ -69,11 +70,12 @@ class KilledOnTrial(L.Callback):
         if self.orders.place and trainer.global_step >= self.orders.until:
             self._die(trainer, BATCH)
 
-    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
         self._die_at(trainer, UPDATE)
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         if self.orders.place == SAVE and trainer.global_step >= self.orders.step and trainer.is_global_zero:
+            # Lightning calls this hook before it writes the file, so the time runs out while it writes.
             threading.Timer(self.orders.delay_s, self._die, (trainer, SAVE)).start()
 
     def on_train_batch_end(
@@ -93,12 +95,12 @@ class KilledOnTrial(L.Callback):
     def _die(self, trainer: L.Trainer, place: str) -> None:
         if trainer.is_global_zero:
             self._tell(trainer, {"killed": place, "step": trainer.global_step})
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)  # nothing can catch it, so nothing is tidied up
 
     def _end_well(self, trainer: L.Trainer, module: L.LightningModule) -> None:
         state = record_state(trainer, module)
         self._tell(trainer, {"end": {path: digest(value) for path, value in state.items()}})
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # no rank ends while another still reads its state
         _end(0)
 
     def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:
@@ -107,7 +109,7 @@ class KilledOnTrial(L.Callback):
                 file.write(f"{json.dumps(what)}\n")
 
 
-def digest(value: Any) -> str:
+def digest(value: object) -> str:
     """What tells two values apart to the last bit.
 
     Example:

@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from lightning_fasttrain.commands.target import add_target, load_target, refuse
+from lightning_fasttrain.commands.target import Commands, add_target, load_target, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "plan",
@@ -40,7 +40,7 @@ def _run(options: argparse.Namespace) -> int:
     console = wide_enough(Console())
     try:
         memory_gib = _number_or_word(options.memory)
-        with Console(stderr=True).status("looking at the model") as status:
+        with Console(stderr=True).status("looking at the model") as status:  # stdout has the plan alone
             module, batch = load_target(options)
             plan = make_plan(
                 module,
@@ -71,7 +71,7 @@ def _number_or_word(text: str) -> float | str:
     try:
         return float(text)
     except ValueError:
-        return text
+        return text  # "fit", or what make_plan will refuse
 
 
 def _write(plan: Any, folder: str) -> None:

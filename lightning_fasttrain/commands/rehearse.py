@@ -10,12 +10,13 @@ from typing import Any
 
 from lightning_fasttrain.commands.rehearse_kills import FOLDER, Kills, rehearse_kills
 from lightning_fasttrain.commands.run_script import run_script
+from lightning_fasttrain.commands.target import Commands
 
 _BAD_INPUT = 2
 _POINT = "lightning_fasttrain.commands.rehearsed_script:make_callbacks"
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "rehearse",
@@ -33,6 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="with --kill: for its moments; default: 0")
     parser.add_argument("--json", action="store_true", help="print JSON; what the script prints goes to stderr")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file that trains with Lightning")
+    # All that comes after the script is its own, even if it looks like an option of ours.
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="of the script")
     parser.set_defaults(run=_run)
 

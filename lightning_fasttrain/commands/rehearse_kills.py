@@ -97,12 +97,13 @@ def _compare(runs: "_Runs", found: Kills, kills: int, draw: random.Random) -> No
     found.steps = int(whole["global step"])
     if found.steps <= kills:
         raise _ScriptError(f"{found.steps} steps are too few for {kills} kills. Use fewer kills, or more steps.")
-    after = sorted(draw.sample(range(1, found.steps), kills))
+    after = sorted(draw.sample(range(1, found.steps), kills))  # after the first step and before the last
     for step, until in zip(after, [*after[1:], found.steps - 1], strict=True):
         place, delay = draw.choice(PLACES), draw.uniform(0, _LONGEST_DELAY_S)
         found.moments.append(runs.until_killed(place=place, step=step, until=max(step, until), delay_s=delay))
     end = runs.to_the_end("killed")
     found.differ = _find_differences(whole, end)
+    # Only now, since one more run takes as long as the first.
     if found.differ and _find_differences(whole, runs.to_the_end("whole again")):
         raise _ScriptError(
             "two uninterrupted runs end differently too, so nothing can be said of kills. "
@@ -142,7 +143,7 @@ class _Runs:
             raise _ScriptError("it ended before its first fit did")
         return end
 
-    def until_killed(self, **orders: Any) -> str:
+    def until_killed(self, **orders: str | float) -> str:
         """Run until the kill; say where it was."""
         told = self._run("killed", orders)
         killed = next((line for line in told if "killed" in line), None)
@@ -151,7 +152,7 @@ class _Runs:
         return f"{killed['killed']}, after step {killed['step']}"
 
     def _run(self, name: str, orders: dict[str, Any]) -> list[dict[str, Any]]:
-        folder, record = self.folder / name, self.folder / "record.jsonl"
+        folder, record = self.folder / name, self.folder / "record.jsonl"  # beside it: the script may list its folder
         folder.mkdir(exist_ok=True)
         record.unlink(missing_ok=True)
         order = json.dumps({"record": str(record), "steps": self.steps, **orders})

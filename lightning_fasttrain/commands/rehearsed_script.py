@@ -29,6 +29,7 @@ class RehearseAndEnd(Rehearsal):
     """A rehearsal after which the process ends, with nothing of the script done any more."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Named, because a lambda has no first argument from which super() could tell class and object.
         self._or_end(trainer, lambda: super(RehearseAndEnd, self).look(trainer, pl_module))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -39,7 +40,7 @@ class RehearseAndEnd(Rehearsal):
         else:
             self._or_end(trainer, lambda: super(RehearseAndEnd, self).on_train_start(trainer, pl_module))
         assert self.report is not None
-        trainer.strategy.barrier()
+        trainer.strategy.barrier()  # every rank has its report; then all may end
         _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
 
     def _or_end(self, trainer: L.Trainer, act: Callable[[], Any]) -> None:

@@ -1,12 +1,11 @@
 """``fasttrain schedule``: a learning rate over a run, drawn before it is run."""
 
 import argparse
-from typing import Any
 
-from lightning_fasttrain.commands.target import refuse
+from lightning_fasttrain.commands.target import Commands, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "schedule",
@@ -27,6 +26,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--final", type=float, default=0.0, metavar="SHARE", help="of the rate, at the end; default: 0")
     parser.add_argument("--at", default="", metavar="A,B", help="of step: when it falls")
     parser.add_argument("--by", type=float, default=0.1, metavar="FACTOR", help="of step: to what; default: 0.1")
+    # In help, argparse takes a single % for the beginning of a format.
     parser.add_argument("--decay", default="20%", metavar="LENGTH", help="of wsd: the fall at the end; default: 20%%")
     parser.add_argument("--epoch-steps", type=int, metavar="N", help="optimizer steps of an epoch, for lengths in ep")
     parser.add_argument("--out", metavar="FILE", help="also a picture: an .svg or .png file")
@@ -49,6 +49,7 @@ def _run(options: argparse.Namespace) -> int:
             return refuse("schedule", f"{in_epochs[0]}: give --epoch-steps, the optimizer steps of an epoch.")
         plan = request.plan(steps_of_epochs=lambda epochs: epochs * options.epoch_steps)
         console = Console(highlight=False)
+        # 12 columns are for the labels at the left.
         columns = min(100, console.width - 12) if console.is_terminal else 88
         print(draw_text(sample_rates(plan, options.lr, columns)))
         title = f"{plan.shape}: {plan.total:,.0f} {plan.clock}, warm-up {plan.warmup:,.0f}"

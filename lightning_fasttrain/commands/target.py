@@ -2,10 +2,16 @@
 
 import argparse
 import sys
-from typing import Any
+from typing import Any, Protocol
 
 # Also the exit code for arguments that argparse itself refuses.
 BAD_INPUT = 2
+
+
+class Commands(Protocol):
+    """What ``argparse`` returns where subcommands are added, as far as they ask for it."""
+
+    def add_parser(self, name: str, *, help: str, description: str = "") -> argparse.ArgumentParser: ...
 
 
 def refuse(command: str, reason: object) -> int:

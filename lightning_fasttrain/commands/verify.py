@@ -1,12 +1,11 @@
 """``fasttrain verify``: is it the same training, on this model?"""
 
 import argparse
-from typing import Any
 
-from lightning_fasttrain.commands.target import add_target, load_target, refuse
+from lightning_fasttrain.commands.target import Commands, add_target, load_target, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "verify",
@@ -36,6 +35,7 @@ def _run(options: argparse.Namespace) -> int:
 
     console = wide_enough(Console())
     try:
+        # On stderr, so that stdout has nothing but the JSON, if that is asked for.
         with Console(stderr=True).status("Running the same steps without and with techniques…"):
             module, batch = load_target(options)
             verified = verify(

@@ -3,10 +3,10 @@
 import argparse
 from typing import Any
 
-from lightning_fasttrain.commands.target import add_target, refuse
+from lightning_fasttrain.commands.target import Commands, add_target, refuse
 
 
-def add(commands: Any) -> None:
+def add(commands: Commands) -> None:
     """Add the subcommand."""
     parser = commands.add_parser(
         "why-not",
@@ -38,7 +38,7 @@ def _run(options: argparse.Namespace) -> int:
         return refuse("why-not", "give either TARGET or --size. See fasttrain why-not --help.")
     console = wide_enough(Console())
     try:
-        with Console(stderr=True).status("Asking each technique…"):
+        with Console(stderr=True).status("Asking each technique…"):  # stdout has the report alone
             if options.size is not None:
                 batch = size_named(options.size).batch if options.batch is None else options.batch
                 specimen = zoo.gpt(options.size, positive_int("batch", batch))

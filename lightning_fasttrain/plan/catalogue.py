@@ -49,5 +49,5 @@ def public_path(kind: type) -> str:
         >>> public_path(data.MicroBatching), public_path(data.EvenEpochs)
         ('MicroBatching', 'data.EvenEpochs')
     """
-    room = kind.__module__.split(".")[1]
+    room = kind.__module__.split(".")[1]  # lightning_fasttrain.ROOM.file
     return kind.__name__ if kind.__name__ in PUBLIC else f"{room}.{kind.__name__}"

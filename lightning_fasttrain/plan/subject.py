@@ -54,6 +54,7 @@ def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True)
         what = f"{path} gives {type(made).__name__}"
         why = "a batch is needed too, and only a LightningModule with a train_dataloader brings one"
         raise TypeError(explain(what, why, "Name a function that returns (module, batch)"))
+    # Out of the mode, as loaders read real data.
     made.prepare_data()
     made.setup("fit")
     return made, next(iter(made.train_dataloader()))
@@ -87,7 +88,7 @@ def _import_target(path: str) -> Callable[..., Any]:
     if not (module and colon and name):
         raise ValueError(explain(f"{path!r}", "it does not name a thing in a module", "Write package.module:Name"))
     here = os.getcwd()
-    sys.path.insert(0, here)
+    sys.path.insert(0, here)  # for an installed command Python puts the command's own folder there
     try:
         found = importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -19,6 +19,7 @@ from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
+from lightning_fasttrain.planner.plan import Plan
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -60,7 +61,7 @@ class Auto(L.Callback):
     ) -> None:
         self.memory_gib, self.seconds, self.batch = memory_gib, seconds, batch
         self.keep = one_of("keep", keep, tuple(each.value for each in Exactness))
-        self.plan: Any = None
+        self.plan: Plan | None = None
         self.choice: Choice | None = None
         self._added: list[Technique] = []
 
@@ -71,9 +72,9 @@ class Auto(L.Callback):
         if self.choice is None:
             self._refuse_others_before(trainer)
             known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
-            self.choice = Choice(**trainer.strategy.broadcast(known))
+            self.choice = Choice(**trainer.strategy.broadcast(known))  # the others wait here while rank zero plans
         self._added = self.choice.techniques()
-        trainer.callbacks += self._added
+        trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last of a run that ended well. A later fit adds fresh techniques."""

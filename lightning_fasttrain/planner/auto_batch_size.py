@@ -1,7 +1,7 @@
 """The largest part of a batch that fits, found before the first step, at the same global batch."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,6 +23,8 @@ from lightning_fasttrain.planner.part_trial import PartTrial
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 from lightning_fasttrain.technique.technique import techniques_of
+
+A = TypeVar("A")
 
 
 def possible_parts(size: int) -> list[int]:
@@ -47,6 +49,7 @@ def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: li
         >>> predict_parts(lambda n: 100 + 60 / n, limit_bytes=112, parts=[1, 2, 3, 6, 12])
         6
     """
+    # Asked by itself: a batch in one part is no point of the falling curve.
     if peak_of(parts[0]) <= limit_bytes:
         return parts[0]
     first, last = 1, len(parts) - 1
@@ -67,7 +70,7 @@ class _Found:
         self.predicted_bytes: int | None = None
         self.measured_bytes = 0
 
-    def __deepcopy__(self, memo: Any) -> "_Found":
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Found":
         return self
 
 
@@ -149,7 +152,7 @@ class AutoBatchSize(L.Callback):
         was_copied = is_rehearsing() and any(isinstance(callback, MicroBatching) for callback in trainer.callbacks)
         if not was_copied:
             self._refuse_others(trainer)
-            self._added = MicroBatching(1)
+            self._added = MicroBatching(1)  # now, as techniques are set up only here; its number comes later
             trainer.callbacks.append(self._added)
         if not is_rehearsing():
             self._found.parts = None
@@ -207,7 +210,7 @@ class AutoBatchSize(L.Callback):
         window = find_window(trainer, run)
         sample, _ = read_batches(trainer, window, self.seconds)
         batch = sample.first[0] if sample.largest is None else sample.largest
-        most = max(_of_all_ranks(trainer, batch_size(batch)))
+        most = max(_of_all_ranks(trainer, batch_size(batch)))  # all ranks have to go through the same numbers of parts
         trial = PartTrial(trainer, run, batch, most, self.steps, window)
         limit, possible = self._limit(trainer), possible_parts(most)
         parts = max(_of_all_ranks(trainer, _predict(trial, limit, possible)))
@@ -249,7 +252,7 @@ def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
         return possible[0]
 
 
-def _of_all_ranks(trainer: L.Trainer, answer: Any) -> list[Any]:
+def _of_all_ranks(trainer: L.Trainer, answer: A) -> list[A]:
     """What each rank answers. All ranks must ask."""
     everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
     return [unpack(one)["answer"] for one in everyone]

@@ -17,7 +17,7 @@ from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word
-from lightning_fasttrain.technique import Exactness, check_together
+from lightning_fasttrain.technique import Exactness, Technique, check_together
 
 _ORDER = list(Exactness)
 
@@ -45,7 +45,7 @@ class Axes:
             switched = replace(Choice(), **dict(zip(names, words, strict=True)))
             for parts, precision in itertools.product(self.parts, self.precisions):
                 choice = replace(switched, parts=parts, precision=precision)
-                with suppress(ValueError):
+                with suppress(ValueError):  # some techniques do not go together
                     check_together(choice.techniques())
                     yield choice
 
@@ -131,12 +131,12 @@ def _count_blocks(module: nn.Module) -> int:
         return 0
 
 
-def _why_not_on(module: L.LightningModule, technique: Any) -> str | None:
+def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
     """Try it on a copy without memory."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     try:
         net = fake_module(module, mode)
-        with mode, torch.random.fork_rng(devices=[]):
+        with mode, torch.random.fork_rng(devices=[]):  # adapters draw their first weights; nothing is on a GPU
             technique.apply(net)
     except (ValueError, TypeError, ModuleNotFoundError, RuntimeError, NotImplementedError) as error:
         return str(error).partition("\n")[0]

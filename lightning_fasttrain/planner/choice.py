@@ -27,6 +27,7 @@ class Switch:
 
     def make(self) -> Technique:
         """A fresh one."""
+        # Copies, as a policy may keep what it learned of a model.
         return self.technique(**copy.deepcopy(dict(self.setting.arguments)))
 
 
@@ -79,7 +80,7 @@ def budget_word(gib: float) -> str:
         >>> budget_word(0.12345678)
         'to 0.123456 GiB'
     """
-    return f"{_TO}{math.floor(gib * 1e6) / 1e6}{_GIB}"
+    return f"{_TO}{math.floor(gib * 1e6) / 1e6}{_GIB}"  # down, so that it is never above the limit
 
 
 def is_budget(word: str) -> bool:
@@ -133,9 +134,10 @@ class Choice:
 
 def _find_switches() -> dict[str, dict[str, Switch]]:
     """axis → word → what it stands for, as the techniques themselves say. The word "" is the plain step."""
+    # Without parts and precision, which come first in Choice and are no switches.
     found: dict[str, dict[str, Switch]] = {one.name: {} for one in fields(Choice)[2:]}
     for technique in known_techniques():
-        for setting in vars(technique).get("worth_trying", ()):
+        for setting in vars(technique).get("worth_trying", ()):  # not inherited, or the word would be the subclass's
             found[setting.axis][setting.word] = Switch(technique, setting)
     return found
 

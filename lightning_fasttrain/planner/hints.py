@@ -39,7 +39,7 @@ def say_workers(loader: Any, step_ms: float) -> str:
     batch_ms = _measure(loader)
     if batch_ms is None:
         return ""
-    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0
+    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0  # less than that nobody would notice
     workers, cores = min(needed, os.cpu_count() or 1), os.cpu_count() or 1
     took = f"A batch takes the loader {batch_ms:,.1f} ms and a step {step_ms:,.1f} ms"
     if workers > loader.num_workers:
@@ -62,7 +62,7 @@ def say_leaner_optimizer(module: L.LightningModule) -> str:
     copied = copy_module(module)
     with quietly(), isolate_rng():
         optimizers = configured_optimizers(copied)
-        if not optimizers or type(optimizers[0]) not in (Adam, AdamW):
+        if not optimizers or type(optimizers[0]) not in (Adam, AdamW):  # a subclass may keep other state
             return ""
         now = optimizer_state_bytes(optimizers[0])
         try:
@@ -91,4 +91,4 @@ def _measure(loader: Any) -> float | None:
             times.append(1e3 * (time.perf_counter() - began))
             if sum(times) > 1e3 * _SECONDS:
                 break
-    return sorted(times)[len(times) // 2] if times else None
+    return sorted(times)[len(times) // 2] if times else None  # median: the first sample may open files

@@ -145,6 +145,7 @@ def make_plan(
     if keep_class is Exactness.CHANGES_TRAINING:
         search.notes += filter(None, [say_leaner_optimizer(plain)])
     strategy = several.choose(chosen.choice, chosen.predicted_bytes) if several is not None else None
+    # The chosen one alone has no reason why not, so it comes first.
     tried = sorted(search.tried.values(), key=lambda t: (bool(t.why_not), t.ms))
     return Plan(
         chosen,

@@ -117,6 +117,7 @@ class _Watch(Checkpoint):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        # On the CPU the meter is torch's profiler, of which a process can run one at a time.
         if batch_idx == (self.steps - 1) * self.window and not torch.autograd._profiler_enabled():
             self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
             self.measuring.enter_context(self.meter)

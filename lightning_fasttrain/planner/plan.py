@@ -101,7 +101,7 @@ class Plan:
             settings: more of the Trainer's; its ``callbacks`` come beside the plan's.
         """
         callbacks = [*settings.pop("callbacks", []), *self.callbacks]
-        return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)
+        return L.Trainer(**{**self.settings, **settings}, callbacks=callbacks)  # what the caller gives wins
 
     def code(self) -> str:
         """Python that makes that Trainer."""
@@ -125,7 +125,7 @@ class Plan:
         if self.strategy is None:
             return {}
         nodes = self.strategy.nodes
-        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}
+        return {"devices": self.strategy.devices // nodes, "num_nodes": nodes}  # Lightning counts devices on each node
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -203,6 +203,7 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
 
 def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
     """What is not told from the fastest comes in the order of how much is switched on."""
+    # Whatever lies within the runs of the fastest itself counts as equal.
     slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
     equal = [tried for tried in ranked if tried.ms <= slowest]
     simplest = sorted(equal, key=lambda tried: (len(tried.choice.words), tried.choice.parts))

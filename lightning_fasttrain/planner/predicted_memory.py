@@ -30,6 +30,7 @@ class PredictedMemory:
     ) -> None:
         self.budget_bytes = budget_bytes
         self.module, self.batch, self.device = module, batch, device
+        # From two parts on: in one part a step has another order, and its peak is not on the line.
         self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
         self.known: dict[Choice, float] = {}
 
@@ -76,7 +77,7 @@ class PredictedMemory:
 
     def _interpolate(self, choice: Choice) -> float:
         few, many = (self.predict(replace(choice, parts=parts)) for parts in self.ends)
-        first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts
+        first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts  # peak = a + b / parts
         return many + (few - many) * (here - last) / (first - last)
 
     def _predict(self, choice: Choice) -> int:

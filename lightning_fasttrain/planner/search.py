@@ -132,7 +132,7 @@ class Search:
         for switched in self._ever_leaner():
             for parts in self.axes.parts:
                 choice = replace(switched, parts=parts, precision=precision)
-                if choice.gradients == "in backward" and parts > 1:
+                if choice.gradients == "in backward" and parts > 1:  # its optimizer steps in each part's backward
                     continue
                 needed = self.memory.predict(choice)
                 if self.fits(choice, needed):
@@ -180,7 +180,7 @@ class Search:
         more = [parts for parts in self.axes.parts if parts > base.parts]
         if not more:
             return
-        other = replace(base, parts=more[min(1, len(more) - 1)])
+        other = replace(base, parts=more[min(1, len(more) - 1)])  # the next but one: over more parts noise matters less
         timed = self._measure(other)
         if timed is not None:
             self._tell_parts_from(base, ms, other.parts, timed.ms)
@@ -216,7 +216,7 @@ class Search:
             factor = timed.ms / ms * self._factor_of(base, axis)
             self.costs.factors[axis, word] = 1.0 if abs(factor - 1) < TELLS else factor
             if axis == "compile":
-                self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)
+                self.costs.compile_ms = max(0.0, timed.first_ms - timed.ms)  # the first step compiles
         elif choice in self.tried:
             words = self.axes.words[axis] if axis != "precision" else self.axes.precisions
             self.axes.left_out[f"{axis} {word}"] = self.tried[choice].why_not
@@ -256,10 +256,10 @@ class Search:
                 break
             needed = self.memory.predict(choice)
             if self.fits(choice, needed):
-                needed = self.memory.predict_exactly(choice)
+                needed = self.memory.predict_exactly(choice)  # a second each, so only for those that fit by the line
             if self.fits(choice, needed):
                 finalists.append(Tried(choice, needed, ms))
-            elif len(self.tried) < 40:
+            elif len(self.tried) < 40:  # rows of a table that can still be read
                 known = self.tried.get(choice, Tried(choice, needed, ms))
                 self._note(replace(known, why_not=f"does not fit: {needed / GIB:.3f} GiB"))
         if not finalists:
@@ -276,6 +276,7 @@ class Search:
         for number, choice in enumerate(self.axes.choices()):
             if choice not in self.refused:
                 bound = self.costs.estimate(choice, self.steps)
+                # The number is unique, so the heap never compares two choices, which have no order.
                 row = bound, len(choice.words), choice.parts, number, is_budget(choice.recompute), choice
                 heapq.heappush(queue, row)
         while queue:
@@ -294,6 +295,7 @@ class Search:
         times: dict[Choice, list[float]] = {tried.choice: [] for tried in finalists}
         for round_ in range(_ROUNDS):
             for tried in finalists:
+                # None: it failed in an earlier round. The first round is run to the end, or nothing could be chosen.
                 if times.get(tried.choice) is None or (round_ > 0 and time.monotonic() > self.deadline):
                     continue
                 self.tell(f"comparing {tried.choice}")
@@ -304,6 +306,7 @@ class Search:
                     self.refused.add(tried.choice)
                     self._note(replace(tried, why_not=first_line(error)))
         ranked = [replace(t, step_ms=tuple(times[t.choice])) for t in finalists if times.get(t.choice)]
+        # The time that compiling takes is not in the steps that were measured, but in the run that is planned.
         share = lambda tried: self.costs.compile_ms / self.steps if tried.choice.compile else 0.0  # noqa: E731
         ranked.sort(key=lambda tried: tried.ms + share(tried))
         ranked = simplest_of_equals_first(ranked)

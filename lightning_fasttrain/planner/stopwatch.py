@@ -62,7 +62,7 @@ class Stopwatch:
         settings = {**self.settings, "precision": choice.precision}
         warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
         watch = _Watch(warmup, peak)
-        batches = [self.batch] * (warmup + _MOST + peak)
+        batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
         try:
             run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
         finally:
@@ -91,6 +91,7 @@ class _Watch(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._has_enough():
+            # Only when all times are there: measuring memory slows a step down.
             self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
             self.measuring.enter_context(self.meter)
 

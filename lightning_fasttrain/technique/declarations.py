@@ -21,7 +21,7 @@ def least_exact(*classes: Exactness) -> Exactness:
         >>> least_exact(Exactness.EXACT, Exactness.TOLERANCE).value
         'tolerance'
     """
-    return max(classes, key=list(Exactness).index, default=Exactness.EXACT)
+    return max(classes, key=list(Exactness).index, default=Exactness.EXACT)  # an enum lists its members in order
 
 
 class Surgery(IntEnum):

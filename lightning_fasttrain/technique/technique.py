@@ -61,7 +61,7 @@ class Technique(L.Callback):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            remember_arguments(cls)
+            remember_arguments(cls)  # once for each __init__: one that is inherited is wrapped already
 
     def __repr__(self) -> str:
         return describe(self)
@@ -129,11 +129,11 @@ class Technique(L.Callback):
         for technique in techniques:
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))
-            _leave_out_empty_hooks(technique, undo)
+            _leave_out_empty_hooks(technique, undo)  # after attach, which may give the technique a hook
         surgeons = [technique for technique in techniques if technique.surgery is not None]
 
         def operate() -> None:
-            undo.enter_context(apply(pl_module, surgeons))
+            undo.enter_context(apply(pl_module, surgeons))  # on the stack of the run, which undoes the last first
             if stage == "fit":
                 _refuse_all_frozen(pl_module)
 
@@ -219,9 +219,9 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
     """
     techniques = check_together(techniques)
     refuse_mixed_lightning(*techniques)
-    late = LateParameters(model)
+    late = LateParameters(model)  # before the change: it remembers which parameters train
     _operated.add(model)
-    with ExitStack() as undo:
+    with ExitStack() as undo:  # takes back what was done so far, if a technique raises
         with late:
             for technique in sorted(techniques, key=lambda t: t.surgery or 0):
                 technique.acting = True
@@ -230,7 +230,7 @@ def apply(model: nn.Module, techniques: Sequence[Technique]) -> ExitStack:
         return undo.pop_all()
 
 
-_operated: WeakSet[nn.Module] = WeakSet()
+_operated: WeakSet[nn.Module] = WeakSet()  # not a mark on the model, which its copies would carry
 
 
 def is_operated_on(model: object) -> bool:
@@ -306,13 +306,14 @@ def check_together(
             _refuse_twice(f"{type(first).__name__} is listed twice")
     for technique in listed:
         refuse_conflicts(technique, technique.conflicts(), [*listed, strategy, *callbacks])
+    # After the conflicts, which know more: why the two do not go together, and a better way out.
     for first, second in itertools.permutations(listed, 2):
         if isinstance(first, type(second)):
             _refuse_twice(f"{type(first).__name__} + {type(second).__name__}, which it is a kind of")
     return listed
 
 
-def _list(techniques: Any) -> list[Technique]:
+def _list(techniques: object) -> list[Technique]:
     if isinstance(techniques, Technique):
         raise TypeError(explain(f"techniques={techniques}", "it is one technique, no list", f"Use [{techniques}]"))
     if not isinstance(techniques, Iterable):

@@ -52,7 +52,7 @@ def climb(ladder: Ladder, on_row: Callable[[Row], None], on_progress: OnProgress
     descriptor, tokens_file = tempfile.mkstemp(prefix="fasttrain-", suffix=".npy")
     try:
         with os.fdopen(descriptor, "wb") as stream:
-            np.save(stream, ladder.tokens, allow_pickle=False)
+            np.save(stream, ladder.tokens, allow_pickle=False)  # the workers map it, instead of each being sent a copy
         for row in _Climb(ladder, tokens_file, on_progress, result).rows():
             _save(result, ladder.out)
             on_row(row)
@@ -126,6 +126,7 @@ class _Climb:
             self._decide(row, top)
             if ladder.each:
                 # On top of naive alone this very run was the one on top of the ladder.
+                # A copy of it, as a row that holds itself could not be written as JSON.
                 on_naive = top is naive
                 row.alone = replace(row) if on_naive else runner.row(rung, rung.on(naive), rung.exactness, alone=True)
             if row.carried:
@@ -135,7 +136,7 @@ class _Climb:
             bare = runner.row(Rung(BARE, "the last state, bare loop", {}), top.state, top.exactness, host="bare")
             if bare.error is None:
                 while abs(bare.step_ms / top.step_ms - 1) > TIME_WORTH and self._may_repeat(bare, top):
-                    self.runner.add_run(top)
+                    self.runner.add_run(top)  # both, in turn, so that whatever disturbs meets both
                     self.runner.add_run(bare)
                 bare.trainer_overhead = top.step_ms / bare.step_ms
                 bare.verdict = trainer_verdict(bare.trainer_overhead, self._noise_of(top, bare))
@@ -166,7 +167,7 @@ class _Climb:
         rest = number_of_rows(self.ladder) - len(self.result.rungs)
         elapsed_s = time.monotonic() - self.started
         mean_s = elapsed_s / sum(len(one.step_ms_of_runs) for one in self.result.rungs)
-        return elapsed_s + (rest + 2) * mean_s < 60 * self.ladder.size.minutes
+        return elapsed_s + (rest + 2) * mean_s < 60 * self.ladder.size.minutes  # 2: both would be run once more
 
 
 class _Runner:
@@ -211,7 +212,7 @@ class _Runner:
             return
         row.step_ms_of_runs.append(measured.step_ms)
         step_ms = statistics.median(row.step_ms_of_runs)
-        row.tokens_per_s *= row.step_ms / step_ms
+        row.tokens_per_s *= row.step_ms / step_ms  # the tokens of a step stay the same
         row.step_ms = step_ms
         row.disturbed_cores = row.disturbed_cores or measured.disturbed_cores
 
@@ -219,7 +220,7 @@ class _Runner:
         title = row.title
         spec = {**self.spec, "state": row.state, "host": row.host, "warmup": row.warmup}
         if row.name == STRONG:
-            spec["model"] = {**spec["model"], "attention": "sdpa"}
+            spec["model"] = {**spec["model"], "attention": "sdpa"}  # strong whatever attention the ladder is run with
         self.on_progress(title, {"phase": "start", "run": len(row.step_ms_of_runs) + 1})
         found = run_in_own_process(spec, lambda message: self.on_progress(title, message))
         return Measured(**refuse_non_finite(found))

@@ -52,7 +52,7 @@ class Record(L.Callback):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: the optimizer has stepped and the loss of the step is known."""
-        self.recorder.end(batch_idx, outputs["loss"])
+        self.recorder.end(batch_idx, outputs["loss"])  # Lightning makes a dict of whatever training_step returns
 
 
 def run_in_trainer(

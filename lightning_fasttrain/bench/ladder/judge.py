@@ -51,10 +51,11 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
         return False, f"{words}, and changes training: not carried"
     time, memory = row.step_ms / below.step_ms, _ignore_noise(MEMORY_WORTH, row.peak_mib / below.peak_mib)
     words = _words(_ignore_noise(max(TIME_WORTH, noise), time), memory)
+    # time · memory below 1 is a gain. Noise is in time alone; where memory falls it speaks for the rung first.
     least_gain = 1.0 if memory < 1 else 1 - TIME_WORTH
     if time * memory >= least_gain and (memory >= 1 or time / (1 + noise) * memory >= 1):
         return False, f"{words or 'no clear gain here'}: not carried"
-    if time * (1 + noise) * memory >= least_gain:
+    if time * (1 + noise) * memory >= least_gain:  # a gain as measured, perhaps none with the noise at its worst
         return None, words
     if naive.error is None and row.step_ms > MOST_TIME * naive.step_ms:
         return False, f"{words}, over {MOST_TIME:g} times naive's time: not carried"

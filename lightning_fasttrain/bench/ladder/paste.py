@@ -46,7 +46,7 @@ def _call(name: str, arguments: dict[str, Any]) -> str:
     return f"ft.{public_path(class_named(name))}({given})"
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     if isinstance(value, dict):  # a policy: its name and its arguments
         ((name, arguments),) = value.items()
         return _call(name, arguments)

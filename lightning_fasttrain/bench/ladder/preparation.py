@@ -139,7 +139,7 @@ def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None
     options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
     options += ["--each"] if ladder.each else []
     options += [f"--rungs {','.join(names)}"] if names else []
-    options += [f"--text {Path(text).name}"] if text is not None else []
+    options += [f"--text {Path(text).name}"] if text is not None else []  # the name alone: no folders of this machine
     return " ".join(["fasttrain ladder", *options])
 
 
@@ -169,6 +169,7 @@ def writable_folder(path: str | Path) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        # Permissions tell less: a disk may be full, or mounted to be read only.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-"):
             pass
     except OSError as error:

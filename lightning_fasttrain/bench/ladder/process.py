@@ -6,6 +6,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def run_in_own_process(
         messages, teller = context.Pipe(duplex=False)
         process = context.Process(target=work, args=({**spec, "folder": folder}, result_file, stderr_file, teller))
         process.start()
-        teller.close()
+        teller.close()  # this process's end: without it there is no EOF when the worker ends
         try:
             in_time = _listen(messages, on_progress, limit_s)
             if in_time:
@@ -61,7 +62,7 @@ def _way_to_start(device: str) -> Any:
     return context
 
 
-def _listen(messages: Any, on_progress: Progress, limit_s: float) -> bool:
+def _listen(messages: "Connection[Any, Any]", on_progress: Progress, limit_s: float) -> bool:
     """Pass on what the worker says until it ends; False if it is still at work after ``limit_s``."""
     end = time.monotonic() + limit_s
     while messages.poll(max(0.0, end - time.monotonic())):
@@ -73,7 +74,7 @@ def _listen(messages: Any, on_progress: Progress, limit_s: float) -> bool:
 
 
 def _cause_of_death(exitcode: int, stderr_file: Path) -> str:
-    if exitcode == -9:
+    if exitcode == -9:  # what Linux does when memory runs out
         return "the process was killed (signal 9): most likely out of memory"
     if exitcode < 0:
         return f"the process died of signal {-exitcode}"

@@ -61,6 +61,7 @@ class Recorder:
 
     def begin(self, step: int, *held: Any) -> None:
         """A step begins; ``held`` is what is alive already: module, optimizer, batch."""
+        # One stamp more than timed steps: the last of them ends where the next step begins.
         if self.warmup <= step <= self.warmup + self.timed:
             self._stamps.append(self._stamp())
         if self.phase(step) == "memory":
@@ -76,7 +77,7 @@ class Recorder:
             self._watching.close()
             self._watching = None
             self.peak_bytes = max(self.peak_bytes, self._meter.peak_bytes)
-        self.losses.append(loss.detach())
+        self.losses.append(loss.detach())  # not a number yet, for which the host would wait
         message: dict[str, Any] = {"step": step + 1, "steps": self.steps, "phase": self.phase(step)}
         if self.tell_loss:
             message["loss"] = loss.item()

@@ -24,7 +24,7 @@ _COLUMNS = (
     *("rung", "ms/step", "tokens/s", "× naive", "× strong", "peak MiB", "÷ naive", "÷ strong"),
     *("loss", "max |Δloss|", "exactness", "on this device"),
 )
-_BETWEEN_COLUMNS = 3
+_BETWEEN_COLUMNS = 3  # a space on both sides, and one of the box
 _TEXT = ("rung", "exactness", "on this device")
 
 
@@ -131,7 +131,7 @@ def ratio(base: float, value: float) -> str:
         >>> ratio(300.0, 200.0), ratio(300.0, math.nan)
         ('1.50', '–')
     """
-    found = base / value
+    found = base / value  # NaN where either failed
     return "–" if math.isnan(found) else f"{found:.2f}"
 
 
@@ -212,12 +212,12 @@ def save_picture(ladder: Climbed, path: str | Path) -> Path | None:
         return None
     rows = ladder.rungs
     figure = Figure(figsize=(12, 1.7 + 0.46 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    FigureCanvasAgg(figure)  # instead of pyplot, which keeps figures and may look for a screen
     left, right = figure.subplots(1, 2, sharey=True)
     _bars(left, rows, "step_ms", "ms per step", "#3b6ea8", ladder.strong)
     _bars(right, rows, "peak_mib", "peak MiB", "#c4703c", ladder.strong)
     left.set_yticks(range(len(rows)), [row.title for row in rows])
-    left.invert_yaxis()
+    left.invert_yaxis()  # matplotlib counts from the bottom
     model = ladder.model
     shape = f"{model['size']}: {model['layers']} blocks × {model['width']}"
     figure.suptitle(f"{shape}, {model['tokens_per_step']:,} tokens a step, on {_name_machine(ladder)}", fontsize=11)

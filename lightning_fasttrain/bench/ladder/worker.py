@@ -38,7 +38,7 @@ def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Co
     """
     with stderr_file.open("wb") as stream:
         for printed in (sys.stdout, sys.stderr):
-            os.dup2(stream.fileno(), printed.fileno())
+            os.dup2(stream.fileno(), printed.fileno())  # of the descriptor: what C++ prints goes there too
     for name in ("lightning", "lightning.pytorch", "lightning.fabric", "lightning_fasttrain"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:

@@ -71,6 +71,7 @@ def explain(
         Ours.
     """
     setting = find_setting(module, techniques, trainer, precision)
+    # In a fit the techniques are on the model already, and a copy would get them twice.
     if setting.trainer is not None and setting.is_fitting:
         found = explain_run(setting.trainer, setting.trainer.lightning_module, setting.techniques, batch)
     else:
@@ -103,6 +104,6 @@ def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
         ranks=ranks,
         samples=samples,
         tokens=tokens,
-        accumulation=max(planned.window, accumulation),
+        accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
         free_bytes=free_bytes(setting.device),
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
@@ -118,6 +119,7 @@ class _Asker:
                 predicted = self.setting.predict(*self.step, [*self.setting.techniques, made])
                 return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
             if made.surgery is not None:
+                # Nothing is done with the copy: to operate on it shows whether the technique refuses.
                 with self.setting.copy_without_memory([made]):
                     pass
         except _REFUSED as error:
@@ -127,7 +129,7 @@ class _Asker:
         return row
 
     @property
-    def _strategy(self) -> Any:
+    def _strategy(self) -> Strategy | None:
         return None if self.setting.trainer is None else self.setting.trainer.strategy
 
     def _make(self, kind: type[Technique]) -> Technique | None:
@@ -143,9 +145,9 @@ class _Asker:
 
     def _changes_memory(self, made: Technique) -> bool:
         plain = PredictedStep(self.setting.precision, self.setting.predicted_device == "cuda")
-        planned = replace(plain, on_optimizer=[], notes=[])
+        planned = replace(plain, on_optimizer=[], notes=[])  # lists of its own, or `plain` would change too
         operates = made.predict(planned) is not None
-        return operates or replace(planned, notes=[]) != plain
+        return operates or replace(planned, notes=[]) != plain  # a note alone changes nothing
 
 
 def _facts(setting: Setting, model: nn.Module) -> Facts:

@@ -13,7 +13,7 @@ def highest_of_all(numbers: Sequence[float], device: torch.device) -> list[float
     """The largest that any process has, number by number; all processes must call it."""
     if rank_count() == 1:
         return list(numbers)
-    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)
+    tensor = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for bytes up to 2**53
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()
 
@@ -22,7 +22,7 @@ def for_all(
     costs: Mapping[str, BlockCost], peaks: Mapping[str, int], device: torch.device
 ) -> tuple[dict[str, BlockCost], dict[str, int]]:
     """What holds for every process, so that all of them make the same plan."""
-    spoilt = float(2**60)
+    spoilt = float(2**60)  # more than any block: the maximum keeps it, so what one process cannot keep none does
     flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
     for cost in costs.values():
         expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes

@@ -84,6 +84,7 @@ def measure_block(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run()
+    # Inputs and outputs are held for the neighbouring blocks too, whatever is done with this one.
     neither = inputs | _addresses(outputs)
     saved_bytes = sum(nbytes for address, nbytes in saved.items() if address not in neither)
     del outputs
@@ -102,13 +103,13 @@ def measure_block(
         results = _addresses(outputs)
         del outputs
     expensive_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
-    forward_ms = min(whole)
+    forward_ms = min(whole)  # others on the machine only ever add time
     handling = 2 * max(min(watched) - forward_ms, 0.0)  # to keep in the forward, to give back in the recomputation
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
 
 
-def _addresses(nested: Any) -> set[int]:
+def _addresses(nested: object) -> set[int]:
     return {leaf.untyped_storage().data_ptr() for leaf in tree_iter(nested) if isinstance(leaf, Tensor)}
 
 
@@ -125,6 +126,7 @@ class _DearOperations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
+            # The recomputation would be given the changed result where the forward had the one before.
             if func._schema.is_mutable and _addresses(args) & self.kept.keys():
                 self.spoilt = True
             return func(*args, **kwargs)

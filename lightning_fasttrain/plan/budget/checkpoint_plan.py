@@ -136,6 +136,7 @@ def make_plan(
             )
         )
     choices = [_choices(cost) for cost in costs.values()]
+    # With no room every block is recomputed, which holds nothing and so always fits.
     room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     prices = []
     for options in choices:
@@ -147,7 +148,7 @@ def make_plan(
         action, holds, added = options[index]
         blocks.append(BlockPlan(name, action, cost.saved_bytes, holds, cost.forward_ms, added))
         held += holds
-        predicted = max(predicted, peaks.get(name, 0) + held)
+        predicted = max(predicted, peaks.get(name, 0) + held)  # peak(i) + Σₖ≤ᵢ held(k), as the room in `place`
     return CheckpointPlan(limit_bytes, tuple(blocks), passes, highest, predicted)
 
 

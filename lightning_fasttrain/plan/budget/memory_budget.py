@@ -70,7 +70,7 @@ class MemoryBudget(CheckpointPolicy):
 
         watch = self._watch = StepWatch(model, blocks, self.budget_gib, tell)
         undos = {name: forward.install() for name, forward in watch.forwards.items()}
-        first = next(iter(undos))
+        first = next(iter(undos))  # the watch is everyone's, and one of the undos has to end it
 
         def undo(unwrap: Undo = undos[first]) -> None:
             watch.close()

@@ -54,10 +54,10 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
 
 def _find_unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
     """Indices of the choices within ``limit`` that cost less than all that take no more, from few bytes to many."""
-    order = np.lexsort((cost, taken))
+    order = np.lexsort((cost, taken))  # by bytes, then by cost: lexsort begins with the last key
     order = order[taken[order] <= limit]
     cheapest_so_far = np.minimum.accumulate(cost[order])
-    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]
+    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]  # inf: the first always stays
     if len(order) > MOST:
         step = taken[order] // (-(-int(taken[order[-1]] + 1) // MOST))
         order = order[np.append(np.diff(step) > 0, True)]  # the last of a step is its cheapest

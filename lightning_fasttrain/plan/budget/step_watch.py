@@ -106,6 +106,7 @@ class StepWatch:
         self._closed = False
         self._hooks = ExitStack()
         self._end_of_step = ExitStack()
+        # Of all optimizers in the process, because this model's own is made later.
         self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepWatch":
@@ -159,7 +160,7 @@ class StepWatch:
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self._closed or not torch.is_grad_enabled() or self._pending:  # the last: one block is used several times
             return
-        if self._cautious:
+        if self._cautious:  # the larger batch was the pass before
             self._cautious = False
             self._follow(self.plan)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -180,7 +181,7 @@ class StepWatch:
                 self._cautious = True
                 return
             note_once("MemoryBudget: a batch larger than those measured is measured too")
-            if self._stage is _Stage.DONE:
+            if self._stage is _Stage.DONE:  # only then were the steps left unwatched
                 for optimizer in self._optimizers:
                     self._watch_step(optimizer)
             self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
@@ -189,6 +190,7 @@ class StepWatch:
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Hook: an optimizer has stepped; the first of this model's that does ends the first step."""
+        # -1: no backward is running. Optimizers that step inside of one step many times before the step is over.
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
             return
         mine = {id(p) for p in self.model.parameters()}
@@ -213,7 +215,7 @@ class StepWatch:
         self._end_of_step.callback(patch(optimizer, "step", then_end_step))
 
     def _end_step(self) -> None:
-        self._pending.clear()
+        self._pending.clear()  # a forward without a backward leaves its blocks there
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
@@ -229,6 +231,7 @@ class StepWatch:
 
     def _open_window(self, *held: Any) -> None:
         """Measure from here to the end of a step; where another meter does that, later."""
+        # On the CPU memory is measured by torch's profiler, of which a process can run one at a time.
         busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()
         if self._window is None and not busy:
             self._segments = [""]
@@ -271,6 +274,7 @@ class StepWatch:
         plan = self.plan
         assert plan is not None
         peak = int(highest_of_all([peak], self._device)[0])
+        # Where nothing is held there is nothing left to give up.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
             self._misses += 1  # go back ever further, and in the end to what is known to fit
             back = (peak - plan.limit_bytes) << self._misses
@@ -288,7 +292,7 @@ class StepWatch:
         assert plan is not None
         ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
-        if ms or not plan.predicted_ms:
+        if ms or not plan.predicted_ms:  # 0 although some was expected: compiled code recomputes out of sight
             self._tell(plan.with_measured(plan.measured_bytes, ms))
         self._stage, self._stopwatch = _Stage.DONE, None
         self._end_of_step.close()

@@ -1,7 +1,7 @@
 """Every tensor that a step on fake tensors would allocate: how large, what for, by whom, from when until when."""
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +18,8 @@ from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 
 FOR_EVER = 2**62
 
-Workspace = Callable[[Any, Any], int]
-Kept = Callable[[Any, Any], tuple[Tensor, int]]
+Workspace = Callable[[Sequence[Any], Any], int]
+Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
 
 
 @dataclass
@@ -117,18 +117,20 @@ class AllocationTrace(AssumedNumbers):
         return result
 
     def _phase(self) -> str:
+        # The engine runs nodes without gradients, and checkpointing switches them on to run a block once more.
         recomputing = self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None
         return "recomputation" if recomputing else self.phase
 
     def _module(self) -> str:
         if self._inside:
             return self._inside[-1]
+        # No hook tells of modules in a backward; the node tells which operation of the forward it belongs to.
         node = _current_node()
         return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
 
     def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage._cdata  # of the memory itself, which all views share
         if key in self._alive:
             return self._alive[key][1]
         if tensor.device.type != "cpu":
@@ -142,7 +144,7 @@ class AllocationTrace(AssumedNumbers):
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
         allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
         self.now += 1
-        allocation.died, allocation.outlived = self.now, False
+        allocation.died, allocation.outlived = self.now, False  # gone when its kernel ends
 
     def _allocate(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
         self.now += 1
@@ -152,7 +154,7 @@ class AllocationTrace(AssumedNumbers):
     def _round_up(self, nbytes: int) -> int:
         return -(-nbytes // self.granule) * self.granule
 
-    def _forget(self, key: int, _: Any) -> None:
+    def _forget(self, key: int, _: weakref.ref[Any]) -> None:
         self.now += 1
         allocation = self._alive.pop(key)[1]
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
@@ -182,6 +184,7 @@ class AllocationTrace(AssumedNumbers):
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
+                # Always: checkpointing ends a recomputation early by raising, out of modules that have been entered.
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for name, parameter in model.named_parameters():
                 self.mark(parameter, "parameters", name)
@@ -192,10 +195,10 @@ class AllocationTrace(AssumedNumbers):
                 self.mark(tensor, "parameters", name)
             yield
 
-    def _enter(self, name: str, *_: Any) -> None:
+    def _enter(self, name: str, *_: object) -> None:
         self._inside.append(name)
 
-    def _leave(self, *_: Any) -> None:
+    def _leave(self, *_: object) -> None:
         self._inside.pop()
 
     def _mark_gradient(self, name: str, parameter: Tensor) -> None:

@@ -36,6 +36,7 @@ class AsOnCuda(TorchFunctionMode):
         if func is F.dropout:
             return _fused_dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
+            # Without dropout: on the CPU no fused kernel takes it, and on CUDA it keeps a seed rather than a mask.
             return _attention(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
         if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
@@ -61,5 +62,6 @@ def _in_float32(tensor: Tensor) -> Tensor:
 def step_in_lists_(optimizer: Optimizer) -> None:
     """Where the optimizer was left to choose, it updates all parameters at once on CUDA: a list of temporaries."""
     for group in optimizer.param_groups:
+        # 0 where the optimizer has no such setting; None is the setting of one that chooses by the device.
         if group.get("foreach", 0) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

@@ -34,6 +34,7 @@ class AssumedNumbers(TorchDispatchMode):
             return _grouped_product(*args, **kwargs)
         if func is ops.aten.masked_select.default:
             self.assumed += 1
+            # As if all were selected, which is the most that there can be.
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         try:
             return func(*args, **kwargs)

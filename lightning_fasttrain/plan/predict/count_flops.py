@@ -41,7 +41,7 @@ def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = 
         ``FlopCounterMode``.
     """
     mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    with isolate_rng(include_cuda=False), explaining_errors():
+    with isolate_rng(include_cuda=False), explaining_errors():  # nothing on CUDA is drawn, and asking would start it
         net = fake_module(module, mode)
         forward = forward_of(net, loss, Precision())
         # Attention's own kernel for CPUs is one that torch does not count; as matrix products it is counted.

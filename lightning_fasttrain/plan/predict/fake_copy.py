@@ -45,7 +45,7 @@ def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.
         module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):
-            module.configure_model()
+            module.configure_model()  # which has to do nothing the second time, Lightning's docs say
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
     settle_(module, mode, dtype)
     return module
@@ -63,6 +63,7 @@ def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
 def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
+            # The second argument is deepcopy's memo: what is in it counts as copied already.
             return copy.deepcopy(module, _quantized_parts(module, mode))
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
@@ -102,9 +103,10 @@ def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tens
     if plain and not isinstance(tensor, nn.Parameter):
         return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage stay so
     with mode:
+        # With its strides: an expanded tensor takes no more memory than it did.
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
     return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass

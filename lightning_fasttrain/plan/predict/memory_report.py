@@ -104,6 +104,7 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     peaks = dict(now)
     total, peak_bytes, peak = 0, -1, (since, counted[0])
+    # Times differ, except at `since`; sorting is stable, so what was there then is counted first.
     for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
         category = allocation.category
         now[category] += change
@@ -132,6 +133,7 @@ def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for allocation in held:
         module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)
+        # Parameters, gradients and states are put together, whichever operation made each of them.
         op = allocation.op if allocation.category in ("activations", "temporaries") else ""
         groups.setdefault((module, allocation.category, op), []).append(allocation.nbytes)
     holders = [Holder(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]

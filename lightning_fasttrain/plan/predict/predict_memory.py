@@ -34,6 +34,7 @@ from lightning_fasttrain.technique import Technique, apply, check_together
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
+    # Autocast is switched on for one kind of device, and fake tensors are on the CPU.
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
@@ -153,12 +154,12 @@ def _trace_steps(
         undo.enter_context(mode)
         undo.enter_context(apply(net, surgeons))
         settle_(net, mode, dtype)  # what adapters have added
-        trace.workspace = {**trace.workspace, **quantized_workspace()}
+        trace.workspace = {**trace.workspace, **quantized_workspace()}  # now: techniques may have imported bitsandbytes
         with AssumedNumbers(truth=False):
             stepper = _make_optimizer(net, optimizer)
         for act in planned.on_optimizer:
             act(stepper)
-        undo.enter_context(trace)
+        undo.enter_context(trace)  # the optimizer is made before: how it builds its state is no part of a step
         undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
@@ -200,7 +201,7 @@ def _step(
             loss = loss_of(forward(part))
             trace.phase = "backward"
             _backward(loss)
-            del loss
+            del loss  # it holds the graph, which the next part's forward would have beside its own
     trace.phase = "optimizer step"
     if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes none of the device
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
@@ -227,7 +228,7 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
             if loss is not None:
                 return loss(net, batch)
             assert isinstance(net, L.LightningModule)
-            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)
+            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)  # as Lightning asks
             return net.training_step(batch, 0) if takes_index else net.training_step(batch)
 
     return step

@@ -9,6 +9,7 @@ bfloat16 matrix products, a few per cent of a step.
 
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, backends, bfloat16, channels_last, get_num_threads, ops
@@ -30,7 +31,7 @@ def _has_channels_last(image: Tensor) -> bool:
     return image.ndim == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=channels_last)
 
 
-def _convolution(arguments: Any, output: Tensor) -> int:
+def _convolution(arguments: Sequence[Any], output: Tensor) -> int:
     inputs, weight, transposed = arguments[0], arguments[1], arguments[6]
     if _has_channels_last(inputs):
         return 2 * weight.nbytes
@@ -42,7 +43,7 @@ def _convolution(arguments: Any, output: Tensor) -> int:
     )
 
 
-def _convolution_backward(arguments: Any, _: Any) -> int:
+def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
     gradient, inputs, weight, stride, (for_inputs, *_rest) = *arguments[:3], arguments[4], arguments[-1]
     groups = arguments[9]
     if _has_channels_last(inputs):
@@ -76,20 +77,20 @@ def _in_blocks(channels: int) -> int:
     return -(-channels // BLOCK) * BLOCK
 
 
-def _batch_norm_backward(arguments: Any, _: Any) -> int:
+def _batch_norm_backward(arguments: Sequence[Any], _: object) -> int:
     return arguments[1].nbytes
 
 
-def _lstm(arguments: Any, result: Any) -> int:
+def _lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> int:
     gates = 0 if result[0].dtype is bfloat16 else 4 * result[0].nbytes
     return gates + arguments[1].nbytes + arguments[2].nbytes
 
 
-def _lstm_backward(arguments: Any, _: Any) -> int:
+def _lstm_backward(arguments: Sequence[Any], _: object) -> int:
     return 5 * arguments[7].nbytes + 2 * (arguments[1].nbytes + arguments[2].nbytes)
 
 
-def _kept_by_lstm(arguments: Any, result: Any) -> tuple[Tensor, int]:
+def _kept_by_lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Gates and states of all times wait for the backward in a tensor that has no size in a fake run."""
     inputs, outputs, kept = arguments[0], result[0], result[3]
     numbers = 9.6 * outputs.numel() + 6 * max(inputs.numel(), outputs.numel())
@@ -110,7 +111,7 @@ def quantized_workspace() -> dict[Any, Workspace]:
     if sys.modules.get("bitsandbytes") is None:
         return {}
 
-    def count_dequantized(arguments: Any, _: Any) -> int:
+    def count_dequantized(arguments: Sequence[Any], _: object) -> int:
         inputs, (rows, columns), block = arguments[0], arguments[2], arguments[4]
         return inputs.element_size() * rows * columns + 4 * math.ceil(rows * columns / block)
 

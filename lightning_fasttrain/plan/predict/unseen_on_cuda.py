@@ -4,6 +4,7 @@ The operations are those that a fake run on the CPU performs, named beside what 
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, ops
@@ -17,7 +18,7 @@ FEWEST_VALUES, MOST_VALUES = 16, 256  # that a thread should sum up
 FLOAT32 = 4
 
 
-def _sum(arguments: Any, _: Any) -> int:
+def _sum(arguments: Sequence[Any], _: object) -> int:
     """The sum over all rows, such as a bias's gradient: thread blocks that share a column put partial sums in memory.
 
     Source:
@@ -38,10 +39,11 @@ def _sum(arguments: Any, _: Any) -> int:
     return FLOAT32 * columns * blocks * width * VECTOR if blocks > 1 else 0
 
 
-def _rows(table: Tensor, axes: Any) -> int:
+def _rows(table: Tensor, axes: Sequence[int] | None) -> int:
     """How many numbers are summed up in each column; 0 where the columns are no neighbours in memory."""
     if not table.ndim:
         return 0
+    # No axes means all of them; negative ones count from the end.
     summed = {axis % table.ndim for axis in axes or range(table.ndim)}
     if table.ndim - 1 in summed or table.stride(-1) != 1:
         return 0
@@ -56,13 +58,13 @@ def _block(columns: int, rows: int) -> tuple[int, int]:
     return min(wide, most // height), height
 
 
-def _attention_backward(arguments: Any, _: Any) -> int:
+def _attention_backward(arguments: Sequence[Any], _: object) -> int:
     """The queries' gradients are summed up in float32, beside one number a query."""
     query = arguments[1]
     return FLOAT32 * (query.numel() + query.numel() // query.shape[-1])
 
 
-def _softmax_backward(arguments: Any, _: Any) -> int:
+def _softmax_backward(arguments: Sequence[Any], _: object) -> int:
     return arguments[0].nbytes
 
 

@@ -91,7 +91,7 @@ def _of_numbers(
 ) -> Distance | None:
     """The worst of a few numbers."""
     names = [str(number) for number in range(len(apart))]
-    padded = [*noises, *[0.0] * len(names)]
+    padded = [*noises, *[0.0] * len(names)]  # noise may be known of fewer losses than there are
     named = dict(zip(names, padded, strict=False))
     worst = _of_tensors(what, dict(zip(names, apart, strict=True)), dict(zip(names, sizes, strict=False)), named, allow)
     return worst and Distance(what, worst.error, worst.allowed, "", worst.share)
@@ -109,7 +109,8 @@ def _of_tensors(
 
 
 def _distance(what: str, name: str, apart: float, size: float, noise: float, allow: Allowance) -> Distance:
-    least = max(size, 1e-300)
+    least = max(size, 1e-300)  # a tensor may be zero throughout
+    # times · noise + (32 ε + bound) · size, all absolute.
     allowed = allow.times * noise + (_ROUNDINGS * _EPSILON + (allow.bound or 0.0)) * size
     if apart != apart:  # not a number
         return Distance(what, apart, allowed / least, name, float("inf"))

@@ -29,6 +29,7 @@ def find_empty(record: StepRecord) -> list[str]:
         way_out = "Is it a warm-up that begins with a rate of zero? Then give steps=2 or more"
         return [f"No weight moved in {len(record.losses)} steps. {way_out}."]
     first, last = record.evaluation[0], record.evaluation[-1]
+    # In 16 bits a loss may well round to the same number after one step.
     if first is not None and first == last and not _in_half_precision(record):
         return ["The loss is flat: weights moved, and the same batch has the same loss as before."]
     return []
@@ -127,7 +128,7 @@ def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> list[str]:
             continue
         before = _structure(model)
         undo = technique.apply(model)
-        if undo is None and _structure(model) == before:
+        if undo is None and _structure(model) == before:  # who returns an undo has done something
             idle.append(f"{technique} changed nothing.")
     return idle
 

@@ -147,9 +147,10 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
                 "enable_model_summary": False,
                 "use_distributed_sampler": False,
                 "limit_val_batches": 0,
-                "max_epochs": 1000,
+                "max_epochs": 1000,  # what Lightning takes where nothing is said, without its warning
                 **of.settings,
             },
+            # The one that ends the run is last, so that the watcher sees the end of the last batch.
             callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
         )
         loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
@@ -236,7 +237,7 @@ class _Recorder(L.Callback):
             if parameter.requires_grad:
                 record.trains.append(name)
                 record.before[name] = _keep(parameter)
-                parameter.register_hook(self._arrive(name))
+                parameter.register_hook(self._arrive(name))  # called before the gradient is added to `grad`
         if not record.trains:
             why = "no parameter requires a gradient, so there is no training to compare"
             raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
@@ -262,6 +263,7 @@ class _Recorder(L.Callback):
         if batch_idx == 0:
             self.first = copy_batch(batch)
             self.record.evaluation.append(self._evaluate(trainer, pl_module))
+        # After the evaluation, which may draw: the step has to begin with the same numbers in every record.
         if batch_idx % self.window == 0:
             _seed(batch_idx // self.window)
         if batch_idx == 0:
@@ -284,7 +286,7 @@ class _Recorder(L.Callback):
             record.losses.append(float(loss_of(outputs)))
         if batch_idx == 0:
             record.draws = _numbers(random_state()) != self.drawn
-            record.gradients = record.gradients or self.arrived
+            record.gradients = record.gradients or self.arrived  # an optimizer that steps in the backward calls no hook
             for technique in trainer.callbacks:
                 if isinstance(technique, Technique) and (idle := technique.why_idle(pl_module)):
                     record.idle[type(technique).__name__] = idle[0]
@@ -311,7 +313,7 @@ class _Recorder(L.Callback):
         if self.window > 1:  # this is a part of a batch, whose loss is another
             return None
         put_back = remember([module])
-        modes = [(each, each.training) for each in module.modules()]
+        modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
         restore_log = patch(module, "log", _say_nothing)
         restore_dropout = without_dropout(module)
         module.train(training)
@@ -320,6 +322,7 @@ class _Recorder(L.Callback):
             arguments.pop()
         try:
             with torch.no_grad():
+                # The strategy's rather than the module's own: it casts as the precision says.
                 return float(loss_of(trainer.strategy.training_step(*arguments)))
         except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
             return None
@@ -356,7 +359,7 @@ def _keep(tensor: Tensor) -> Tensor:
     return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass
 
 

@@ -75,10 +75,11 @@ class Verification:
     def guilty(self) -> tuple[str, ...]:
         """The techniques that do not keep what they promise when they act alone."""
         alone = [row.techniques[0] for row in self.rows if len(row.techniques) == 1 and not row.ok]
-        return tuple(dict.fromkeys(alone))
+        return tuple(dict.fromkeys(alone))  # each once, though it was run in several precisions
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
+        # asdict knows fields alone, and these two are properties.
         rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok} for row in self.rows]
         return {**asdict(self), "rows": rows, "guilty": self.guilty, "ok": self.ok}
 

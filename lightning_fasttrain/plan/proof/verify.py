@@ -203,6 +203,7 @@ class _Proof:
         steps = replace(exact.steps, module=self.module, settings={**self.settings, "precision": precision})
         plain = record_steps(steps)
         record = self._with_changes(steps, plain)
+        # Of all entries first, to find which of them mean something; then of those alone, as they are compared.
         noise = measure_distances(exact.record, record, {})
         meaning = find_meaning(record, noise)
         noise = measure_distances(exact.record, record, meaning)
@@ -212,6 +213,7 @@ class _Proof:
         return record_steps(steps, self.changing) if self.changing else plain
 
     def _measure_noise(self, steps: Steps, record: StepRecord) -> Distances:
+        # Two, because one alone may move a tensor little by chance.
         moved = [record_steps(steps, self.changing, change=nudge(seed)) for seed in range(2)]
         turned = self._turn_rows(steps, record)
         noisy = [*moved, turned] if turned is not None else moved
@@ -240,10 +242,11 @@ class _Proof:
             together = [exact, comparable]
         wholes = [self._try(reference, precision, techniques) for techniques in together if techniques]
         self.rows += wholes
-        if all(row.ok for row in wholes) or len(comparable) < 2:
+        if all(row.ok for row in wholes) or len(comparable) < 2:  # one alone has been tried
             return
         alone = [self._try(reference, precision, [technique]) for technique in comparable]
         self.rows += alone
+        # Each keeps its promise alone, so the fault lies between some of them.
         if all(row.ok for row in alone):
             self._name_what_does_not_go_together(reference, precision, comparable)
 
@@ -282,7 +285,7 @@ class _Proof:
             record = record_steps(steps, [*self.changing, *techniques], window=window)
         except Exception as error:
             return Verified(names, precision, exactness.value, failure=first_line(error))
-        bound = sum(technique.bound for technique in techniques)
+        bound = sum(technique.bound for technique in techniques)  # errors add up, at worst
         allow = Allowance(reference.noise, reference.times, bound)
         distances = compare(reference.record, record, reference.meaning, allow)
         self.problems += guards.find_unheld(reference.record, record)
@@ -306,7 +309,7 @@ class _Proof:
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
     """Where techniques make one step of several batches, each batch becomes that many parts."""
     planned = PredictedStep()
-    for technique in copy.deepcopy(techniques):
+    for technique in copy.deepcopy(techniques):  # a user's own may do anything in predict
         with suppress(ValueError):  # one that cannot be predicted
             technique.predict(planned)
     if planned.window == 1:

@@ -77,7 +77,7 @@ def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
     """
     meaning: Meaning = {}
     for name, gradient in plain.gradients.items():
-        typical = noise.gradients.get(name, 0.0) / max(gradient.numel(), 1) ** 0.5
+        typical = noise.gradients.get(name, 0.0) / max(gradient.numel(), 1) ** 0.5  # ‖noise‖ / √n: of one entry
         meaning[name] = gradient.abs().double() > _ABOVE_NOISE * typical
     return meaning
 
@@ -90,8 +90,10 @@ def nudge(seed: int) -> Callable[[nn.Module], None]:
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
+                    # On the CPU, so that all devices move the same weights, by a generator that no step draws from.
                     up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
                     step = torch.finfo(parameter.dtype).eps
+                    # Just below a power of two numbers lie half as far apart as just above it.
                     parameter.mul_(torch.where(up, 1 + step, 1 - step / 2).to(parameter.dtype))
 
     return change

@@ -26,10 +26,10 @@ class Place:
     """One ModelCheckpoint of a run.
 
     Attributes:
-        folder: where it writes; None if that is not a folder of this machine.
-        kept: checkpoints that it will have at most at once; infinite if nobody can say.
-        there: those of them that lie there already, as of a run that goes on.
-        all_kept: whether it keeps all that it saves.
+        folder: where it writes; None if that is no folder of this machine.
+        kept: the most checkpoints that will be there at the same time; infinite where this cannot be known.
+        there: how many of these exist already, because the run goes on from an earlier one.
+        all_kept: whether it never removes a checkpoint.
     """
 
     folder: Path | None
@@ -74,14 +74,14 @@ def find_places(trainer: L.Trainer) -> list[Place]:
 
 def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     """How many checkpoints it will have at most at once: an upper bound."""
-    last = 1 if writer.save_last is True else 0
+    last = 1 if writer.save_last is True else 0  # "link" makes a link, which takes no room
     if writer.save_top_k == -1:
         return _count_saves(trainer, writer) + last
     return min(writer.save_top_k, _count_saves(trainer, writer)) + last
 
 
 def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
-    steps = float(trainer.estimated_stepping_batches)
+    steps = float(trainer.estimated_stepping_batches)  # infinite for a run without an end
     if writer._every_n_train_steps > 0:
         return steps // writer._every_n_train_steps
     if writer._train_time_interval is not None:
@@ -129,7 +129,7 @@ def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, f
     needed = int(sum(place.kept - place.there for place in places) + 1) * nbytes
     what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB too little"
     why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
-    fit = free // max(1, nbytes) - 1
+    fit = free // max(1, nbytes) - 1  # one is written before another is removed
     way_out = "Free some space, or give ModelCheckpoint another dirpath"
     if fit >= 1:
         way_out = f"Keep fewer: ModelCheckpoint(save_top_k={fit}), or free some space"
@@ -170,7 +170,7 @@ def _make_folder(places: list[Place], stack: ExitStack) -> Path:
     folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    stack.enter_context(mark_folder(folder))
+    stack.enter_context(mark_folder(folder))  # left first: its lock is let go, then the folder is removed
     return folder
 
 

@@ -36,9 +36,10 @@ def go_on_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
         return
     resumed = _resume(on, saving)
     on.raise_on_all(_find_other_content(on, whole, resumed))
+    # Losses as text, in which NaN equals NaN.
     differ = find_differences({**whole.end, "loss": str(whole.losses)}, {**resumed.end, "loss": str(resumed.losses)})
     how = "the next step is the uninterrupted run's, bit for bit"
-    if any(on.ask_all(bool(differ))):
+    if any(on.ask_all(bool(differ))):  # one more run takes all ranks
         again = _resume(on, saving)
         on.raise_on_all(_explain_difference(whole, resumed, again, differ) if differ else None)
         how = "the next step is the uninterrupted run's, as near as two equal steps are here"
@@ -91,7 +92,7 @@ def _are_near(whole: Course, resumed: Course, again: Course, differ: list[str]) 
         one, other, third = (course.end.get(path) for course in (whole, resumed, again))
         zero = torch.zeros_like(one) if isinstance(one, torch.Tensor) else 0.0
         allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_distance(one, zero)
-        if not measure_distance(one, other) <= allowed:
+        if not measure_distance(one, other) <= allowed:  # NaN is not near
             return False
     return True
 

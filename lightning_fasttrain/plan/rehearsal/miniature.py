@@ -74,14 +74,14 @@ class Follower(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.saving is None:
-            self._record(trainer, pl_module)
+            self._record(trainer, pl_module)  # Lightning has restored everything by now
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.course.reached = "a training step"
         if self.began is None:
-            self.course.losses = []
+            self.course.losses = []  # those of the last step are kept
             self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(

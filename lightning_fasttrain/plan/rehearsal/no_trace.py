@@ -28,15 +28,15 @@ def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[
         gc.collect()  # the copies hold one another
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        move_back()
+        move_back()  # once the copies' memory is free
         _set_switches(switches)
         if dict(os.environ) != environment:
             os.environ.clear()
             os.environ.update(environment)
-        dynamo: Any = sys.modules.get("torch._dynamo")
+        dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
             dynamo.reset()  # what was compiled for the copies counts against the limit of recompilations
-        set_random_state(numbers)
+        set_random_state(numbers)  # last, since what comes before may draw
 
 
 def _switches() -> tuple[Any, ...]:
@@ -61,6 +61,7 @@ def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
         held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in held:
         alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # others see the same memory, as in an LSTM
+        # Subclasses, as of quantised weights, may hold other tensors, which `data` does not move.
         if tensor.is_cuda and alone and type(tensor) in (Tensor, nn.Parameter):
             parked.append((tensor, tensor.device))
             tensor.data = tensor.data.cpu()

@@ -56,10 +56,10 @@ def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
             raise RehearsalError(explain(f"the loader is a {type(loader).__name__}", why, way_out))
     numbers = random_state()
     states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
-    fresh = copy.copy(loaders)
+    fresh = copy.copy(loaders)  # it keeps the mode in which the loaders are combined
     fresh.flattened = [_copy_loader(loader) for loader in plain]
     try:
-        yield (item[0] for item in iter(fresh))
+        yield (item[0] for item in iter(fresh))  # of batch, its number, and its loader's number
     finally:
         fresh.reset()  # which ends the workers
         for generator, state in states:

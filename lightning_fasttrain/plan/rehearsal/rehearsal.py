@@ -156,6 +156,7 @@ class Rehearsal(Onlooker):
         return None if self.report is None else self.report.predicted_bytes
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Both the first technique and Lightning's setup call it, and a validation alone is not rehearsed.
         if trainer.state.fn != TrainerFn.FITTING or self.report is not None or self._run is not None:
             return
         try:

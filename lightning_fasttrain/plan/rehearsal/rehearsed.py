@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import lightning as L
 import torch
@@ -20,6 +20,8 @@ from lightning_fasttrain.plan.rehearsal.reading_ahead import Sample, reading_ahe
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
+
+A = TypeVar("A")
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Rehearsed:
         """Those of an epoch in small: a whole window, and a short one."""
         return fill_up(self.sample.first, self.window + 1)
 
-    def ask_all(self, answer: Any) -> list[Any]:
+    def ask_all(self, answer: A) -> list[A]:
         """What each rank answers: plain values. All ranks must ask."""
         everyone = gather(pack({"answer": answer}), self.trainer.strategy.root_device)
         return [unpack(one)["answer"] for one in everyone]
@@ -104,7 +106,7 @@ def explain_errors(course: Course, during: str = "") -> Iterator[None]:
     """Any error of a run in small, as the one error of the rehearsal. It ends this rank at once, as in the run."""
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except torch.OutOfMemoryError as error:  # before Exception, of which it is one
         what = f"rehearsing {during}{course.reached}"
         why = f"out of memory: {first_line(error)}".rstrip(".")
         way_out = 'Give ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -55,7 +56,8 @@ class RunCopy:
     """What a run is made of.
 
     Attributes:
-        module, callbacks, datamodule: copies that stay as they are; each run gets copies of them.
+        module, callbacks: copies that stay as they are; each run gets copies of them.
+        datamodule: the run's own; each run gets a shallow copy with other loaders.
         settings: of its Trainer.
         plugins: its precision, and its checkpoint plugin if that is none of Lightning's.
         notes: what could not be copied.
@@ -76,7 +78,7 @@ class RunCopy:
     def fresh_module(self) -> L.LightningModule:
         """A copy that prepares no data, and brings no callbacks: those of the run are all among ours."""
         module = copy.deepcopy(self.module)
-        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)
+        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)  # the run has prepared the data
         module.configure_callbacks = _no_callbacks
         return module
 
@@ -107,7 +109,7 @@ class RunCopy:
         validation: Sequence[Sequence[Any]],
         follower: L.Callback,
         where: dict[str, Any],
-        ckpt_path: Any = None,
+        ckpt_path: Path | None = None,
     ) -> None:
         """Run copies of it all in a Trainer of their own, until ``follower`` raises :class:`EnoughError`.
 
@@ -129,8 +131,8 @@ class RunCopy:
                 logger=DummyLogger(),
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                use_distributed_sampler=False,
-                num_sanity_val_steps=0,
+                use_distributed_sampler=False,  # the batches are this rank's already
+                num_sanity_val_steps=0,  # the one validation that counts comes at the end of the epoch
             )
             loaders: Any = [_as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
@@ -185,7 +187,7 @@ def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.Lightning
     alone = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(alone).pop(name, None)
-    return copy.deepcopy(alone, {id(trainer): None, id(module): None})
+    return copy.deepcopy(alone, {id(trainer): None, id(module): None})  # the memo: references to these become None
 
 
 def _epochs_again(trainer: L.Trainer) -> int:
@@ -205,7 +207,7 @@ def _without_last_words(callback: L.Callback) -> L.Callback:
     return callback
 
 
-def _say_nothing(*_: Any, **__: Any) -> None:
+def _say_nothing(*_: object, **__: object) -> None:
     pass
 
 

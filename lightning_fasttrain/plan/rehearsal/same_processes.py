@@ -54,6 +54,7 @@ class SameProcesses(ClusterEnvironment):
 def find_unrehearsable(trainer: L.Trainer) -> str | None:
     """Why no second run can go on beside this one; None if it can."""
     strategy = trainer.strategy
+    # Exactly DDP: DeepSpeed's strategy, which shards, inherits from it.
     if type(strategy) is DDPStrategy or isinstance(strategy, SingleDeviceStrategy):
         return None
     return f"under {type(strategy).__name__} no copy can be run beside"
@@ -73,5 +74,5 @@ def devices_again(trainer: L.Trainer) -> dict[str, Any]:
 def one_device_again(trainer: L.Trainer) -> dict[str, Any]:
     """The same for this rank alone."""
     device = trainer.strategy.root_device
-    devices: Any = 1 if device.index is None else [device.index]
+    devices: int | list[int] = 1 if device.index is None else [device.index]
     return {"accelerator": type(trainer.accelerator)(), "devices": devices}

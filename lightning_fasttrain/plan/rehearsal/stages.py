@@ -161,5 +161,6 @@ def run_largest(on: Rehearsed) -> None:
     size = f"{describe_batch(largest)}, the largest of {sample.seen}, where the first is {first}"
     batches = [*fill_up(sample.first, on.window), largest]
     with explain_errors(Course(reached=f"the largest batch ({size})")):
+        # One more than is run, so that nothing of an epoch's end is done.
         on.run.fit([*batches, largest], [], StopAfter(len(batches)), devices_again(on.trainer))
     on.report.tell("largest batch", f"{size}, went well")

@@ -54,7 +54,7 @@ def _attributes(owner: str, thing: object) -> Iterator[tuple[str, Any]]:
             yield f"{owner}.{name}", _keep(value)
 
 
-def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, part in value.items():
             yield from _flatten(f"{path}.{key}", part)
@@ -69,7 +69,7 @@ def _flatten(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _keep(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()
+    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()  # cpu() alone may copy nothing
 
 
 def find_differences(one: State, other: State) -> list[str]:
@@ -84,9 +84,9 @@ def find_differences(one: State, other: State) -> list[str]:
     return [path for path in paths if path not in one or path not in other or not _are_same(one[path], other[path])]
 
 
-def _are_same(one: Any, other: Any) -> bool:
+def _are_same(one: object, other: object) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return bool(torch.equal(_bits(one), _bits(other)))
@@ -94,10 +94,11 @@ def _are_same(one: Any, other: Any) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, in which what is not a number equals itself."""
+    # With one axis at least: a tensor without cannot be viewed in numbers of another size.
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def measure_distance(one: Any, other: Any) -> float:
+def measure_distance(one: object, other: object) -> float:
     """How far two values are apart; infinite where that is no number."""
     if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
         return float((one.double() - other.double()).norm())
@@ -106,7 +107,7 @@ def measure_distance(one: Any, other: Any) -> float:
     return float("inf")
 
 
-def describe(value: Any) -> str:
+def describe(value: object) -> str:
     """In few words."""
     if isinstance(value, Tensor) and value.numel() != 1:
         return f"a tensor of {' × '.join(map(str, value.shape))}"
