@@ -24,7 +24,9 @@ def memory_page(record: MemoryRecord) -> str:
         change, place, taken = point.change, ("", "", "", ""), 0
         if change is not None:
             place = change.category, change.name, change.module, change.op
+            # The moment tells whether it was taken or given back.
             taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
+        # Names are many and long, so each point has a number instead.
         points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
     data = {
         "categories": CATEGORIES,
@@ -43,6 +45,7 @@ def memory_page(record: MemoryRecord) -> str:
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
+        # Last of all parts, since a name in it may look like the place of another.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can begin in it
     }
     return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), _PAGE)

@@ -106,13 +106,14 @@ class MemoryRecord:
         now = dict.fromkeys(CATEGORIES, 0)
         changes: list[tuple[float, int, Allocation]] = []
         for allocation in self.allocations:
-            if allocation.begin_ms <= 0:
+            if allocation.begin_ms <= 0:  # was there before: part of the first point
                 now[allocation.category] += allocation.nbytes
             else:
                 changes.append((allocation.begin_ms, allocation.nbytes, allocation))
             if allocation.end_ms < inf:
                 changes.append((allocation.end_ms, -allocation.nbytes, allocation))
         yield Point(0.0, tuple(now.values()), None)
+        # By time, and of one moment what is given back first, so that no peak is made up. Allocations have no order.
         for ms, nbytes, allocation in sorted(changes, key=lambda change: change[:2]):
             now[allocation.category] += nbytes
             yield Point(ms, tuple(now.values()), allocation)
@@ -126,6 +127,7 @@ class MemoryRecord:
     def climb(self) -> Allocation | None:
         """What brought memory to within 1% of the peak, which a few bytes more may then make; None if it was there."""
         i = self.points.index(self.peak)
+        # The peak may be the last of many small changes.
         while i > 0 and self.points[i - 1].total >= 0.99 * self.peak_bytes:
             i -= 1
         return self.points[i].change
@@ -159,6 +161,7 @@ class MemoryRecord:
 
     def sample(self, most: int = 4000) -> list[Point]:
         """About so many of the points: of each equal stretch of time the highest and the last, so the peak stays."""
+        # Two points are kept of each stretch; 1.0 where the record has no length.
         stretch_ms = self.end_ms / (most // 2) or 1.0
         highest: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -174,7 +177,7 @@ class MemoryRecord:
         columns = [column.name for column in fields(Allocation)]
         rows = []
         for a in self.allocations:
-            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}
+            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}  # JSON has no infinity
             rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}
