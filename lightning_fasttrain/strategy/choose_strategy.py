@@ -104,9 +104,11 @@ class StrategyChoice:
                 return "auto"
             made: Any = DDPStrategy(**settings)
         elif kind.startswith("fsdp2"):
+            # Settings given here win over what was chosen.
             made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
+        # On the instance, so that it is asked first: in setup_environment the processes meet.
         made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
         return made
 
@@ -162,7 +164,7 @@ def _meet(strategy: Any, name: str, devices: int) -> None:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
         why = "what each rank holds depends on their number"
         raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
-    type(strategy).setup_environment(strategy)
+    type(strategy).setup_environment(strategy)  # the class's own, since this function stands on the instance
 
 
 def choose_strategy(
@@ -231,7 +233,7 @@ def choose_strategy(
     if batch is not None and activation_gib is not None:
         raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
     usable = int(_memory_of(memory_gib) * (1 - headroom))
-    deepspeed = held_by(module, optimizer, devices, precision)
+    deepspeed = held_by(module, optimizer, devices, precision)  # as DeepSpeed casts it, and below as torch does
     own = deepspeed.as_torch_does(precision)
     left_out, note = unfit_family(deepspeed.optimizer)
     sizes = usual_sizes(deepspeed)
@@ -278,10 +280,12 @@ def _activations(
     module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
 ) -> int:
     """All that a step needs beside parameters, gradients and optimizer state, at the peak of forward or backward."""
+    # SGD without momentum keeps no state, so none is in the peak.
     report: MemoryReport = predict_memory(
         module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
     )
     if report.phase == "optimizer step":
+        # The peak is the optimizer's, after the backward, so the split at it says nothing of activations.
         return report.peaks["activations"] + report.peaks["inputs"]
     states = ("parameters", "gradients", "optimizer state")
     return report.peak_bytes - sum(report.at_peak[category] for category in states)
@@ -293,8 +297,9 @@ def _find_excess(needed: int, host_gib: float | None) -> int:
 
 def _pick_best(candidates: tuple[Candidate, ...]) -> Candidate | None:
     fitting = [candidate for candidate in candidates if candidate.fits]
-    fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
+    fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting  # only if nothing else fits
     least = min((candidate.traffic.total for candidate in fitting), default=0)
+    # The first in the order of CANDIDATES.
     return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
 
 
@@ -315,6 +320,7 @@ def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activati
 def _nothing_fits(
     candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
 ) -> str:
+    # Of those that are short only of host memory first.
     nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
     return explain_shortage(
         f"Nothing fits, the nearest is {nearest.name}",

@@ -67,6 +67,7 @@ def _read_state(reader: Any) -> None:
     reader.stack[-1].state = state
 
 
+# In Python: the C one has no table of instructions to replace.
 _python_unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -133,7 +134,7 @@ def _info(record: _Record) -> Any:
     path, offset, length = _word(state["relative_path"]), state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise TypeError("the place of a chunk is none")
-    if state.get("transform_descriptors"):
+    if state.get("transform_descriptors"):  # DCP can compress, and then sizes of files say nothing
         raise TypeError("what it lists is compressed")
     if PurePath(path).name != path or path in ("", ".", ".."):
         why = f"it points out of its folder, to {path[:200]!r}"
@@ -204,7 +205,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         self._known = self._known or self._read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
-        self._known.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._known.storage_meta = metadata.StorageMeta(load_id=self.load_id)  # as FileSystemReader does
         return self._known
 
     def _read_index(self, path: Path) -> metadata.Metadata:
@@ -240,6 +241,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Reads plain values, should there be any beside the tensors, as ``weights_only``."""
 
     def __init__(self, **options: Any) -> None:
+        # Names are flat already, and stay as save_sharded wrote them.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

@@ -78,6 +78,7 @@ def keep_packed_(layers: list[Any], groups: Iterable[nn.Module]) -> None:
     for layer in layers:
         settle_4bit_(layer)
         layer.register_state_dict_pre_hook(settle_4bit_)  # ``model.to`` forgets what was on the parameter
+    # From the inside out, the root last: a layer belongs to the first group that has it.
     left = dict.fromkeys(layers)
     for group in groups:
         own = [module for module in group.modules() if module in left]

@@ -58,13 +58,14 @@ class Sharding:
 
     def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: Any, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; once sharded it is left as it is."""
+        # Before anything else, so that a precision is refused on a sharded model too.
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
-        whole = whole_on_rank_zero(model)
+        whole = whole_on_rank_zero(model)  # taken now: afterwards no rank has whole weights
         for module in model.modules():  # quantised layers are left to us, with all that belongs to their weights
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
-            if quantised and not any(p.is_meta for p in quantised):
+            if quantised and not any(p.is_meta for p in quantised):  # on the meta device there is nothing to move
                 module.to(device)
         names = shard_blocks_(
             model,

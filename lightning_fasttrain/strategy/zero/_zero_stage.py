@@ -165,12 +165,14 @@ def choose_together(
     Raises:
         ValueError: nothing fits; on all ranks, with what is missing.
     """
+    # Of the machine, which its ranks share.
     host = require("psutil", extra="deepspeed").virtual_memory().available // local_ranks
     free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if question.memory_gib is not None:
         free = int(question.memory_gib * GIB)
     elif device.type == "cpu":
         host = 0  # it is the device's own memory, so there is nowhere to offload to
+    # Negative: the smallest is then the largest.
     free, host, activations = _find_smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
@@ -189,6 +191,7 @@ def choose_together(
     )
     question.stage = choice.stage
     _show(choice)
+    # Lightning writes the config, so its own defaults are in it.
     made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
     assert made is not None
     given = {
@@ -219,6 +222,7 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
     before = random_state()
     try:
         batch = _a_batch(loader)
+        # Techniques of surgery are in the model already.
         techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
         precision = "32-true" if trainer.precision == "32-true" else "bf16-true"  # DeepSpeed's "mixed" casts the model
         report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
@@ -232,7 +236,7 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
 
 def _a_batch(loader: DataLoader) -> Any:
     """As the loader would make it, without its sampler and workers: they are as if nobody had asked."""
-    dataset: Any = loader.dataset
+    dataset: Any = loader.dataset  # a map-style one, as the caller has made sure
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
     size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]

@@ -72,6 +72,7 @@ def save_whole(
     path = local_path(strategy.broadcast(path))
     about = {"format": "deepspeed", "stage": stage, **mark_of(strategy).facts(step)}
     ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
+    # DeepSpeed saves these two itself.
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, engine.save_alone():
@@ -79,7 +80,7 @@ def save_whole(
             save(folder)
     finally:
         if not roll_call.broken:
-            engine.end_saving()
+            engine.end_saving()  # a collective, so only while all ranks are there
 
 
 @contextmanager
@@ -118,12 +119,13 @@ def folder_to_load(
         return
     _refuse_not_adam(engine)
     with ExitStack() as undo:
+        # Rank zero's answer, so that all go on or none.
         made = strategy.broadcast(_convert(folder, undo) if strategy.global_rank == 0 else None)
         if isinstance(made, Exception):
             raise made
         undo.callback(strategy.barrier)  # before rank zero removes it
         config = engine.deepspeed._config
-        config.load_universal_checkpoint = True
+        config.load_universal_checkpoint = True  # DeepSpeed asks its config while it loads
         try:
             yield made
         finally:
@@ -186,7 +188,7 @@ def _look(
         raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))
     files = sorted(path.rglob("*.pt"))
     if not trusted:
-        for file in files:
+        for file in files:  # each file is unpickled by DeepSpeed, so each is looked at
             _refuse_unknown_classes(file)
     about = manifest.get("about", {})
     mark_of(strategy).go_on_from(about)

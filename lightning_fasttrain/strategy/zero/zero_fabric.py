@@ -103,6 +103,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def _setup_on_cpu(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
+        # As Lightning's own setup does, which refuses a CPU.
         reset_seed()
         self._set_world_ranks()
         with engines.without_needless_ops(self.root_device.type):
@@ -114,7 +115,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         """The run is over."""
         super().teardown()
-        self._leave()
+        self._leave()  # puts back what engines.enter changed
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         """Choose the stage if it is to be chosen, and make the engine.
@@ -140,7 +141,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
-        index = self.root_device.index
+        index = self.root_device.index  # a CPU has no index; DeepSpeed wants a number
         rank = self.local_rank if index is None else index
         self.engine = Engine(self._given_config, model, optimizer, scheduler, rank)
         return self.engine.deepspeed, self.engine.optimizer, self.engine.scheduler
@@ -202,6 +203,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             save(path, state, storage_options, filter)  # which says what is missing
             return
         step = state.get("step")
+        # Models and optimizers are saved by DeepSpeed.
         plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
         save_whole(self, path, self.engine, self.stage, step, lambda f: save(f, state, storage_options, filter), plain)
 
@@ -214,6 +216,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             CorruptCheckpoint: there is none.
             ValueError: it was saved by another number of processes, or holds objects of unknown classes.
         """
+        # Then it is one plain file, which Lightning reads itself.
         weights_alone = self.load_full_weights and self.zero_stage_3
         if not isinstance(state, dict) or not state or weights_alone or self.engine is None:
             return super().load_checkpoint(path, state, strict, weights_only)
