@@ -65,7 +65,7 @@ def matmul_precision_(precision: str) -> Undo:
             cpu_matmul.fp32_precision = before[1]
     if old_cudnn is not None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    for operation in (matmul, conv, rnn):  # cpu_matmul stays: TF32 is CUDA's
+    for operation in (matmul, conv, rnn):  # not cpu_matmul: only what CUDA does is to change
         operation.fp32_precision = precision
 
     def undo() -> None:

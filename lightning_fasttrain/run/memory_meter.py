@@ -205,7 +205,7 @@ def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
             allocated.remove(address)
         now += nbytes
         peaks[-1] = max(peaks[-1], now)
-    return peaks + [now] * (len(marks) + 1 - len(peaks))  # marks after the last change
+    return peaks + [now] * (len(marks) + 1 - len(peaks))
 
 
 def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
@@ -283,7 +283,7 @@ class MemoryMeter(Technique):
         if trainer.state.fn != "fit":
             return None
         self.peak_bytes, self._step, self._in_step = None, -1, False
-        self._due: float = self.warmup  # a float, since it becomes infinite
+        self._due: float = self.warmup
         device = trainer.strategy.root_device.type
         profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may stand before it
         if device not in ("cpu", "cuda"):

@@ -64,7 +64,6 @@ def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Par
 
 def _cut(shape: Sequence[int], ranks: int) -> Shape:
     """The first rank's part of a parameter, which is cut along its first axis."""
-    # A parameter that the ranks do not divide is padded; the first rank has a whole part.
     first, *others = shape or (1,)
     return (ceil_div(first, ranks), *others)
 

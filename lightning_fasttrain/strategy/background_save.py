@@ -81,7 +81,7 @@ class BackgroundSave:
     def wait(self) -> None:
         """Until nothing is in flight. Raises what went wrong."""
         self._join(None)
-        error, self._error = self._error, None  # taken out, so that the next save begins afresh
+        error, self._error = self._error, None
         after, self._after = self._after, []
         if error is not None:
             raise error

@@ -35,7 +35,7 @@ def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path
     answer: list[Any] = [None]
     if rank_here() == 0:
         try:
-            # One rank reads: hashing the files on all of them takes as many times as long.
+            # One rank reads all of it for the checksums: a common disk would be read as often as there are ranks.
             answer = [whole_or_older(path, substitute=substitute)]
         except (ValueError, OSError) as error:
             # Sent instead of raised, or the other ranks would wait for the broadcast.

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from rich.table import Table
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -102,9 +102,8 @@ class StrategyChoice:
         if kind == "ddp":
             if self.devices == 1:
                 return "auto"
-            made: Any = DDPStrategy(**settings)
+            made: DDPStrategy | FSDP2Strategy | ZeROStrategy = DDPStrategy(**settings)
         elif kind.startswith("fsdp2"):
-            # Settings given here win over what was chosen.
             made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
@@ -157,7 +156,7 @@ class StrategyChoice:
         return table
 
 
-def _meet(strategy: Any, name: str, devices: int) -> None:
+def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
     """Instead of ``setup_environment``: refuse another number of processes before they wait for one another."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
@@ -233,7 +232,7 @@ def choose_strategy(
     if batch is not None and activation_gib is not None:
         raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
     usable = int(_memory_of(memory_gib) * (1 - headroom))
-    deepspeed = held_by(module, optimizer, devices, precision)  # as DeepSpeed casts it, and below as torch does
+    deepspeed = held_by(module, optimizer, devices, precision)
     own = deepspeed.as_torch_does(precision)
     left_out, note = unfit_family(deepspeed.optimizer)
     sizes = usual_sizes(deepspeed)
@@ -297,9 +296,8 @@ def _find_excess(needed: int, host_gib: float | None) -> int:
 
 def _pick_best(candidates: tuple[Candidate, ...]) -> Candidate | None:
     fitting = [candidate for candidate in candidates if candidate.fits]
-    fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting  # only if nothing else fits
+    fitting = [candidate for candidate in fitting if not candidate.rounds] or fitting
     least = min((candidate.traffic.total for candidate in fitting), default=0)
-    # The first in the order of CANDIDATES.
     return next((candidate for candidate in fitting if candidate.traffic.total <= least * _ABOUT), None)
 
 

@@ -197,6 +197,5 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
         host += pieces * (MASTER + (2 * micro_batches - 1) * held.size)
     if stage == "3+nvme":
         updated = pieces * 2 * MASTER + held.state(held.pieces())
-        # Read and written in each step.
         nvme = 2 * updated + pieces * held.size + (staying + micro_batches * fetched) // held.ranks
     return Traffic(strategy, between, host, nvme)

@@ -65,7 +65,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             OSError: it could not be written; an older file at ``path`` is as it was.
         """
         refuse_unreadable(checkpoint)
-        if is_remote(path):  # Lightning's own writer, through fsspec
+        if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         # A copy, since the caller's dictionary stays as it was.

@@ -66,7 +66,6 @@ class HangWatch(Technique):
         lightnings = isinstance(launcher, _SubprocessScriptLauncher)
         lightnings = lightnings and isinstance(launcher.cluster_environment, LightningEnvironment)
         children = launcher.procs if lightnings else ()
-        # Local rank 0 of this machine.
         parent_rank = trainer.global_rank - trainer.local_rank if lightnings and trainer.local_rank > 0 else None
         launched = parent_rank is not None or "TORCHELASTIC_RUN_ID" in os.environ
         parent = os.getppid() if launched else None

@@ -97,7 +97,6 @@ class ProgressWatch:
 
     def fail(self, error: BaseException) -> None:
         """A last sign of life: this rank has failed, and what it does now is only to end."""
-        # As traceback prints it: the class and the message.
         self._error = traceback.format_exception_only(error)[-1].strip()
         self.beat("end after an error")
 
@@ -109,7 +108,7 @@ class ProgressWatch:
             self._board = RankBoard()
             self._board.publish(self._mine)
             self._check_parent(self._board)
-        self._watched = threading.get_ident()  # the thread that enters is the one that trains
+        self._watched = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fasttrain-hang-watch")
         self._thread.start()
         return self
@@ -145,7 +144,6 @@ class ProgressWatch:
             now = time.monotonic()
             passed = min(now - last, 2 * self._poll_s)  # no more, if this process was suspended
             last = now
-            # Each sign of life is a new tuple, so identity tells of every one.
             seen, quiet_s = (self._at, 0.0) if self._at is not seen else (seen, quiet_s + passed)
             self._end_without_parent()
             # Goes off if this thread cannot run, without asking for Python's lock; before the others end this process.

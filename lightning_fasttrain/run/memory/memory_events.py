@@ -121,7 +121,7 @@ def name_forwards(model: nn.Module) -> Iterator[Undo]:
         if call is not None or by_block or isinstance(module, torch._dynamo.OptimizedModule):
             compiled.append(f"{name}." if name else "")
         if call is not None:
-            # `compile()` of a module runs this instead of forward.
+            # A module that was compiled with `compile()` is called through this.
             yield patch(module, "_compiled_call_impl", _named_call(name, call))
         elif name:
             yield _NamedForward(module, name).install()

@@ -50,7 +50,6 @@ def save_memory_record(
     content: dict[str, Callable[[], str | Callable[[BinaryIO], object]]] = {
         "html": lambda: memory_page(record),
         "json": record.to_json,
-        # A writer: savefig takes the file itself.
         "png": lambda: lambda file: draw_memory(record).savefig(file, dpi=160),
         "txt": lambda: str(record),
     }

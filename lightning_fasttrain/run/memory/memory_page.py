@@ -26,7 +26,6 @@ def memory_page(record: MemoryRecord) -> str:
             place = change.category, change.name, change.module, change.op
             # The moment tells whether it was taken or given back.
             taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
-        # Names are many and long, so each point has a number instead.
         points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
     data = {
         "categories": CATEGORIES,

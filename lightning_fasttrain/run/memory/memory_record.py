@@ -106,7 +106,7 @@ class MemoryRecord:
         now = dict.fromkeys(CATEGORIES, 0)
         changes: list[tuple[float, int, Allocation]] = []
         for allocation in self.allocations:
-            if allocation.begin_ms <= 0:  # was there before: part of the first point
+            if allocation.begin_ms <= 0:
                 now[allocation.category] += allocation.nbytes
             else:
                 changes.append((allocation.begin_ms, allocation.nbytes, allocation))
@@ -127,7 +127,6 @@ class MemoryRecord:
     def climb(self) -> Allocation | None:
         """What brought memory to within 1% of the peak, which a few bytes more may then make; None if it was there."""
         i = self.points.index(self.peak)
-        # The peak may be the last of many small changes.
         while i > 0 and self.points[i - 1].total >= 0.99 * self.peak_bytes:
             i -= 1
         return self.points[i].change

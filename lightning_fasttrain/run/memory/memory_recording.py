@@ -296,7 +296,7 @@ def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> s
     if phase == "loader":
         return "inputs"
     if phase in ("forward", "recomputation"):
-        goes_on = bisect_right(backward_ms, allocation.begin_ms)  # the next moment at which a backward goes on
+        goes_on = bisect_right(backward_ms, allocation.begin_ms)
         if goes_on < len(backward_ms) and backward_ms[goes_on] < allocation.end_ms:
             return "activations"
     return "temporaries"

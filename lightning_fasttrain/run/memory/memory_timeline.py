@@ -93,7 +93,6 @@ class MemoryTimeline(Technique):
         begins, self._in_step = not self._in_step, True
         self._step += begins
         if self._open is not None:
-            # The first batch of a step, or one that it accumulates.
             (self._open.next_step if begins else self._open.see_batch)(batch)
         elif begins and self._step >= self._due:
             # Two meters of this package may ask for the one profiler in the same step.

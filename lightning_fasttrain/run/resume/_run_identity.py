@@ -38,7 +38,7 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
 
 def about_loader(loader: Any) -> dict[str, Any]:
     """The same about one training loader, before it is read from."""
-    dataset = getattr(loader, "dataset", loader)  # an iterable that is no DataLoader is its own dataset
+    dataset = getattr(loader, "dataset", loader)
     try:
         samples = len(dataset)
     except (TypeError, NotImplementedError):

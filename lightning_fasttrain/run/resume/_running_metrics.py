@@ -78,7 +78,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
     for key, saved in state["logged"].items():
         meta = _Metadata(**saved["meta"])
         if not saved["sums"] and meta.metric_attribute not in metrics:
-            continue  # a metric that this module does not have
+            continue
         should, rank_zero_only = saved["sync"]
         # As LightningModule.log makes it: the strategy reduces.
         meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)

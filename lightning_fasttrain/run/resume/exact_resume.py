@@ -201,7 +201,7 @@ class ExactResume(Technique):
             if held is None:
                 positions.append(None)
             elif ended:
-                positions.append(held.between_passes())  # the next pass begins anew
+                positions.append(held.between_passes())
             else:
                 positions.append(held.position(held.handed_out if follows_user else batches))
         return positions
@@ -278,7 +278,6 @@ class ExactResume(Technique):
             return
         parameters = dict(pl_module.named_parameters())
         for name, grad in state["gradients"][trainer.global_rank].items() if "gradients" in state else ():
-            # To the device and the dtype of now.
             parameters[name].grad = grad.to(parameters[name])
         restore_metrics(trainer, pl_module, mine)
         if state["point"] is SavePoint.EPOCH and state["plateaus"]:

@@ -102,7 +102,7 @@ class FiniteSteps:
         self._statistics = [(buffer, buffer.clone()) for buffer in _statistics_of(model)]
 
         def tell(values: list[float]) -> None:
-            bad, bad_loss = (value != 0 for value in values)  # 1 for bad, 0 for good
+            bad, bad_loss = (value != 0 for value in values)
             if not bad:
                 self.in_a_row = 0
                 self.keep_statistics()
@@ -329,7 +329,6 @@ class FiniteGuard(Technique):
 
 
 def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-    # DDP's wrapper would prepare for a backward that never comes.
     """A training step past the strategy's wrapper. All ranks run it, since a layer may communicate."""
     arguments = [batch]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
@@ -346,6 +345,5 @@ def _share(text: str, trainer: L.Trainer) -> list[str]:
 
 def _statistics_of(model: nn.Module) -> list[Tensor]:
     """What BatchNorm and its kin take of each batch in the forward, whatever becomes of the step."""
-    # BatchNorm, SyncBatchNorm and InstanceNorm.
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

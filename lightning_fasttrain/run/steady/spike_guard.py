@@ -137,7 +137,7 @@ class SteadySteps:
             return
         self.skipped += 1
         self.in_a_row += 1
-        self.after_skip()  # before it may raise, so that schedules are held in any case
+        self.after_skip()
         found = zip(("loss", "gradient norm"), numbers, self.limits, strict=True)
         above = " and ".join(f"{name} {n:.4g} above {limit.value:.4g}" for name, n, limit in found if n > limit.value)
         what = f"a step was skipped: {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}"

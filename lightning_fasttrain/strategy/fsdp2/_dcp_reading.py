@@ -84,7 +84,7 @@ class _PlainReader(_python_unpickler):
     }
 
 
-def _allowed_name(module: Any, name: Any) -> str:
+def _allowed_name(module: object, name: object) -> str:
     full = f"{module}.{name}"
     if full not in _MAKERS and full not in _DTYPES:
         why = "that is no part of an index, and making it could run code"
@@ -93,7 +93,7 @@ def _allowed_name(module: Any, name: Any) -> str:
     return full
 
 
-def _index(record: Any) -> metadata.Metadata:
+def _index(record: object) -> metadata.Metadata:
     """The index that plain data describe."""
     state = _state(record, f"{_METADATA}.Metadata")
     if not isinstance(state["state_dict_metadata"], dict) or not isinstance(state.get("storage_data"), dict):
@@ -129,7 +129,7 @@ def _place(record: _Record) -> metadata.MetadataIndex:
     return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _make(offset), index)
 
 
-def _info(record: _Record) -> Any:
+def _info(record: _Record) -> filesystem._StorageInfo:
     state = _state(record)
     path, offset, length = _word(state["relative_path"]), state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
@@ -172,20 +172,20 @@ _MAKERS: dict[str, Callable[[Any], Any] | None] = {
 }
 
 
-def _make(record: Any) -> Any:
+def _make(record: object) -> Any:
     maker = _MAKERS.get(record.name) if isinstance(record, _Record) else None
     if maker is None:
         raise TypeError(f"a {type(record).__name__} is where a part of an index should be")
     return maker(record)
 
 
-def _state(record: Any, name: str | None = None) -> dict[str, Any]:
+def _state(record: object, name: str | None = None) -> dict[str, Any]:
     if not isinstance(record, _Record) or not isinstance(record.state, dict) or name not in (None, record.name):
         raise TypeError("it is no index")
     return record.state
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if type(value) is not str:
         raise TypeError(f"a name is a {type(value).__name__}")
     return value

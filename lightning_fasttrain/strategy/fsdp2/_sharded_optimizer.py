@@ -45,7 +45,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
-def _refuse_local(optimizer: str, name: str, value: Any, parameter: Tensor) -> None:
+def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -> None:
     # Over one process a shard is the whole.
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return
@@ -129,6 +129,5 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
         what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters"
         why = f"this one has {len(now)}, or groups them differently"
         raise ValueError(explain(what, why, "Group the parameters as they were"))
-    # Settings as they were saved, parameters by the numbers of now.
     groups = [{**old, "params": group["params"]} for old, group in zip(plain["param_groups"], now, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})

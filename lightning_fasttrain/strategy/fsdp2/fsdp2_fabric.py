@@ -147,7 +147,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -170,7 +170,11 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             self._write(path, *states)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        state: nn.Module | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait()
         state = {"model": state} if isinstance(state, nn.Module) else state or {}

@@ -235,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_state(self.model, optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             why = f"{type(self).__name__} writes folders by itself"
             raise TypeError(explain("storage_options", why, "Leave them out"))
@@ -254,7 +254,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         else:
             self._write(path, *states)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """An older checkpoint goes only after the newer one is complete."""
         if self._background is not None:
             # A lambda has no first argument for a bare super().
@@ -262,7 +262,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         else:
             super().remove_checkpoint(filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
         self.wait()  # what is to be loaded may still be written

@@ -144,7 +144,7 @@ class _Script:
         self.how: Callable[[_Line, Tensor, Tensor, bool], Any] | None = None
         self._groups = [group for state in _states(model) for group in state._fsdp_param_groups]
         for group in self._groups:
-            group._all_gather_comm = _Gather(group, self)  # undone by close()
+            group._all_gather_comm = _Gather(group, self)
 
     def close(self) -> None:
         for group in self._groups:
@@ -201,7 +201,7 @@ class _Script:
 def _share_of(group: Any, dtype: torch.dtype) -> Tensor:
     """What this rank gives to a gather."""
     shares = [share for parameter in group.fsdp_params for share in parameter.all_gather_inputs]
-    return torch.cat([share.flatten().view(dtype) for share in shares])  # as one tensor of the gather's dtype
+    return torch.cat([share.flatten().view(dtype) for share in shares])
 
 
 class _Gather:

@@ -68,10 +68,10 @@ def send_from_rank_zero_(
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
             if isinstance(target, DTensor):
                 full = full.as_subclass(Tensor)  # of bitsandbytes' own, in 4 bits
-            full = full.to(device).contiguous()  # what a broadcast needs
+            full = full.to(device).contiguous()
             if isinstance(target, DTensor):
                 # Collective: rank zero scatters, the others receive.
-                parts: Any = distribute_tensor(full, target.device_mesh, target.placements)
+                parts = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())
             elif not _agrees(target):
                 dist.broadcast(full, src=0)

@@ -146,7 +146,6 @@ def shard_blocks_(
     options: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": policy,
-        # Pinned memory is CUDA's.
         "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if offload else OffloadPolicy(),
         "ignored_params": whole,
     }

@@ -196,7 +196,7 @@ def load_full_(
 def _part(full: Any, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return full
-    on_mesh = full.to(like.device_mesh.device_type)  # pieces are made where the mesh is
+    on_mesh = full.to(like.device_mesh.device_type)
     # None: each rank has the whole and takes its part, nothing is sent.
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
@@ -310,7 +310,7 @@ def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return plain
 
 
-def _is_rest(plain: Any) -> bool:
+def _is_rest(plain: object) -> bool:
     """Whether this is what :func:`save_sharded` writes beside the tensors."""
     parts = ("rest", "optimizers", "values")
     if not isinstance(plain, dict) or not all(isinstance(plain.get(part), dict) for part in parts):
@@ -318,7 +318,7 @@ def _is_rest(plain: Any) -> bool:
     return all(map(_is_taken_apart, plain["optimizers"].values()))
 
 
-def _is_taken_apart(state: Any) -> bool:
+def _is_taken_apart(state: object) -> bool:
     """Whether this is the plain part of an optimizer, as :func:`take_apart` makes it."""
     kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
     if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):

@@ -1,7 +1,6 @@
 """What the FSDP2 strategies of both hosts have in common: their options, the mesh, and what is done to a model."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,9 +55,8 @@ class Sharding:
         """Where the host holds shards, norms are reduced over them there too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
 
-    def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: Any, device: torch.device) -> list[str]:
+    def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; once sharded it is left as it is."""
-        # Before anything else, so that a precision is refused on a sharded model too.
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []

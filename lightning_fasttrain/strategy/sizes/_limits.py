@@ -39,7 +39,7 @@ def explain_shortage(
     lacks = [f"{gib(short[0])} GiB on each device"] if short[0] else []
     lacks += [f"{gib(short[1])} GiB of host memory {host}"] if short[1] else []
     takes = f"states {gib(states)} GiB and activations {gib(activations)} GiB of {gib(usable)} GiB usable"
-    if activations > usable // 2:  # then states are not what to save at
+    if activations > usable // 2:
         way_out = "Recompute activations (ActivationCheckpointing) or split the batch (MicroBatching)"
     return explain(f"{nearest} and lacks {' and '.join(lacks)}", takes, way_out)
 

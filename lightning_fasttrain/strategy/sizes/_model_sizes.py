@@ -200,7 +200,6 @@ def _constants(net: nn.Module) -> int:
     found: dict[int, Tensor] = {}
     for layer in net.modules():
         weight: Any = layer._parameters.get("weight")
-        # Stored as bytes, so its constants are what its numbers mean.
         if is_quantized(layer) and not weight.is_floating_point():
             found |= {id(t): t for name, t in quantization_of(layer).items() if name != "weight"}
     return sum(tensor.nbytes for tensor in found.values())

@@ -161,7 +161,6 @@ def _nothing_fits(
     usable: int,
     usable_host: int | None,
 ) -> str:
-    # What lacks only host memory is nearer than what lacks memory of the device.
     nearest, (device, host) = min(looked_at.values(), key=lambda pair: (pair[1][0] > 0, sum(pair[1])))
     if not device and "3+nvme" not in looked_at and usable_host is not None:
         way_out = "Give nvme_path=, a folder on a fast disk"
@@ -169,7 +168,6 @@ def _nothing_fits(
     elif nearest.buffers > nearest.device - nearest.buffers:
         way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
     else:
-        # 8 bits help where state is what takes the memory.
         leaner = ["AdamW8bit"] if nearest.optimizer > nearest.parameters else []
         way_out = name_leaner_ways(leaner, precision, world_size)
     return explain_shortage(

@@ -168,7 +168,7 @@ class Engine:
         self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
         self._windows = 0
         if optimizer is not None:
-            # Lightning counts windows, so a step follows unless it says otherwise.
+            # DeepSpeed is not to count batches: outside of a window each backward is the last before a step.
             self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def release(self) -> None:

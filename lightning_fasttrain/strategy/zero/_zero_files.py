@@ -20,7 +20,7 @@ class Inert(dict):
         super().__init__()
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -79,7 +79,7 @@ class ZeROFiles:
         paths = sorted(folder.glob("*zero_pp_rank_*_mp_rank_00_optim_states.pt"), key=_rank)
         pieces = [read_inert(path)["optimizer_state_dict"] for path in paths]
         stage = _stage(pieces)
-        counts = {_largest_count(piece["partition_count"]) for piece in pieces}  # each rank noted how many there were
+        counts = {_largest_count(piece["partition_count"]) for piece in pieces}
         expected = counts.pop() if len(counts) == 1 else None
         if pieces and (expected != len(pieces) or (stage == 3 and len(models) != expected)):
             why = f"it was saved by {expected}, or in part by an earlier run"
@@ -187,7 +187,7 @@ def _stage(pieces: list[dict[str, Any]]) -> int:
     return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
 
 
-def _largest_count(count: Any) -> int:
+def _largest_count(count: int | list[int]) -> int:
     return max(count) if isinstance(count, list) else int(count)
 
 

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -45,7 +46,7 @@ def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in known or value != known[key].default}
 
 
-def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
+def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, settings: Mapping[str, Any]) -> str:
     """``stage`` as one of :data:`STAGES` or ``"auto"``.
 
     Raises:
@@ -110,11 +111,11 @@ class StageQuestion:
         settings: further arguments of Lightning's strategy.
     """
 
-    stage: Any
+    stage: int | str
     memory_gib: float | None
     headroom: float
     nvme_path: str | None
-    config: Any
+    config: str | Path | dict[str, Any] | None
     settings: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -165,7 +166,6 @@ def choose_together(
     Raises:
         ValueError: nothing fits; on all ranks, with what is missing.
     """
-    # Of the machine, which its ranks share.
     host = require("psutil", extra="deepspeed").virtual_memory().available // local_ranks
     free = host if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
     if question.memory_gib is not None:
@@ -235,7 +235,10 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
 
 
 def _a_batch(loader: DataLoader) -> Any:
-    """As the loader would make it, without its sampler and workers: they are as if nobody had asked."""
+    """One batch as the loader would make it, read from its dataset directly.
+
+    The loader's sampler and workers are not used, so for them nothing has begun.
+    """
     dataset: Any = loader.dataset  # a map-style one, as the caller has made sure
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])

@@ -5,7 +5,7 @@ import contextlib
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,13 @@ def warn_inside_window(inside: bool) -> None:
 
 
 def save_whole(
-    strategy: Any, path: Any, engine: Engine, stage: int, step: Any, save: Callable[[Path], None], plain: Any
+    strategy: Any,
+    path: str | Path,
+    engine: Engine,
+    stage: int,
+    step: int | None,
+    save: Callable[[Path], None],
+    plain: Mapping[str, Any],
 ) -> None:
     """Let all ranks write into a folder beside ``path``, which takes its name when it is complete.
 
@@ -85,7 +91,7 @@ def save_whole(
 
 @contextmanager
 def folder_to_load(
-    strategy: Any, path: Any, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
+    strategy: Any, path: str | Path, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
 ) -> Iterator[Path]:
     """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
@@ -119,7 +125,6 @@ def folder_to_load(
         return
     _refuse_not_adam(engine)
     with ExitStack() as undo:
-        # Rank zero's answer, so that all go on or none.
         made = strategy.broadcast(_convert(folder, undo) if strategy.global_rank == 0 else None)
         if isinstance(made, Exception):
             raise made
@@ -188,7 +193,7 @@ def _look(
         raise ValueError(explain(f"{path}", why, "Load it with the strategy that saved it"))
     files = sorted(path.rglob("*.pt"))
     if not trusted:
-        for file in files:  # each file is unpickled by DeepSpeed, so each is looked at
+        for file in files:
             _refuse_unknown_classes(file)
     about = manifest.get("about", {})
     mark_of(strategy).go_on_from(about)

@@ -115,7 +115,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def teardown(self) -> None:
         """The run is over."""
         super().teardown()
-        self._leave()  # puts back what engines.enter changed
+        self._leave()
 
     def setup_module_and_optimizers(self, module: nn.Module, optimizers: list[Optimizer], scheduler: Any = None) -> Any:
         """Choose the stage if it is to be chosen, and make the engine.
@@ -186,7 +186,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -208,7 +208,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         save_whole(self, path, self.engine, self.stage, step, lambda f: save(f, state, storage_options, filter), plain)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
         """Load a folder that is whole, or else, with an optimizer, an older one of the same run.
 
@@ -239,7 +239,7 @@ class _Windows(_BackwardSyncControl):
     def __init__(self, strategy: FabricZeROStrategy) -> None:
         self.strategy = strategy
 
-    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         if not enabled or self.strategy.engine is None:
             return nullcontext()
         self.strategy.inside_window = True

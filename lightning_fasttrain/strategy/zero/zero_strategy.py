@@ -207,7 +207,6 @@ class ZeROStrategy(DeepSpeedStrategy):
     def model_sharded_context(self) -> Iterator[None]:
         """Around ``configure_model``: layers are sharded as they are made, unless techniques will add to them."""
         with self.roll_call.all_or_none("configure_model"):
-            # Only stage 3 shards layers as they are made.
             adding = self._technique_that_adds() if self.zero_stage_3 else None
             if adding is None:
                 with super().model_sharded_context():
@@ -270,7 +269,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     # Checkpoints.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder that is whole and checksummed, or nothing.
 
         Raises:
@@ -293,14 +292,14 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         return set(self.lightning_module.state_dict())
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
 
         Raises:
             CorruptCheckpoint: there is none.
             ValueError: it was saved by another number of processes, or holds objects of unknown classes.
         """
-        if self.load_full_weights and self.zero_stage_3:  # one file, which Lightning reads itself
+        if self.load_full_weights and self.zero_stage_3:
             return super().load_checkpoint(checkpoint_path, weights_only)
         assert self.lightning_module is not None
         assert self.engine is not None
