@@ -24,6 +24,7 @@ def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         if isinstance(module, bnb.nn.Linear4bit):
             held = _of_4bit(getattr(module.weight, "quant_state", module.quant_state))
         elif isinstance(module, bnb.nn.Linear8bitLt):
+            # The state takes SCB from the weight in the first forward.
             held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
         for name, tensor in held.items():
             if tensor is not None:
@@ -34,7 +35,7 @@ def _of_4bit(state: Any) -> dict[str, Any]:
     if state is None:  # quantised when it is first moved
         return {}
     held = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
-    if state.nested:
+    if state.nested:  # double quantisation: the constants are quantised themselves
         held["weight.nested_absmax"] = state.state2.absmax
         held["weight.nested_quant_map"] = state.state2.code
         held["weight.nested_offset"] = state.offset

@@ -65,10 +65,11 @@ def matmul_precision_(precision: str) -> Undo:
             cpu_matmul.fp32_precision = before[1]
     if old_cudnn is not None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    for operation in (matmul, conv, rnn):
+    for operation in (matmul, conv, rnn):  # not cpu_matmul: only what CUDA does is to change
         operation.fp32_precision = precision
 
     def undo() -> None:
+        # The old switches first: they set the new ones of CUDA and of the CPU too.
         if old_word is not None:
             torch.set_float32_matmul_precision(old_word)
         if old_cudnn is not None:

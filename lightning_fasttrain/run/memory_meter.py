@@ -82,7 +82,7 @@ class PeakMemory:
     def __enter__(self) -> "PeakMemory":
         held, self._held = self._held, ()  # what the block frees must not be kept by us
         if self.device.type == "cuda":
-            torch.cuda.init()
+            torch.cuda.init()  # before this the allocator's figures are an empty dictionary
             if self.device.index is None:
                 self.device = torch.device("cuda", torch.cuda.current_device())
             self._at_entry = _allocator_bytes(self.device, "current")
@@ -99,10 +99,12 @@ class PeakMemory:
         self._watches: list[weakref.finalize] = []
         self._at_entry = 0
         self._counted: set[int] = set()
+        # One for each address: tied weights and views share it.
         for storage in {storage.data_ptr(): storage for storage in _storages(held)}.values():
             if storage.device.type == "cpu":
                 self._counted.add(storage.data_ptr())
                 self._at_entry += storage.nbytes()
+                # torch keeps a storage's Python object as long as the memory lives, so this fires when that is freed.
                 self._watches.append(weakref.finalize(storage, self._note_free, storage.nbytes()))
         started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
         started.start()
@@ -115,6 +117,8 @@ class PeakMemory:
         On CUDA all memory is counted in any case.
         """
         if self._profile is not None:
+            # Addresses and sizes alone, so that the batch can be freed. What the block itself allocated is known at its
+            # end.
             self._late.append({s.data_ptr(): s.nbytes() for s in _storages(batch) if s.device.type == "cpu"})
 
     def mark(self) -> None:
@@ -132,7 +136,7 @@ class PeakMemory:
             _OPEN_ON_CUDA.remove(self)
         else:
             self._profile.stop()
-            for watch in self._watches:
+            for watch in self._watches:  # what is freed after the block is none of its changes
                 watch.detach()
             changes = [*self._freed, *_allocations(self._profile)]
             peaks = _peaks(changes, self._marks)
@@ -298,6 +302,7 @@ class MemoryMeter(Technique):
         device = trainer.strategy.root_device
         busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # another meter of ours, maybe: wait
         if self._step >= self._due and not busy:
+            # Held until on_train_batch_end, so no `with`.
             self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
 
     def on_train_batch_end(

@@ -24,14 +24,15 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Source:
         Ours.
     """
+    # Large enough to keep a device busy, small enough for some hundredths of a second.
     side, rounds = (4096, 10) if device.type == "cuda" else (1024, 5)
     one = torch.ones(side, side, device=device, dtype=dtype)
     fastest = inf
     for _ in range(rounds):
         began = device_clock(device)
         torch.mm(one, one)
-        fastest = min(fastest, device_clock(device) - began)
-    return 2 * side**3 / fastest
+        fastest = min(fastest, device_clock(device) - began)  # the first round also pays for loading kernels
+    return 2 * side**3 / fastest  # [n, n] @ [n, n]: n³ products and as many sums
 
 
 def dtype_of(precision: object) -> torch.dtype:

@@ -43,6 +43,7 @@ def compare_ranks(
     """
     mine = {"host": socket.gethostname(), **{name: summary.get(f"{name}_ms", 0.0) for name in (*phases, "step")}}
     everyone = [unpack(state) for state in gather(pack(mine), torch.device(device))]
+    # A rank that has measured nothing has a step of 0 ms.
     if len(everyone) < 2 or not all(row["step"] for row in everyone):
         return ""
     return describe_slowest(everyone, phases, at_least)
@@ -78,6 +79,7 @@ def describe_slowest(ranks: Sequence[Mapping[str, float | str]], phases: Sequenc
     def lost_in(phase: str) -> float:
         return float(ranks[slowest][phase]) - median(float(rank[phase]) for rank in others)
 
+    # The others may have taken no time at all.
     times = f"{own_ms[slowest] / usual_ms:.3g} times as long, " if usual_ms else ""
     return (
         f"rank {slowest} ({ranks[slowest]['host']}) takes {own_ms[slowest]:.3g} ms until its backward where the others "

@@ -73,6 +73,7 @@ class StepMeter(Technique):
         found = self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
         if self._peak_flops is None or self.flops is None or "step_ms" not in found:
             return found
+        # FLOPs per second of the step over those of the device.
         return {**found, "mfu": self.flops / (found["step_ms"] / 1e3) / self._peak_flops}
 
     def measurements(self) -> dict[str, float]:
@@ -83,11 +84,12 @@ class StepMeter(Technique):
         if trainer.state.fn != "fit":
             return None
         self._profiler = _StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
+        # Lightning asks `trainer.profiler` at each call, so an instance attribute is enough.
         restore = patch(trainer, "profiler", self._profiler)
 
         def undo() -> None:
             restore()
-            self._result = self.summary()
+            self._result = self.summary()  # while the profiler is still there
             self._profiler = None
 
         return undo
@@ -141,11 +143,13 @@ class _StepProfiler(Profiler):
         self.inner, self.timer, self.trainer = trainer.profiler, timer, trainer
         self.samples = self.tokens = 0
         self.in_loop = self.stepped = False
+        # Profiler defines these four, so __getattr__ would never be asked for them.
         self.setup, self.teardown = self.inner.setup, self.inner.teardown
         self.summary, self.describe = self.inner.summary, self.inner.describe
-        timer.phase("pause").__enter__()
+        timer.phase("pause").__enter__()  # until the first batch is asked for nothing is timed
         strategy, module = type(trainer.strategy).__name__, type(trainer.lightning_module).__name__
         self.actions: dict[str, _Action] = {
+            # Lightning's names of actions. They hold class names, so they are made for this run.
             f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next": _Action(self, "data_wait"),
             f"[Strategy]{strategy}.batch_to_device": _Action(self, "transfer"),
             f"[Strategy]{strategy}.training_step": _Action(self, "forward"),
@@ -181,6 +185,7 @@ class _StepProfiler(Profiler):
 
     def start(self, action_name: str) -> None:
         self.inner.start(action_name)
+        # Inside the user's profiler on both sides, so that its own work is not timed.
         if action_name in self.actions:
             self.actions[action_name].__enter__()
 

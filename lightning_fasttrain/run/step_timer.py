@@ -74,7 +74,7 @@ class StepTimer:
         else:
             self._steps.append((self._host_s, self._marks, samples, tokens))
         self._host_s = _NOTHING_YET.copy()
-        self._marks = self._marks[-1:]
+        self._marks = self._marks[-1:]  # where this step ended is where the next begins
 
     def summary(self, last: int = _KEPT_STEPS, wait: bool = True) -> dict[str, float]:
         """Medians over the latest steps.
@@ -90,12 +90,14 @@ class StepTimer:
         if wait and self._on_cuda:
             torch.cuda.synchronize(self._device)
         recent = list(self._steps)[-last:]
+        # elapsed_time raises for an event that has not passed.
         steps = [_read(*step) for step in recent if _has_passed(step[1])]
         if not steps:
             return {}
         middle: dict[str, float] = {}
         for name in steps[0]:
             middle[name] = median(step[name] for step in steps)
+        # A median of each part, so they need not sum up to the median step.
         parts = {f"{name}_ms": middle[name] * 1e3 for name in PHASES if name != "pause"}
         step_ms = middle["step"] * 1e3
         counted = {f"{name}_per_s": middle[name] for name in ("samples", "tokens") if middle[name]}
@@ -108,6 +110,7 @@ class StepTimer:
         self._since = now
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
+            # The stream of now: a step may run on one that is not the default.
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append((self._current, event))
         self._current = name
@@ -138,8 +141,10 @@ def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: in
     if marks:
         spent_s = _NOTHING_YET.copy()
         for (_, start), (phase, end) in pairwise(marks):
+            # A mark ends the stretch before it, so a pair of neighbours is one stretch, with the phase of its end.
             spent_s[phase] += start.elapsed_time(end) / 1e3
     step_s = sum(spent_s.values()) - spent_s["pause"]
     per = step_s or inf  # in no time there is no rate
+    # The device is idle or busy with older work while the host waits for data, so its own time says nothing here.
     waited_s = host_s["data_wait"]
     return {**spent_s, "samples": samples / per, "tokens": tokens / per, "data_wait": waited_s, "step": step_s}

@@ -60,7 +60,7 @@ class RollCall:
         if self._group is None:
             return fine
         if not fine:
-            _show(sys.exception())
+            _show(sys.exception())  # shown before the others are heard of: this rank may be the reason that they wait
         if not self.broken:
             try:
                 self._ask(fine).wait()
@@ -86,6 +86,7 @@ class RollCall:
             if self._group is not None and not self.broken:
                 _show(error)
                 with suppress(RuntimeError):
+                    # A short wait: the error is what matters, and the others may be gone themselves.
                     self._ask(False).wait(_HEARD_WITHIN)
                 self.broken = True
             raise

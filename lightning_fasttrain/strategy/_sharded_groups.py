@@ -42,7 +42,7 @@ def sharded_groups(held: Held, precision: str) -> list[ShardedGroup]:
     for block in own_groups(held.net).values():
         parameters = [p for p in block.parameters() if p not in whole]
         inside.update(parameters)
-        groups.append(_group(held, policy, parameters, gathers=2))
+        groups.append(_group(held, policy, parameters, gathers=2))  # in forward, and again in backward
     rest = [p for p in held.parameters if p not in whole and p not in inside]
     return [*groups, _group(held, policy, rest, gathers=1)]  # the root stays gathered until its backward is done
 
@@ -53,6 +53,7 @@ def _group(held: Held, policy: MixedPrecisionPolicy, parameters: Sequence[nn.Par
     for parameter in parameters:
         part, size = math.prod(_cut(parameter.shape, held.ranks)), held.itemsize(parameter)
         shard += part * size
+        # FSDP2 casts floating-point parameters alone.
         cast = policy.param_dtype if parameter.is_floating_point() else None
         gathered += part * held.ranks * (cast.itemsize if cast else size)
         if parameter.requires_grad:
@@ -77,7 +78,7 @@ def fsdp2_states(
     """
     *blocks, root = groups
     widest = max((block.gathered for block in blocks), default=0)
-    gradients = max((block.reduced for block in blocks), default=root.reduced)
+    gradients = max((block.reduced for block in blocks), default=root.reduced)  # of a model without blocks: the root's
     shards = sum(group.shard for group in groups)
     trained = sum(group.trained_shard for group in groups)
     whole = sum(p.nbytes for p in whole_parameters(held.net, precision_policy(precision)))
@@ -90,6 +91,7 @@ def fsdp2_states(
     parameters, buffers = whole + held.extras, root.gathered + 3 * widest + 2 * gradients
     if offload:
         return ModelStates("fsdp2+offload", parameters, waiting, 0, buffers, host=shards + trained + state)
+    # A shard of a gradient is as large as the parameter's own.
     return ModelStates("fsdp2", parameters + shards, waiting + trained, state, buffers)
 
 

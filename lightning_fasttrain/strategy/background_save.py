@@ -53,6 +53,7 @@ class BackgroundSave:
     def start(self, *states: Any) -> None:
         """Wait for the save before, copy ``states``, and begin to write them."""
         self.wait()
+        # The saves share one process group, so two at once would mix their collectives.
         if self._left_alone is not None:
             self._left_alone.join()
             self._left_alone = self._error = None
@@ -66,6 +67,7 @@ class BackgroundSave:
 
         # A daemon: when the process must end, what is half written is left as such, and never takes its name.
         self._thread = threading.Thread(target=run, name="fasttrain-checkpoint", daemon=True)
+        # A daemon thread ends with the interpreter, so the exit waits for it here.
         atexit.register(self._finish)
         self._thread.start()
 
@@ -89,6 +91,7 @@ class BackgroundSave:
     def give_up(self, seconds: float) -> None:
         """For a run that fails anyway: wait a little, say what became of the last checkpoint, and leave it alone."""
         self._join(seconds)
+        # The run fails with an error of its own, so this one is only told.
         if self._thread is not None or self._error is not None:
             warn(f"the last checkpoint was not completed ({self._error or 'still being written'}): use the one before.")
         self._left_alone, self._thread = self._thread, None
@@ -102,7 +105,7 @@ class BackgroundSave:
             write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
 
     def _join(self, seconds: float | None) -> None:
-        atexit.unregister(self._finish)
+        atexit.unregister(self._finish)  # whoever joins waits now, so the exit need not
         if self._thread is not None:
             self._thread.join(seconds)
             self._thread = self._thread if self._thread.is_alive() else None
@@ -111,6 +114,7 @@ class BackgroundSave:
 def to_host(state: Any) -> Any:
     """A copy of nested dicts and lists in which no tensor shares memory with the original, in host memory."""
     if isinstance(state, Tensor):
+        # copy=True: the training goes on changing what is on the CPU already.
         return state.detach().to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: to_host(value) for key, value in state.items()}

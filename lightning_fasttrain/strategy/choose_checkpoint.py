@@ -35,8 +35,10 @@ def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path
     answer: list[Any] = [None]
     if rank_here() == 0:
         try:
+            # One rank reads all of it for the checksums: a common disk would be read as often as there are ranks.
             answer = [whole_or_older(path, substitute=substitute)]
         except (ValueError, OSError) as error:
+            # Sent instead of raised, or the other ranks would wait for the broadcast.
             answer = [error]
     if dist.is_initialized():
         dist.broadcast_object_list(answer, src=0)

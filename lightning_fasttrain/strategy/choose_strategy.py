@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, Strategy
 from rich.table import Table
 from torch import nn
 from torch.optim import SGD, Optimizer
@@ -102,11 +102,12 @@ class StrategyChoice:
         if kind == "ddp":
             if self.devices == 1:
                 return "auto"
-            made: Any = DDPStrategy(**settings)
+            made: DDPStrategy | FSDP2Strategy | ZeROStrategy = DDPStrategy(**settings)
         elif kind.startswith("fsdp2"):
             made = FSDP2Strategy(**{"offload": "cpu" if kind.endswith("offload") else None, **settings})
         else:
             made = ZeROStrategy(stage=stage, **{"reduce_bucket_size": self.sizes.reduce_bucket, **settings})
+        # On the instance, so that it is asked first: in setup_environment the processes meet.
         made.setup_environment = functools.partial(_meet, made, self.name, self.devices)
         return made
 
@@ -155,14 +156,14 @@ class StrategyChoice:
         return table
 
 
-def _meet(strategy: Any, name: str, devices: int) -> None:
+def _meet(strategy: ParallelStrategy, name: str, devices: int) -> None:
     """Instead of ``setup_environment``: refuse another number of processes before they wait for one another."""
     processes = strategy.num_nodes * strategy.num_processes
     if processes != devices:
         what = f"{name} was chosen for {devices} devices, and the Trainer has {processes}"
         why = "what each rank holds depends on their number"
         raise ValueError(explain(what, why, f"Choose again with devices={processes}, or give the Trainer {devices}"))
-    type(strategy).setup_environment(strategy)
+    type(strategy).setup_environment(strategy)  # the class's own, since this function stands on the instance
 
 
 def choose_strategy(
@@ -278,10 +279,12 @@ def _activations(
     module: nn.Module | Callable[[], nn.Module], batch: Any, loss: Callable[[Any, Any], Any] | None, precision: str
 ) -> int:
     """All that a step needs beside parameters, gradients and optimizer state, at the peak of forward or backward."""
+    # SGD without momentum keeps no state, so none is in the peak.
     report: MemoryReport = predict_memory(
         module, batch, loss=loss, optimizer=lambda parameters: SGD(parameters, lr=0.0), precision=precision
     )
     if report.phase == "optimizer step":
+        # The peak is the optimizer's, after the backward, so the split at it says nothing of activations.
         return report.peaks["activations"] + report.peaks["inputs"]
     states = ("parameters", "gradients", "optimizer state")
     return report.peak_bytes - sum(report.at_peak[category] for category in states)
@@ -315,6 +318,7 @@ def _explain_choice(best: Candidate, candidates: tuple[Candidate, ...], activati
 def _nothing_fits(
     candidates: tuple[Candidate, ...], devices: int, precision: str, activations: int, usable: int
 ) -> str:
+    # Of those that are short only of host memory first.
     nearest = min(candidates, key=lambda c: (c.short > 0, c.short + c.short_of_host))
     return explain_shortage(
         f"Nothing fits, the nearest is {nearest.name}",

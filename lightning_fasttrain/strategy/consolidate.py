@@ -69,7 +69,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     folder, out = local_path(folder), Path(out)
     if not folder.exists():
         raise FileNotFoundError(explain(f"{folder}", "there is no such checkpoint", f"Look into {folder.parent}"))
-    if (folder / MANIFEST).exists():
+    if (folder / MANIFEST).exists():  # one of Lightning's own DeepSpeed strategies has none
         verify_checkpoint(folder)
     state, source = _state_of(folder)
     if not state:
@@ -78,6 +78,7 @@ def consolidate(folder: str | os.PathLike[str], out: str | os.PathLike[str]) -> 
     save: Any = require("safetensors.torch", extra="finetune").save
     whole = _untie(state)
     write_atomic(out, lambda file: file.write(save(whole, metadata={"format": "pt"})))
+    # Tied names share memory here, so an address counts once.
     once = {tensor.data_ptr(): tensor for tensor in state.values()}
     numel = sum(tensor.numel() for tensor in once.values())
     nbytes = sum(tensor.nbytes for tensor in whole.values())
@@ -105,7 +106,7 @@ def _deepspeed_files(folder: Path) -> Path | None:
     """Where the files are: a tag's folder, named in ``latest``; or this very folder."""
     latest = folder / "latest"
     candidates = [folder / "checkpoint", folder]
-    if latest.is_file() and latest.stat().st_size < 1000:
+    if latest.is_file() and latest.stat().st_size < 1000:  # a tag is one name: anything longer is no such file
         tag = latest.read_text().strip()
         if tag == Path(tag).name:  # a name from a file must not lead elsewhere
             candidates.insert(0, folder / tag)
@@ -120,7 +121,7 @@ def _zero_state(files: ZeROFiles) -> dict[str, Tensor]:
     state: dict[str, Tensor] = {}
     for name, value in module.items():  # the model's own order
         source = tied.get(name, name)
-        found = masters.get(source, frozen.get(source, value))
+        found = masters.get(source, frozen.get(source, value))  # the float32 copy first: the module holds its rounding
         if isinstance(found, Tensor):
             state[name] = _as_float32(found)
     lost = [name for name in (*masters, *frozen) if name not in state]

@@ -163,6 +163,7 @@ def _ddp(held: Held) -> Traffic:
 def _fsdp2(groups: Sequence[ShardedGroup], strategy: str, ranks: int, micro_batches: int) -> Traffic:
     gathers = [group.gathers * micro_batches for group in groups]
     gathered = sum(n * group.gathered for n, group in zip(gathers, groups, strict=True))
+    # Gradients wait whole for the last micro-batch, so they are reduced once.
     reduced = sum(group.reduced for group in groups)
     host = 0
     if strategy == "fsdp2+offload":
@@ -178,6 +179,7 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
     if stage == "0":
         return Traffic(strategy, summed)
     if stage in ("1", "2", "2+offload"):
+        # Each micro-batch is summed by stage 2, the window's sum by stage 1.
         times = 1 if stage == "1" else micro_batches
         between = times * summed + gather_bytes(flat * held.ranks * held.size, held.ranks)
         host = 0
@@ -190,6 +192,7 @@ def _zero(held: Held, strategy: str, micro_batches: int, sizes: ZeROSizes) -> Tr
     between = gather_bytes(staying + micro_batches * (fetched + pieces * held.ranks * held.size), held.ranks)
     host = nvme = 0
     if offloaded:
+        # Shards come up from the host for every gather.
         host = (staying + micro_batches * fetched) // held.ranks
         host += pieces * (MASTER + (2 * micro_batches - 1) * held.size)
     if stage == "3+nvme":

@@ -27,6 +27,7 @@ def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | 
     What an earlier, killed run left half written there is removed first.
     """
     reason = None
+    # One rank writes, so one looks; the broadcast makes the answer the same for all.
     if trainer.is_global_zero:
         writers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
         for writer in writers:
@@ -63,9 +64,11 @@ def why_unfit(folder: Path, nbytes: int) -> str | None:
 def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int:
     """About how large one checkpoint will be, of all ranks together: weights, and what the optimizers will hold."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    # As if state had the dtype of the weights.
     moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
     if isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
         values = trainer.strategy.lightning_module_state_dict().values()
+        # Tied weights are written once.
         storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}
         return sum(storages.values()) + moments
     module = trainer.lightning_module
@@ -74,6 +77,7 @@ def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int
 
 def _whole_bytes(tensor: Tensor) -> int:
     """Of a tensor that may be in pieces on several ranks."""
+    # A ZeRO-3 parameter is empty between its uses.
     return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
 
 
@@ -95,7 +99,7 @@ def share_failed_saves(strategy: Strategy, go_on: bool) -> Undo:
     """
     save, remove, failed = strategy.save_checkpoint, strategy.remove_checkpoint, False
 
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
         nonlocal failed
         error: Exception | None = None
         try:
@@ -107,13 +111,14 @@ def share_failed_saves(strategy: Strategy, go_on: bool) -> Undo:
         if isinstance(strategy, DDPStrategy):  # one process writes; strategies of shards agree by themselves
             if error is not None:
                 log.error("%s", error)  # now, as the others may never answer
+            # Two collectives, so all ranks come here, those whose save went well too.
             failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
         if bad:
             raise error or OSError(f"checkpoint {filepath} could not be saved: see the error of the rank that writes")
         if failed:
             warn(f"{error or 'the checkpoint could not be written.'} Training goes on without this checkpoint.")
 
-    def remove_checkpoint(filepath: Any) -> None:
+    def remove_checkpoint(filepath: str | Path) -> None:
         if not failed:
             remove(filepath)
 

@@ -7,9 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TypeVar
 
 import torch.distributed as dist
+
+Answer = TypeVar("Answer")
 
 _PATIENCE_S = 3.0  # a store in a stopped process answers nothing
 
@@ -54,7 +56,7 @@ class RankBoard:
     """Keys in the store of the default process group, over a connection of its own. Nothing here waits for a rank."""
 
     def __init__(self) -> None:
-        store: Any = dist.distributed_c10d._get_default_store()
+        store: dist.Store = dist.distributed_c10d._get_default_store()
         # The process group's own connection may be held by somebody who waits on it.
         self._store = store.clone() if hasattr(store, "clone") else store
         if self._store is not store:
@@ -72,6 +74,7 @@ class RankBoard:
 
         def read_others() -> dict[int, Position]:
             keys = {rank: f"{self._prefix}/{rank}" for rank in wanted if rank != self.rank}
+            # get() waits for a key that is not there; check() does not.
             found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
             return {rank: Position(**json.loads(value)) for rank, value in found.items()}
 
@@ -88,16 +91,17 @@ class RankBoard:
         """Take this rank's position away: it has left the loop in good order."""
         self._try(lambda: self._store.delete_key(f"{self._prefix}/{self.rank}"))
 
-    def _try(self, ask: Callable[[], Any]) -> Any:
+    def _try(self, ask: Callable[[], Answer]) -> Answer | None:
         """In a thread, as time limits of sockets do not hold in all states of the other side."""
-        if self._asking is not None and self._asking.is_alive():
+        if self._asking is not None and self._asking.is_alive():  # the last question still waits: one thread is enough
             return None
-        found: list[Any] = []
+        found: list[Answer] = []
 
         def run() -> None:
             with suppress(RuntimeError, ValueError):  # the store is gone, or says nothing in time
                 found.append(ask())
 
+        # Daemon: it must not keep a process that ends.
         self._asking = threading.Thread(target=run, daemon=True, name="fasttrain-rank-board")
         self._asking.start()
         self._asking.join(_PATIENCE_S)
@@ -115,6 +119,7 @@ def silent_ranks(
         [set(), {1}]
     """
     for rank, position in seen.items():
+        # The count, not a time: the clocks of two machines differ.
         if rank not in first or first[rank][1] != position.seq:
             first[rank] = (now, position.seq)
     return {rank for rank in seen if now - first[rank][0] >= limit_s}
@@ -137,6 +142,7 @@ def describe(mine: Position, others: dict[int, Position] | None, silent: Collect
         return f"{mine}\nThe process group's store does not answer: {holder}, which holds it, has stopped or ended."
     everyone = {**others, mine.rank: mine}
     absent = [rank for rank in range(size) if rank not in everyone]
+    # The most telling first: an error explains a silence, a silence explains an absence.
     failed = [rank for rank, position in sorted(everyone.items()) if position.error]
     lines = []
     for rank in range(size):

@@ -51,13 +51,13 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         The usual write, fsync, rename, fsync of the folder; Lightning issue 19970.
     """
 
-    verifies: ClassVar[bool] = True
+    verifies: ClassVar[bool] = True  # so that a guard on the strategy does not read the file a second time
 
     def __init__(self, substitute: bool = False) -> None:
         self.substitute = substitute
         self.run = RunMark()
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
         """Write ``checkpoint`` to ``path``, whole or not at all.
 
         Raises:
@@ -68,6 +68,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
+        # A copy, since the caller's dictionary stays as it was.
         marked = {**checkpoint, KEY: self.run.facts(step_in(checkpoint))}
         try:
             write_atomic(path, lambda file: _save(marked, file))
@@ -77,7 +78,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             way_out = "Free some space, or choose another folder"
             raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
+    ) -> dict[str, Any]:
         """Load tensors and plain values from ``path``; anything else needs ``weights_only=False`` in this very call.
 
         The file is held against its checksums, which ``torch.load`` does not look at.
@@ -90,12 +93,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if path.is_dir():
             why = "it is a folder, as strategies that shard write them"
             raise ValueError(explain(f"{path}", why, "Use the strategy that saved it, or consolidate(...)"))
-        if weights_only is False:
+        if weights_only is False:  # by name only: None stands for "not said"
             checkpoint = super().load_checkpoint(path, map_location, weights_only)
         else:
             checkpoint = read_archive(path, map_location=map_location)
         if isinstance(checkpoint, dict):
-            self.run.go_on_from(checkpoint.pop(KEY, None))
+            self.run.go_on_from(checkpoint.pop(KEY, None))  # what comes back equals what was saved
         return checkpoint
 
 
@@ -115,7 +118,7 @@ class _Telling:
         self.file = file
         self.error: OSError | None = None
 
-    def write(self, data: Any) -> int:
+    def write(self, data: bytes | memoryview) -> int:
         try:
             return self.file.write(data)
         except OSError as error:
@@ -165,10 +168,11 @@ class AtomicCheckpoints(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         strategy, undo = trainer.strategy, ExitStack()
+        # With DDP one rank writes. The others would wait for it for ever if its error stayed its own.
         if self.on_failed_save == "warn" or isinstance(strategy, DDPStrategy):
             undo.callback(share_failed_saves(strategy, go_on=self.on_failed_save == "warn"))
         theirs = strategy.checkpoint_io
-        if type(theirs) is not TorchCheckpointIO:
+        if type(theirs) is not TorchCheckpointIO:  # a subclass is one of the user's own
             why = "this run already has a checkpoint plugin of its own, which is kept"
             warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Leave one of the two out"))
             return undo.close

@@ -61,6 +61,8 @@ class HangWatch(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
         launcher: Any = trainer.strategy.launcher
+        # Only Lightning's own launcher starts the other ranks of this machine. Under torchrun and SLURM they are
+        # siblings.
         lightnings = isinstance(launcher, _SubprocessScriptLauncher)
         lightnings = lightnings and isinstance(launcher.cluster_environment, LightningEnvironment)
         children = launcher.procs if lightnings else ()
@@ -73,6 +75,7 @@ class HangWatch(Technique):
             _die_with_parent(signal.SIGKILL)
 
         def leave() -> None:
+            # A rank that failed is watched until the end of its teardown.
             if trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1:
                 self._watch_the_end(trainer, watch)
                 return
@@ -98,6 +101,7 @@ class HangWatch(Technique):
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
         """Hook: the error is shown before any rank can be made to wait."""
         ending = self._watch is not None and self._watch.ending  # then this is only what follows from it
+        # KeyboardInterrupt and SystemExit are no failures.
         if trainer.world_size > 1 and isinstance(exception, Exception) and not ending:
             write_to_stderr(f"rank {trainer.global_rank} failed:\n{''.join(traceback.format_exception(exception))}")
         super().on_exception(trainer, pl_module, exception)
@@ -106,43 +110,43 @@ class HangWatch(Technique):
         if self._watch is not None:
             self._watch.beat(phase)
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: object) -> None:
         """Hook, like all that follow: a sign of life."""
         if self._watch is not None:
             self._watch.begin_step()
 
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, *_: object) -> None:
         self._beat("backward")
 
-    def on_before_optimizer_step(self, *_: Any) -> None:
+    def on_before_optimizer_step(self, *_: object) -> None:
         self._beat("optimizer step")
 
-    def on_train_batch_end(self, *_: Any) -> None:
+    def on_train_batch_end(self, *_: object) -> None:
         self._beat("next batch")
 
-    def on_validation_batch_start(self, *_: Any) -> None:
+    def on_validation_batch_start(self, *_: object) -> None:
         self._beat("evaluation")
 
-    def on_validation_end(self, *_: Any) -> None:
+    def on_validation_end(self, *_: object) -> None:
         self._beat("after evaluation")
 
-    def on_save_checkpoint(self, *_: Any) -> None:
+    def on_save_checkpoint(self, *_: object) -> None:
         self._beat("checkpoint")
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: object) -> None:
         """Hook: what a rank does from here on, it may do after the others have ended."""
         self._beat("end of training")
         if self._watch is not None:
             _outlive_parent(self._watch)
 
-    def on_test_batch_start(self, *_: Any) -> None:
+    def on_test_batch_start(self, *_: object) -> None:
         self._beat("evaluation")
 
-    def on_predict_batch_start(self, *_: Any) -> None:
+    def on_predict_batch_start(self, *_: object) -> None:
         self._beat("prediction")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_watch": None}
+        return {**super().__getstate__(), "_watch": None}  # a thread cannot be copied
 
 
 def _outlive_parent(watch: ProgressWatch) -> None:
@@ -155,4 +159,4 @@ def _die_with_parent(number: int) -> None:
     """Linux ends this process when its launcher ends, even if it is stopped; elsewhere the watching thread does."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, number)
+            ctypes.CDLL(None).prctl(1, number)  # 1 is PR_SET_PDEATHSIG; signal 0 takes it back

@@ -81,6 +81,7 @@ class Preemption(Technique):
             return None
         _refuse_requeue_signal(trainer, self.signals)
         self._going = False
+        # A new one for each run: its group belongs to the ranks of now.
         self._flag = flag = PreemptionFlag(self.signals, self.every, self.exit_code)
         connector, fit_loop = trainer._signal_connector, trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
@@ -91,6 +92,7 @@ class Preemption(Technique):
         )
         self._steps = trainer.global_step
 
+        # Lightning registers its handlers when all is set up, after this, and would replace those of the flag.
         def register_signal_handlers() -> None:
             lightnings()
             flag.__enter__()
@@ -99,6 +101,7 @@ class Preemption(Technique):
             after_batch(data_fetcher)
             if self._at_boundary(trainer, pl_module):
                 self._going = flag.should_stop()
+                # After the last batch the epoch is ended first, so that the checkpoint is one between epochs.
                 if self._going and not epoch_loop.done:
                     self._save_and_exit(trainer)
 
@@ -107,6 +110,7 @@ class Preemption(Technique):
             if self._going:
                 self._save_and_exit(trainer)
 
+        # Undone in reverse order: the patches first, the flag's handlers last.
         undo = ExitStack()
         undo.callback(self._leave, trainer)
         undo.callback(patch(connector, "register_signal_handlers", register_signal_handlers))
@@ -130,6 +134,7 @@ class Preemption(Technique):
         if step_goes_on(trainer) or self not in trainer.callbacks:
             return False
         before, self._steps = self._steps, trainer.global_step
+        # Under manual optimisation Lightning does not know when a step ends; the count of steps does.
         return pl_module.automatic_optimization or before != self._steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
@@ -157,12 +162,13 @@ class Preemption(Technique):
         raise SystemExit(self.exit_code)
 
     def _folder_of(self, trainer: L.Trainer) -> str:
-        writer: Any = trainer.checkpoint_callback
+        writer = trainer.checkpoint_callback
         theirs = getattr(writer, "dirpath", None) or trainer.default_root_dir
+        # Rank zero's: a default folder may be named after the time.
         return str(trainer.strategy.broadcast(os.fspath(self.folder or theirs)))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_flag": None}
+        return {**super().__getstate__(), "_flag": None}  # handlers and process groups cannot be copied
 
 
 def _refuse_requeue_signal(trainer: L.Trainer, signals: tuple[int, ...]) -> None:

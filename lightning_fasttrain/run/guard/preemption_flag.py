@@ -63,11 +63,11 @@ class PreemptionFlag:
         self.signals = check_signals(signals)
         self.every = positive_int("every", every)
         self.exit_code = a_code(exit_code)
-        self.raised = False
+        self.raised = False  # an attribute, not an Event: a handler must not take a lock
         self._previous: dict[int, Any] = {}
         self._boundaries = 0
-        self._group: Any = None
-        self._work: Any = None
+        self._group: dist.ProcessGroup | None = None
+        self._work: dist.Work | None = None
         # Lives as long as the group: gloo's thread would need the interpreter's lock to free it.
         self._any_rank = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
@@ -97,6 +97,7 @@ class PreemptionFlag:
 
     def _ask(self) -> None:
         if self._group is None:
+            # A collective: all ranks come here at the same boundary, as each counts them alike.
             self._group = dist.new_group(backend="gloo", timeout=_patience_of_the_ranks())
         self._any_rank.fill_(self.raised)
         self._work = dist.all_reduce(self._any_rank, dist.ReduceOp.MAX, group=self._group, async_op=True)
@@ -104,7 +105,7 @@ class PreemptionFlag:
     def _answer(self) -> bool:
         if self._work is None:
             return False
-        self._work.wait()
+        self._work.wait()  # begun one boundary ago, so it is over, unless a rank is late
         self._work = None
         found = bool(self._any_rank)
         if found:
@@ -120,7 +121,7 @@ class PreemptionFlag:
         self._process = os.getpid()
         for number in self.signals:
             before = signal.signal(number, self._handle)
-            self._previous.setdefault(number, before)
+            self._previous.setdefault(number, before)  # entered twice, what was found first is the user's
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -137,6 +138,7 @@ class PreemptionFlag:
         self._previous = {}
         # After an error the others may be gone, and nothing is said to them.
         if kind is None and self._group is not None and dist.is_initialized():
+            # What is on its way must end before the group goes.
             self._answer()
             dist.destroy_process_group(self._group)
         self._group = self._work = None
@@ -176,7 +178,8 @@ def a_code(value: int) -> int:
 
 def _let_children_exit(exit_code: int, patience_s: float = 60.0) -> None:
     for observer in threading.enumerate():
-        if isinstance(observer, _ChildProcessObserver):
+        if isinstance(observer, _ChildProcessObserver):  # Lightning's thread that watches the other ranks
+            # The observer ends the main process when a child exits with anything but 0.
             children = list(observer._child_processes)
             observer._run = _unless_meant(observer, children, exit_code)
             atexit.register(_wait_for, children, patience_s)
@@ -190,7 +193,7 @@ def _unless_meant(
     def run() -> bool:
         codes = [child.poll() for child in children]
         if all(code in (None, 0, exit_code) for code in codes):
-            return None not in codes
+            return None not in codes  # True ends the observer: all children have exited
         return original()
 
     return run

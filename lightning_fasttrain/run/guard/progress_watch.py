@@ -71,8 +71,9 @@ class ProgressWatch:
         self.folder = None if folder is None else Path(folder)
         self.children, self.parent, self.parent_rank = children, parent, parent_rank
         self.rank = rank_here()
-        self._poll_s = min(5.0, self.timeout_s / 20)
-        self._silent_s = max(2.0, 6 * self._poll_s)
+        self._poll_s = min(5.0, self.timeout_s / 20)  # so that a hang is seen at most a twentieth too late
+        self._silent_s = max(2.0, 6 * self._poll_s)  # several polls, so that a rank that is merely slow is not silent
+        # Replaced as a whole by one assignment, so the thread never sees half of it, and compared by identity.
         self._at: tuple[int, int, str] = (0, 0, "start")
         self._known: set[str] = set()
         self.ending = False
@@ -114,7 +115,7 @@ class ProgressWatch:
 
     def _check_parent(self, board: RankBoard) -> None:
         """Whoever started the ranks by hand is none of them, and may end before they do."""
-        until = time.monotonic() + 5
+        until = time.monotonic() + 5  # the parent publishes its position when it enters, which may be a moment later
         while self.parent_rank is not None and self.parent is not None and time.monotonic() < until:
             position = (board.read([self.parent_rank]) or {}).get(self.parent_rank)
             if position is not None:
@@ -130,7 +131,7 @@ class ProgressWatch:
         if thread is None:
             return
         self._stop.set()
-        thread.join(self._silent_s)
+        thread.join(self._silent_s)  # not for ever: the thread may be waiting for the store
         faulthandler.cancel_dump_traceback_later()
         if self._board is not None:
             self._board.leave()
@@ -170,6 +171,7 @@ class ProgressWatch:
                     self._end(None, set())
                 continue
             silent = silent_ranks(first, now, others, self._silent_s)
+            # All must be over time or silent. Who moves will come to where the others wait.
             if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
                 self._end(others, silent)
 
@@ -177,9 +179,10 @@ class ProgressWatch:
         return bool(self._error) or (phase in self._known and phase != "checkpoint")
 
     def _end_without_parent(self) -> None:
+        # A process whose parent has ended is given another one.
         if (parent := self.parent) is not None and os.getppid() != parent:
             write_to_stderr(f"HangWatch: rank {self.rank} ends, as its launcher (process {parent}) has ended\n")
-            os._exit(1)
+            os._exit(1)  # sys.exit would end this thread alone
 
     def _stack(self, ident: int) -> str:
         frame = sys._current_frames().get(ident)
@@ -187,8 +190,9 @@ class ProgressWatch:
 
     def _end(self, others: dict[int, Position] | None, silent: set[int]) -> None:
         """Show, say, and end this process. It does not come back."""
-        faulthandler.cancel_dump_traceback_later()
+        faulthandler.cancel_dump_traceback_later()  # the stacks are shown below, and once is enough
         self.ending = True
+        # The thread that trains first.
         threads = sorted(threading.enumerate(), key=lambda thread: thread.ident != self._watched)
         stacks = [
             f"rank {self.rank}, thread {thread.name}:\n{self._stack(thread.ident)}"
@@ -201,6 +205,7 @@ class ProgressWatch:
         if board is not None and others is not None:
             self._mine = replace(self._mine, told=True, seq=self._mine.seq + 1)
             board.publish(self._mine)
+            # Of those that are not silent, one alone speaks.
             speaks = min(rank for rank in (self.rank, *others) if rank not in silent) == self.rank
             others = self._wait_for(board, others, silent, speaks)
         else:
@@ -212,11 +217,11 @@ class ProgressWatch:
         for child in self.children:
             child.kill()
         for child in self.children:
-            with suppress(Exception):
+            with suppress(Exception):  # kill leaves a zombie until somebody waits for it
                 child.wait(5)
         if self.parent is not None and self.parent_rank is not None and (others is None or self.parent_rank in silent):
             with suppress(ProcessLookupError):  # it may be stopped
-                os.kill(self.parent, signal.SIGKILL)
+                os.kill(self.parent, signal.SIGKILL)  # SIGTERM would not reach a process that is stopped
         os._exit(1)
 
     def _wait_for(
@@ -254,7 +259,7 @@ def write_to_stderr(text: str) -> None:
 
 
 def positive_times(timeout_s: float, first_timeout_s: float | None) -> tuple[float, float]:
-    first = 3 * timeout_s if first_timeout_s is None else first_timeout_s
+    first = 3 * timeout_s if first_timeout_s is None else first_timeout_s  # the first time may include compilation
     for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
         if isinstance(value, bool) or not value > 0:
             raise ValueError(explain(f"{name}={value}", "a rank needs some time", f"Use {name}=600"))

@@ -58,6 +58,7 @@ def read_events(finished: profile, device: torch.device) -> Events:
     assert finished.profiler.kineto_results is not None
     events, module_of = Events(), dict[int, str]()
     roots = sorted(finished.profiler.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
+    # Reversed, since the last of a stack comes first.
     stack: list[tuple[Any, Place]] = [(event, Place()) for event in reversed(roots)]
     while stack:
         event, place = stack.pop()
@@ -120,6 +121,7 @@ def name_forwards(model: nn.Module) -> Iterator[Undo]:
         if call is not None or by_block or isinstance(module, torch._dynamo.OptimizedModule):
             compiled.append(f"{name}." if name else "")
         if call is not None:
+            # A module that was compiled with `compile()` is called through this.
             yield patch(module, "_compiled_call_impl", _named_call(name, call))
         elif name:
             yield _NamedForward(module, name).install()
@@ -145,7 +147,7 @@ class _NamedForward(WrappedForward):
             return self.inner(*args, **kwargs)
 
 
-def _may_be_above(wrapper: Any) -> TypeGuard[WrappedForward]:
+def _may_be_above(wrapper: object) -> TypeGuard[WrappedForward]:
     return isinstance(wrapper, WrappedForward) and not wrapper.is_compiled
 
 

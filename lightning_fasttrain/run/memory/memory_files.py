@@ -84,12 +84,13 @@ def draw_memory(record: MemoryRecord) -> "Figure":
     layers = []
     for i in range(len(COLOURS)):
         layer = [point.nbytes[i] / size for point in points]
-        layers.append([*layer, layer[-1]])
+        layers.append([*layer, layer[-1]])  # the last value lasts until the end
     figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
     axes = figure.add_subplot(facecolor="#fcfcfa")
     # In steps: memory stays as it is until it changes.
     axes.stackplot(ms, *layers, labels=COLOURS, colors=list(COLOURS.values()), step="post", linewidth=0)
     peak = record.peak.ms, record.peak_bytes / size
+    # 12% of room above the peak, for the words.
     axes.vlines(record.steps_ms, 0, peak[1] * 1.12, color="#c9c9c2", linewidth=0.8, zorder=0)
     for i, at in enumerate(record.steps_ms):
         axes.annotate(

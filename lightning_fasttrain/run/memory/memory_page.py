@@ -24,6 +24,7 @@ def memory_page(record: MemoryRecord) -> str:
         change, place, taken = point.change, ("", "", "", ""), 0
         if change is not None:
             place = change.category, change.name, change.module, change.op
+            # The moment tells whether it was taken or given back.
             taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
         points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
     data = {
@@ -43,6 +44,7 @@ def memory_page(record: MemoryRecord) -> str:
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
+        # Last of all parts, since a name in it may look like the place of another.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can begin in it
     }
     return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), _PAGE)

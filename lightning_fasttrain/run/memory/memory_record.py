@@ -113,6 +113,7 @@ class MemoryRecord:
             if allocation.end_ms < inf:
                 changes.append((allocation.end_ms, -allocation.nbytes, allocation))
         yield Point(0.0, tuple(now.values()), None)
+        # By time, and of one moment what is given back first, so that no peak is made up. Allocations have no order.
         for ms, nbytes, allocation in sorted(changes, key=lambda change: change[:2]):
             now[allocation.category] += nbytes
             yield Point(ms, tuple(now.values()), allocation)
@@ -159,6 +160,7 @@ class MemoryRecord:
 
     def sample(self, most: int = 4000) -> list[Point]:
         """About so many of the points: of each equal stretch of time the highest and the last, so the peak stays."""
+        # Two points are kept of each stretch; 1.0 where the record has no length.
         stretch_ms = self.end_ms / (most // 2) or 1.0
         highest: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -174,7 +176,7 @@ class MemoryRecord:
         columns = [column.name for column in fields(Allocation)]
         rows = []
         for a in self.allocations:
-            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}
+            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}  # JSON has no infinity
             rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}

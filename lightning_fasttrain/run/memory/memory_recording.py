@@ -85,7 +85,7 @@ class MemoryRecording:
         kinds: Sequence[str] = ("html", "json"),
     ) -> None:
         check_kinds(kinds)
-        while isinstance(model, FabricModule | DistributedDataParallel):
+        while isinstance(model, FabricModule | DistributedDataParallel):  # or all names would begin with "module."
             model = model.module
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type not in ("cpu", "cuda"):
@@ -108,6 +108,8 @@ class MemoryRecording:
                 undo.callback(take_away)
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
+                    # The hook sees the gradient that comes, before it is added; the other one sees the sum, which may
+                    # be new memory.
                     undo.callback(parameter.register_hook(partial(self._see, "gradients", name)).remove)
                     see_sum = partial(self._see_sum, name)
                     undo.callback(parameter.register_post_accumulate_grad_hook(see_sum).remove)
@@ -116,10 +118,11 @@ class MemoryRecording:
             self._see_model(watch=True)
             batch, self._batch = self._batch, None  # what the block frees must not be kept by us
             self.next_step(batch)
+            # CPU activities alone: the allocations of CUDA are noted on the host as well.
             started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
             started.start()
             self._profile, self._entry_ns = started, time.time_ns()
-            self._undo = undo.pop_all()
+            self._undo = undo.pop_all()  # what is above fails as a whole: until here `undo` takes it all away
         return self
 
     def next_step(self, batch: Any = None) -> None:
@@ -146,6 +149,8 @@ class MemoryRecording:
         """End the block without making a record of it."""
         finished, self._profile = self._profile, None
         assert finished is not None
+        # Gradients and state that were made within the block get their names here, while their addresses are still
+        # theirs.
         self._see_model()
         self._end_ns = time.time_ns()
         self._undo.close()
@@ -176,6 +181,7 @@ class MemoryRecording:
             if storage.device == self.device and storage.nbytes():
                 address = storage.data_ptr()
                 self._notes.append(_Seen(now, address, storage.nbytes(), category, name, watch))
+                # On CUDA the profiler tells of each free. On the CPU it tells only of what it saw taken.
                 if watch and self.device.type == "cpu":
                     self._watches.append(weakref.finalize(storage, self._see_end, address))
 
@@ -248,6 +254,7 @@ class _Addresses:
             case _ if it.address in self._live:
                 self._live.pop(it.address).end_ms = self.ms(it.ns)
             case Change() if self.on_cuda:
+                # Freed, and never seen: it was there before, which only CUDA's profiler tells of.
                 self.allocations.append(Allocation(-it.nbytes, 0.0, self.ms(it.ns), name=_BEFORE))
                 self.phases.append("")
 
@@ -260,6 +267,7 @@ class _Addresses:
 
     def _see(self, it: _Seen) -> None:
         if it.watched and it.address not in self._live:
+            # CUDA's allocator hands out multiples of 512 bytes.
             self._take(it.ns, it.address, -(-it.nbytes // 512) * 512 if self.on_cuda else it.nbytes, Place())
         if it.address in self._live and not self._live[it.address].category:
             self._live[it.address].category, self._live[it.address].name = it.category, it.name
@@ -270,6 +278,7 @@ def _allocations(
 ) -> list[Allocation]:
     """Follow what is at each address; ``before_bytes`` were in use at entry, which only CUDA knows."""
     addresses = _Addresses(ms, on_cuda=before_bytes is not None)
+    # The sort is stable, so of one moment the allocation comes before the note that names it.
     for it in sorted([*events.changes, *notes], key=lambda it: it.ns):
         addresses.read(it)
     allocations = addresses.allocations

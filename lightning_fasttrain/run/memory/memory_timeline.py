@@ -81,6 +81,7 @@ class MemoryTimeline(Technique):
         device = trainer.strategy.root_device.type
         if device not in ("cpu", "cuda"):
             self._give_up(f"on {device} nobody tells of memory", "Train on the CPU or on CUDA")
+        # StepMeter may stand before it.
         elif isinstance(getattr(trainer.profiler, "inner", trainer.profiler), PyTorchProfiler):
             self._give_up("torch runs one profiler at a time", "Leave out Trainer(profiler=PyTorchProfiler())")
         return self._end_with_the_run
@@ -94,6 +95,7 @@ class MemoryTimeline(Technique):
         if self._open is not None:
             (self._open.next_step if begins else self._open.see_batch)(batch)
         elif begins and self._step >= self._due:
+            # Two meters of this package may ask for the one profiler in the same step.
             if torch.autograd._profiler_enabled():
                 note_once("MemoryTimeline: another torch profiler is active, and torch runs one at a time; waiting")
                 return

@@ -20,6 +20,7 @@ def pack(state: Any) -> Tensor:
     """
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    # torch warns of a buffer that cannot be written to, as bytes are.
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
@@ -40,11 +41,13 @@ def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
     device = _for_backend(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(rank_count())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device))
+    # A collective takes tensors of one size, so all are padded to the longest.
     counts = torch.cat(sizes).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine.to(device)
     everyone = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(everyone, padded)
+    # clone: a slice is saved with its whole padding.
     return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
 
 
@@ -57,6 +60,7 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
     if rank_count() == 1:
         return [{name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}]
     device = _for_backend(device)
+    # The ranks must call the same collectives, so they first agree on which parameters have a gradient somewhere.
     has = torch.tensor([parameter.grad is not None for _, parameter in named], dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(has) for _ in range(rank_count())]
     dist.all_gather(everyone, has)
@@ -65,6 +69,7 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
     for i, (name, parameter) in enumerate(named):
         if not held[:, i].any():
             continue
+        # A rank without this gradient sends zeros, which rank zero drops.
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
         grad = grad.to(device).contiguous()
         parts = None
@@ -78,4 +83,5 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
 
 
 def _for_backend(device: torch.device) -> torch.device:
+    # gloo gathers CPU tensors; "cpu:gloo,cuda:nccl" has it too.
     return torch.device("cpu") if "gloo" in dist.get_backend_config() else device

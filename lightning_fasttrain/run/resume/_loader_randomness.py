@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
+Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | DistributedSampler
+# `inner` is our own wrapper's, `_sampler` that of Lightning's wrapper for distributed sampling.
 _HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
 _DEPTH = 5
 
 
-def generators_of(*holders: Any) -> list[Any]:
+def generators_of(*holders: object) -> list[Generator]:
     """The generators that these objects hold, and the samplers and datasets inside them; each once, in a fixed order.
 
     Example:
@@ -19,13 +21,13 @@ def generators_of(*holders: Any) -> list[Any]:
         >>> generators_of(data) == [data.generator]
         True
     """
-    found: dict[int, Any] = {}
+    found: dict[int, Generator] = {}
     for holder in holders:
         _look(holder, found, set(), _DEPTH)
     return list(found.values())
 
 
-def _look(holder: Any, found: dict[int, Any], seen: set[int], depth: int) -> None:
+def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: int) -> None:
     if depth == 0 or id(holder) in seen or not hasattr(holder, "__dict__"):
         return
     seen.add(id(holder))
@@ -34,24 +36,26 @@ def _look(holder: Any, found: dict[int, Any], seen: set[int], depth: int) -> Non
     for name, value in vars(holder).items():
         if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
             found.setdefault(id(value), value)
+        # Only known names are followed: a dataset may hold anything, such as a model that has generators of its own.
         elif name in _HOLDERS:
             _look(value, found, seen, depth - 1)
 
 
-def generator_state(generator: Any) -> Any:
+def generator_state(generator: Generator) -> Any:
     """Its state as a tensor, or as plain numbers, lists and dicts."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, DistributedSampler):
         return generator.seed
     if isinstance(generator, np.random.Generator):
+        # weights_only=True reads no NumPy arrays, and some of these states hold them.
         return _to_plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _to_plain(generator.get_state(legacy=False))
     return generator.getstate()
 
 
-def set_generator_state(generator: Any, state: Any) -> None:
+def set_generator_state(generator: Generator, state: Any) -> None:
     """Put back what :func:`generator_state` returned.
 
     Example:
@@ -73,7 +77,7 @@ def set_generator_state(generator: Any, state: Any) -> None:
         generator.set_state(state)
     else:
         version, numbers, gauss = state
-        generator.setstate((version, tuple(numbers), gauss))
+        generator.setstate((version, tuple(numbers), gauss))  # setstate takes nothing but a tuple
 
 
 def _to_plain(value: Any) -> Any:

@@ -29,11 +29,13 @@ def save_point(trainer: L.Trainer) -> SavePoint:
     """Where ``trainer`` is now."""
     epochs, batches = trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_loop.batch_progress.current
     validation = trainer.fit_loop.epoch_loop.val_loop.batch_progress
+    # Lightning counts `processed` before the hooks at the end of an epoch, in which checkpoints are saved.
     if epochs.started == epochs.processed:
         return SavePoint.EPOCH
     if trainer.validating:
         done = validation.is_last_batch and validation.current.ready == validation.current.completed
         return SavePoint.VALIDATION if done else SavePoint.BATCH
+    # `completed` follows on_train_batch_end, in which checkpoints are saved.
     if batches.ready == batches.processed == batches.completed + 1:
         return SavePoint.BATCH
     return SavePoint.ITERATION if batches.ready == batches.processed == batches.completed else SavePoint.WITHIN
@@ -57,7 +59,7 @@ def go_on_after_batch(trainer: L.Trainer, point: SavePoint, restore: Callable[[]
     advance = loop.advance
 
     def rest_of_an_iteration(data_fetcher: Any) -> None:
-        undo()
+        undo()  # from here on Lightning's own advance is called, whatever happens below
         _no_restart(trainer)
         if point is not SavePoint.WITHIN:
             trainer._logger_connector._first_loop_iter = True  # as after a batch, or what is logged next begins again
@@ -77,10 +79,13 @@ def go_on_after_epoch(trainer: L.Trainer) -> None:
     """Let the run begin its next epoch as any other; called before ``trainer.fit_loop`` begins it."""
     fit_loop = trainer.fit_loop
     _no_restart(trainer)
+    # Otherwise the epoch that begins would be taken for one that goes on: without on_train_epoch_start, and without a
+    # new pass over the loaders.
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop._resuming_from_checkpoint = False
         loop.reset_restart_stage()
     progress = fit_loop.epoch_progress
+    # As Lightning leaves them once the hooks at the end of an epoch are done.
     for counts in (progress.total, progress.current):
         counts.ready = counts.started = counts.completed = counts.processed
 

@@ -21,6 +21,7 @@ _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 
 def read_settings(trainer: L.Trainer) -> dict[str, Any]:
     """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
+    # These callbacks change accumulate_grad_batches during the run, so its value here says nothing.
     schedules = GradientAccumulationScheduler | TokenWeightedAccumulation
     scheduled = any(isinstance(callback, schedules) for callback in trainer.callbacks)
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
@@ -45,6 +46,7 @@ def about_loader(loader: Any) -> dict[str, Any]:
     sampler = getattr(loader, "batch_sampler", None)
     return {
         "samples in the training data": samples,
+        # With a batch_sampler the loader's own batch_size is None.
         "batch size": getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None),
         "shuffle": _shuffles(getattr(loader, "sampler", None)),
         "drop_last": getattr(sampler, "drop_last", None),
@@ -53,7 +55,7 @@ def about_loader(loader: Any) -> dict[str, Any]:
     }
 
 
-def _shuffles(sampler: Any) -> bool | str | None:
+def _shuffles(sampler: object) -> bool | str | None:
     if sampler is None:
         return None
     told = getattr(sampler, "shuffle", None)  # DistributedSampler's
@@ -61,7 +63,7 @@ def _shuffles(sampler: Any) -> bool | str | None:
         return told
     if type(sampler).__module__ == "torch.utils.data.sampler":
         return isinstance(sampler, RandomSampler)
-    return type(sampler).__qualname__
+    return type(sampler).__qualname__  # a class that is not torch's: its name is compared
 
 
 def _hash_data(dataset: Any, where: str) -> dict[str, str]:
@@ -71,6 +73,7 @@ def _hash_data(dataset: Any, where: str) -> dict[str, str]:
     count by the last part of a path, since data may be moved.
     """
     if isinstance(dataset, Subset):
+        # The same base with other indices is other data, so both are hashed.
         return {**_hash_values(dataset.indices, f"{where}.indices"), **_hash_data(dataset.dataset, where)}
     if isinstance(dataset, ConcatDataset):
         parts = enumerate(dataset.datasets)
@@ -82,6 +85,7 @@ def _hash_data(dataset: Any, where: str) -> dict[str, str]:
 
 
 def _hash_values(values: Any, where: str) -> dict[str, str]:
+    # As TensorDataset holds its tensors.
     if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
         return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
@@ -110,11 +114,12 @@ def _bytes_of(entry: Any) -> bytes | None:
     if isinstance(entry, str):
         return os.path.basename(entry).encode(errors="surrogatepass")
     if isinstance(entry, bool | int | float | np.number):
-        return repr(float(entry)).encode()
+        return repr(float(entry)).encode()  # one form for numbers that are equal in Python, NumPy and torch
     if type(entry) is np.ndarray and entry.dtype != object:
         return np.ascontiguousarray(entry).tobytes()
     if type(entry) is Tensor:
         plain = entry.detach().cpu().contiguous()
+        # view(uint8): NumPy has no bfloat16.
         return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
     if isinstance(entry, Mapping):
         entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
@@ -125,6 +130,7 @@ def _bytes_of(entry: Any) -> bytes | None:
 
 def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """What to say of each setting of which both sides know another value."""
+    # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders"}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
             what = f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}"

@@ -10,6 +10,7 @@ from torchmetrics import Metric
 
 from lightning_fasttrain.run.resume._loop_progress import SavePoint
 
+# What a checkpoint can hold of Lightning's metadata. How to reduce and sync are functions, saved as words and flags.
 _META = (
     "fx",
     "name",
@@ -28,6 +29,7 @@ _SUMS = ("value", "cumulated_batch_size")
 def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
     """This process's: sums behind ``self.log``, states of the metrics in ``module``, values for callbacks."""
     training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
+    # The hook that saves comes before Lightning resets these, so their sums must not come back after it.
     resets = {SavePoint.EPOCH: training, SavePoint.VALIDATION: validation}.get(point, {})
     about_to_be_reset = {id(result.value) for result in resets.values() if not result.is_tensor}
     metrics = {}
@@ -45,6 +47,7 @@ def _logged_values(results: Any) -> dict[str, Any]:
     logged = {}
     for key, result in results.items():
         meta = result.meta
+        # A result that was reset begins with its next value. A process group cannot be saved.
         if result.has_reset or meta.sync.group is not None:
             continue
         kept = {name: getattr(meta, name) for name in _META}
@@ -57,7 +60,7 @@ def _logged_values(results: Any) -> dict[str, Any]:
     return logged
 
 
-def _has_sum(result: Any, name: str) -> bool:
+def _has_sum(result: _ResultMetric, name: str) -> bool:
     return result.is_tensor and (name == "value" or result.meta.is_mean_reduction)
 
 
@@ -70,23 +73,25 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         metric, saved = metrics[name], state["metrics"][name]
         for key, value in _copy_value(saved["states"], metric.device).items():
             setattr(metric, key, value)
+        # Else compute() answers with the value of before.
         metric._update_count, metric._computed = saved["updates"], None
     for key, saved in state["logged"].items():
         meta = _Metadata(**saved["meta"])
         if not saved["sums"] and meta.metric_attribute not in metrics:
             continue
         should, rank_zero_only = saved["sync"]
+        # As LightningModule.log makes it: the strategy reduces.
         meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
         result = _ResultMetric(meta, is_tensor=bool(saved["sums"]))
         for name, value in _copy_value(saved["sums"], device).items():
             setattr(result, name, value)
         if not saved["sums"]:
             result.value = metrics[str(meta.metric_attribute)]
-        result._update_count = 1
+        result._update_count = 1  # a metric that was never updated warns when it is computed
         trainer.fit_loop.epoch_loop._results[key] = result
 
 
-def _copy_value(value: Any, device: Any = "cpu") -> Any:
+def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
     if isinstance(value, Tensor):
         return value.detach().to(device).clone()
     if isinstance(value, dict):

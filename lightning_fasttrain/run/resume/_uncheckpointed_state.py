@@ -21,24 +21,26 @@ def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
     """Put back what :func:`forgotten_state` returned."""
-    trainer.should_stop = trainer.should_stop or state["should_stop"]
+    trainer.should_stop = trainer.should_stop or state["should_stop"]  # somebody may have asked to stop since
     for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
         setattr(*loop, epoch)
     path = os.path.abspath(str(trainer.ckpt_path))
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.state_key in state["saves"]:
             step, last, callback.current_score = state["saves"][callback.state_key]
+            # `last_model_path` and the like are set before the file is written, the two below after it.
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
             if path in {os.path.abspath(name) for name in made}:  # it was in the middle of this save, which is made
                 step, last = trainer.global_step, path
             callback._last_global_step_saved, callback._last_checkpoint_saved = step, last
 
 
-def _reloading_loops(trainer: L.Trainer) -> list[tuple[Any, str]]:
+def _reloading_loops(trainer: L.Trainer) -> list[tuple[object, str]]:
     """With ``reload_dataloaders_every_n_epochs``, when that was done last."""
     fit_loop = trainer.fit_loop
     return [(fit_loop, "_last_train_dl_reload_epoch"), (fit_loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]
 
 
-def _on_cpu(score: Any) -> Any:
+# The score is on the saving rank's device, which the resumed run may not have.
+def _on_cpu(score: torch.Tensor | None) -> torch.Tensor | None:
     return score.detach().cpu() if isinstance(score, torch.Tensor) else score

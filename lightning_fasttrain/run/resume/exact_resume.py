@@ -95,8 +95,8 @@ class ExactResume(Technique):
         self._used = 0
         self._wrapping: list[ResumableLoader | None] | None = None  # those made right now
         self._positioned = self._begins_epoch = False
-        self._between: list[tuple[ResumableLoader, Any]] = []  # what the next pass begins with, if none was going on
-        self._validation: list[Any] = []
+        self._between: list[tuple[ResumableLoader, dict[str, Any]]] = []  # for the next pass, if none was going on
+        self._validation: list[list[Any]] = []
         self._said: set[str] = set()
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -108,6 +108,7 @@ class ExactResume(Technique):
 
     def _take_places(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         fit_loop, strategy = trainer.fit_loop, trainer.strategy
+        # Lightning has no hook between making the loaders and reading from them, so its methods are patched.
         setup_data, process = fit_loop.setup_data, strategy.process_dataloader
         run_start = fit_loop.epoch_loop.on_run_start
 
@@ -118,6 +119,7 @@ class ExactResume(Technique):
             self._hold_loaders_of(setup_data)
 
         def counting_run_start(data_fetcher: Any) -> None:
+            # Lightning's own condition for iterating again.
             if trainer.current_epoch > 0 and not fit_loop.is_resuming and not fit_loop.epoch_loop.restarting:
                 for held in self._loaders:  # Lightning iterates again
                     if held is not None:
@@ -143,6 +145,8 @@ class ExactResume(Technique):
 
     def _hold(self, loader: Any) -> Any:
         """What takes the place of a loader of this run: of a training loader one that knows where it is."""
+        # Outside of setup_data only the loaders of validation come by, one after the other, in the order of the saved
+        # states.
         if self._wrapping is None:
             if self._validation:
                 _set_generators(loader, self._validation.pop(0))
@@ -150,6 +154,7 @@ class ExactResume(Technique):
         held = _resumable_loader(loader)
         self._wrapping.append(held)
         self._about.append(None if held is None else about_loader(loader))
+        # Here and not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
         if self._restored is not None and not self._positioned:
             self._check(about_loader(loader), len(self._wrapping) - 1)
             self._set_position(held, len(self._wrapping) - 1)
@@ -185,11 +190,13 @@ class ExactResume(Technique):
             why = "gradients are in pieces there and are not saved, so a resumed run lacks them for one step"
             warn(explain(what, why, "Save at optimizer steps"))
 
-    def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[Any]:
+    def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[dict[str, Any] | None]:
+        # Lightning may have fetched ahead, so what counts is how many batches were trained on.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
+        # The step takes batches itself, as many as it likes.
         follows_user = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
-        positions: list[Any] = []
+        positions: list[dict[str, Any] | None] = []
         for held in self._loaders:
             if held is None:
                 positions.append(None)
@@ -211,6 +218,7 @@ class ExactResume(Technique):
             return
         point, fit_loop = SavePoint(state["point"]), checkpoint["loops"]["fit_loop"]
         epochs = fit_loop["epoch_progress"]["current"]
+        # Until `completed` is counted Lightning has not stepped the plateau schedules of the epoch.
         self._restored = {**state, "point": point, "plateaus": epochs["completed"] < epochs["processed"]}
         self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
         if point in (SavePoint.BATCH, SavePoint.VALIDATION):
@@ -219,6 +227,7 @@ class ExactResume(Technique):
         other = other_hyper_parameters(checkpoint, pl_module)
         if other is not None:
             warn(f"ExactResume: {other}")
+        # Positions and random states are one process's own: with another number of them they fit nowhere.
         if len(state["ranks"]) != trainer.world_size:
             return
         self._mine = mine = unpack(state["ranks"][trainer.global_rank])
@@ -243,6 +252,7 @@ class ExactResume(Technique):
         if not self._positioned and self._mine is not None:  # this strategy restores after it made the loaders
             for i, held in enumerate(self._loaders):
                 self._set_position(held, i)
+            # The fetcher already has an iterator of the old position.
             if trainer.fit_loop._data_fetcher is not None:
                 iter(trainer.fit_loop._data_fetcher)
             self._positioned = True
@@ -261,6 +271,7 @@ class ExactResume(Technique):
         """The last thing before training goes on; the random state is the last of it."""
         state, mine = self._restored, self._mine
         assert state is not None
+        # Gone before anything else is done, so that it happens once: setup_data and the hooks ask for them.
         self._restored = self._mine = None
         restore_forgotten(trainer, state["forgotten"])
         if mine is None:
@@ -277,10 +288,12 @@ class ExactResume(Technique):
         loaders = validation_loaders(trainer)
         for loader, states in zip(loaders, mine["validation"], strict=False):
             _set_generators(loader, states)
+        # Or they are made later, and get their states then.
         self._validation = [] if loaders else list(mine["validation"])
-        set_random_state(mine["random"])
+        set_random_state(mine["random"])  # last, since all above may draw
 
     def _set_position(self, held: ResumableLoader | None, i: int) -> None:
+        # None if this checkpoint is one of another number of processes.
         states = [] if self._mine is None else self._mine["loaders"]
         state = states[i] if i < len(states) else None
         if held is None or state is None:
@@ -306,6 +319,7 @@ class ExactResume(Technique):
 
 
 class _Held(ResumableLoader):
+    # Lightning takes what has a state_dict for resumable, and does not warn of it.
     """A loader whose position is kept by the callback, for every process, rather than by Lightning for rank zero."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -315,6 +329,7 @@ class _Held(ResumableLoader):
         assert not state
 
 
+# Of the class above, since _Held leaves it to Lightning as empty.
 _load = ResumableLoader.load_state_dict
 
 
@@ -329,7 +344,7 @@ def _resumable_loader(loader: Any) -> ResumableLoader | None:
     return _Held(loader)
 
 
-def _set_generators(loader: Any, states: list[Any]) -> None:
+def _set_generators(loader: object, states: list[Any]) -> None:
     for generator, state in zip(generators_of(loader), states, strict=False):
         set_generator_state(generator, state)
 

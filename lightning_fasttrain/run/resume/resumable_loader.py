@@ -12,7 +12,12 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from lightning_fasttrain._host import passes_of, set_passes_of, without_fabric
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.resume._loader_randomness import (
+    Generator,
+    generator_state,
+    generators_of,
+    set_generator_state,
+)
 
 _REMEMBERED = 6  # positions: more than anything between the loader and the training step fetches ahead
 
@@ -94,7 +99,7 @@ class ResumableLoader:
         self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
         self._to_resume: dict[str, Any] | None = None
         self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate again before
-        self._workers_seed: int | None = None
+        self._workers_seed: int | None = None  # for the next pass of persistent workers; None until their first one
 
     def __iter__(self) -> Iterator[Any]:
         a_pass = _Pass(self)
@@ -107,6 +112,7 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, after the batch given out last; within the body of a loop, that is the one at hand."""
+        # A pass that ended is no place to go on from: the next one begins anew.
         if self._positions and self._positions[-1][1]["ended"]:
             return self.between_passes()
         return {**self.position(self._handed_out), "random": []}
@@ -142,12 +148,13 @@ class ResumableLoader:
     def position(self, used: int) -> dict[str, Any]:
         """The state after ``used`` batches since :meth:`count_from`, whatever has been fetched ahead of them."""
         if not self._positions:  # nothing was asked for yet
-            return self._to_resume or self.between_passes()
+            return self._to_resume or self.between_passes()  # loaded, and not begun: what was loaded is still the state
         ahead: list[Any] = []  # what was fetched ahead was fetched in these states
         for handed_out, position in reversed(self._positions):
             if position["random"] is not None:
                 ahead.insert(0, (position["start"], position["random"]))
             if handed_out <= used:
+                # What was fetched of the next pass is no part of this position.
                 return {**position, "random": [random for start, random in ahead if start is position["start"]]}
         raise RuntimeError(f"{self._handed_out} batches were fetched and {used} used: that is too far ahead.")
 
@@ -161,8 +168,10 @@ class ResumableLoader:
             return iter(inner)
         note_once("ExactResume: persistent workers are started again for each pass, or their random numbers were lost")
         if inner._iterator is not None:
+            # A DataLoader keeps the iterator of persistent workers and only resets it, so it would draw no new seed.
             inner._iterator._shutdown_workers()
             inner._iterator = None
+        # A DataLoader draws `_base_seed` from its generator when it makes an iterator, and seeds the workers with it.
         theirs = inner.generator
         if seed is not None:  # a later pass, for which persistent workers draw no seed from the common generator
             inner.generator = torch.Generator().manual_seed(seed)
@@ -170,10 +179,11 @@ class ResumableLoader:
             batches = iter(inner)
         finally:
             inner.generator = theirs
+        # Follows from this pass alone, so a resumed run gets the same.
         self._workers_seed = (batches._base_seed + 1) % 2**62
         return batches
 
-    def _skip(self, batches: Any, count: int) -> None:
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
         if count == 0:
             return
         map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
@@ -192,10 +202,12 @@ class ResumableLoader:
     def _set_calls(self, calls: int) -> None:
         set_passes_of(self.inner, calls)
 
-    def _data_generators(self) -> list[Any]:
+    def _data_generators(self) -> list[Generator]:
         return generators_of(getattr(self.inner, "dataset", self.inner))
 
     def __getattr__(self, name: str) -> Any:
+        # A copy asks for attributes before `inner` is there, which would never end. Protocols such as pickling must not
+        # see those of the loader inside.
         if name == "inner" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -214,8 +226,8 @@ class _Pass(Iterator[Any]):
         self.start: dict[str, Any] = {}
         self.given = 0
         self.position: dict[str, Any] = {}
-        self.data: list[Any] = loader._data_generators()
-        self.ahead: list[Any] = []  # random states for batches that had been fetched ahead of the checkpoint
+        self.data: list[Generator] = loader._data_generators()
+        self.ahead: list[dict[str, Any]] = []  # random states for batches that had been fetched ahead of the checkpoint
 
     def begin(self) -> None:
         loader = self.loader
@@ -236,14 +248,17 @@ class _Pass(Iterator[Any]):
     def _resume(self, state: dict[str, Any]) -> None:
         loader = self.loader
         self.start, self.given = dict(state["start"]), state["given"]
+        # Resuming must not move the random state that training draws from: it is put back below.
         here = random_state()
         set_random_state(self.start["random"])
         _set_generators(generators_of(loader.inner), self.start["generators"])
         loader._set_calls(self.start["calls"])
         self.batches = loader._begin(self.start["workers"])
+        # Training draws between the start of a pass and its first fetch, which is when samplers draw.
         if self.start["first"] is not None:
             set_random_state(self.start["first"])
         loader._skip(self.batches, self.given)
+        # Batches that were passed over by their indices alone drew nothing from the dataset's generators.
         _set_generators(self.data, state["data"])
         set_random_state(here)
         self.ahead = list(state["random"])
@@ -255,18 +270,20 @@ class _Pass(Iterator[Any]):
         assert self.batches is not None
         here = None
         if self.ahead:
+            # The uninterrupted run fetched this batch earlier, in the state of that moment.
             here = random_state()
             set_random_state(self.ahead.pop(0))
         before = self._before_fetching() if self.loader._in_process else None
         try:
             batch = next(self.batches)
         except StopIteration:
-            self.position["ended"] = True
+            self.position["ended"] = True  # the same dictionary is in _positions
             self.loader._repeats += 1
             raise
         finally:
             if here is not None:
                 set_random_state(here)
+        # What is drawn with the first batch comes again from `first`. What is drawn later is mixed with training's.
         if self.loader._watched and self.given > 0 and here is None:
             self.loader._watched = False
             _warn_if_moved(before)
@@ -293,10 +310,11 @@ class _Pass(Iterator[Any]):
             "random": None,
             "data": data,
         }
+        # By reference: `random` and `ended` are filled in when the next batch is asked for.
         self.loader._positions.append((self.loader._handed_out, self.position))
 
 
-def _set_generators(generators: list[Any], states: list[Any]) -> None:
+def _set_generators(generators: list[Generator], states: list[Any]) -> None:
     if len(generators) != len(states):
         what = f"the checkpoint has the state of {len(states)} generators of a loader, this one has {len(generators)}"
         why = "the loader, its sampler or its dataset is another one"

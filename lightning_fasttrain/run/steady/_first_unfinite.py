@@ -35,13 +35,15 @@ def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
     """
     found: list[str] = []
     with ExitStack() as undo:
-        undo.callback(remember([model]))
+        undo.callback(remember([model]))  # the repeated forward moves statistics and random states
         for hook in ("log", "log_dict"):
             if hasattr(model, hook):
                 undo.callback(patch(model, hook, lambda *args, **kwargs: None))
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(_note(name, found), with_kwargs=True).remove)
         try:
+            # The hooks of inner modules fire before those of the modules around them, so the first finding is the
+            # innermost.
             with torch.no_grad():
                 repeat()
         except Exception as error:  # the step itself ran: what fails here is looking at it
@@ -54,6 +56,7 @@ def _note(name: str, found: list[str]) -> Callable[..., None]:
         if found or not is_unfinite(output):
             return
         where = f"{name or 'the model itself'} ({type(module).__name__})"
+        # Its own alone: an inner module's would have been found there.
         own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if is_unfinite((args, kwargs)):
             found.append(f"in the input of {where}")

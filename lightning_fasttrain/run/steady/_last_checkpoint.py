@@ -2,6 +2,7 @@
 
 import os
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -26,14 +27,14 @@ class LastCheckpoint:
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
             save(checkpoint, filepath, *args, **kwargs)
-            if "optimizer_states" in checkpoint:
+            if "optimizer_states" in checkpoint:  # not with save_weights_only
                 self.path, self.step = os.fspath(filepath), checkpoint["global_step"]
 
-        def remove_checkpoint(filepath: Any) -> None:
+        def remove_checkpoint(filepath: str | Path) -> None:
             remove(filepath)
-            if os.fspath(filepath) == self.path:
+            if os.fspath(filepath) == self.path:  # ModelCheckpoint keeps only the best ones
                 self.path = ""
 
         undo = ExitStack()
@@ -46,9 +47,10 @@ class LastCheckpoint:
         self.path, self.step = os.fspath(trainer.ckpt_path or ""), trainer.global_step
 
     def go_back(self, trainer: L.Trainer) -> None:
-        """Weights, optimizers, schedules and precision as they were saved; loops, loaders and callbacks go on."""
+        """Weights, optimizers and schedules as they were saved; loops, loaders and callbacks go on."""
         strategy, module = trainer.strategy, trainer.lightning_module
         checkpoint = strategy.load_checkpoint(self.path, weights_only=True)
+        # In Lightning's order: the hook may change what is then loaded.
         call_module(trainer, "on_load_checkpoint", checkpoint)
         strategy.load_model_state_dict(checkpoint, strict=module.strict_loading)
         strategy.load_optimizer_state_dict(checkpoint)

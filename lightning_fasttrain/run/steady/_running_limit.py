@@ -32,7 +32,7 @@ class RunningLimit:
         self.values: deque[float] = deque(maxlen=window)
 
     def add(self, value: float) -> None:
-        if math.isfinite(value):
+        if math.isfinite(value):  # infinity would be the limit from then on
             self.values.append(value)
 
     @property

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
 from lightning_fasttrain._surgery import Undo, patch
 
@@ -12,7 +13,7 @@ def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: 
     """Do not move schedules by step where ``was_skipped``; those by epoch go on. Returns how to undo it."""
     own = module.lr_scheduler_step
 
-    def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
+    def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: Any) -> None:
         by_step = any(one.scheduler is scheduler and one.interval == "step" for one in trainer.lr_scheduler_configs)
         if not (by_step and was_skipped()):
             own(scheduler, metric)

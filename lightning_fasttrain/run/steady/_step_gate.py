@@ -49,6 +49,7 @@ def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
+        # LBFGS calls its closure several times a step.
         why = "what is guarded is the one update of a step of a torch.optim.Optimizer"
         raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use one such as AdamW"))
     return _Gate(optimizer, look, tell).install(scaler)
@@ -74,7 +75,7 @@ class _Gate:
             own = scaler.step
 
             def scaled_step(optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-                self.passed = False
+                self.passed = False  # a scaler that finds infinity does not call optimizer.step
                 result = own(optimizer, *args, **kwargs)
                 if optimizer is self.optimizer and not self.passed:
                     self.tell(_Reading(self.look(optimizer)).wait())
@@ -83,11 +84,13 @@ class _Gate:
             undo.callback(patch(scaler, "step", scaled_step))
         return undo.close
 
+    # The closure runs forward and backward, so the gradients are there only after it; the optimizer is called without
+    # it.
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self.passed = True
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with torch.enable_grad():  # as torch's optimizers do: a step may be called under no_grad
                 loss = closure()
         numbers = self.look(self.optimizer)
         reading = _Reading(numbers)
@@ -109,8 +112,10 @@ class _Reading:
     def __init__(self, numbers: Tensor) -> None:
         self.numbers, self.event = numbers, None
         if numbers.is_cuda:
+            # Pinned: otherwise the copy would wait for the device.
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
+            # An event, so that the host waits for this copy alone and not for the update that is launched after it.
             self.event = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> list[float]:
@@ -135,6 +140,7 @@ def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
     """As a loss scaler tells a fused optimizer; beside one, both are heard."""
     scalers = getattr(optimizer, "found_inf", None)
     restore = ExitStack()
+    # The attributes that torch's fused optimizers read in step().
     restore.callback(patch(optimizer, "found_inf", skip if scalers is None else torch.maximum(skip, scalers)))
     if scalers is None:
         restore.callback(patch(optimizer, "grad_scale", None))
@@ -154,7 +160,7 @@ def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
         >>> has_unfinite([torch.ones(2), torch.tensor([1.0, float("inf")])])
         tensor(1.)
     """
-    pieces = [piece for piece in map(local_values, tensors) if piece.numel() > 0]
+    pieces = [piece for piece in map(local_values, tensors) if piece.numel() > 0]  # an empty piece has no largest entry
     largest = torch.nn.utils.get_total_norm(pieces, norm_type=float("inf"))
     return (~largest.isfinite()).float()
 
@@ -175,5 +181,6 @@ def local_values(tensor: Tensor) -> Tensor:
 def agree(number: Tensor) -> Tensor:
     """The largest on all ranks. It is part of the step's own communication: the host does not wait for it."""
     if rank_count() > 1:
+        # In place and in the order of the step: all ranks come here, as each steps.
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return number

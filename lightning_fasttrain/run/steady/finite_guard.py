@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
@@ -105,6 +106,7 @@ class FiniteSteps:
             if not bad:
                 self.in_a_row = 0
                 self.keep_statistics()
+            # Below a scale of 1 the loss is not scaled up, so an overflow is not of the scaler's making.
             elif bad_loss or scaler is None or scaler.get_scale() < 1:
                 self._count()
             else:
@@ -134,8 +136,8 @@ class FiniteSteps:
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         bad = has_unfinite(gradients)
         losses = [flag.to(bad.device) for _, flag in self.losses]
-        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()
-        return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))
+        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have noted no loss
+        return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both
 
     def _put_back(self) -> None:
         for buffer, kept in self._statistics:
@@ -252,7 +254,8 @@ class FiniteGuard(Technique):
         strategy = trainer.strategy
         save = strategy.save_checkpoint
 
-        def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, *args: Any, **kwargs: Any) -> None:
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+            # After an error the others may not come.
             refuse_unfinite(pl_module, f"checkpoint {filepath}", alone=trainer.interrupted)
             save(checkpoint, filepath, *args, **kwargs)
 
@@ -288,7 +291,7 @@ class FiniteGuard(Technique):
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Hook: nothing of the batch is kept."""
-        self._batch = None, batch_idx
+        self._batch = None, batch_idx  # or it would stay in memory until the next one is there
 
     def outcome(self, model: nn.Module) -> str:
         return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""
@@ -309,9 +312,12 @@ class FiniteGuard(Technique):
     def _name_cause(self, trainer: L.Trainer, module: L.LightningModule) -> str:
         """Called on all ranks after a bad step. They say what they know, so that all can say the same."""
         batch, batch_idx = self._batch
+        # Read on the host: the step was bad, so time does not matter any more.
         bad = [number for number, flag in self.steps.losses if float(flag) != 0]
         everyone = _share(f"{bad[0]}" if bad else "", trainer)
         layer = ""
+        # The same on all ranks: a forward may hold collectives. Earlier batches of a window are not kept, so only a bad
+        # loss of the last one can be looked for.
         if not is_sharded(module) and f"{batch_idx}" in everyone:
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
         layers = _share(layer or last_bad_gradient(module.named_parameters()), trainer)
@@ -333,7 +339,7 @@ def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_id
 
 def _share(text: str, trainer: L.Trainer) -> list[str]:
     """What each rank says, in their order."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, which gather() takes; lengths may differ
     return [bytes(said.tolist()).decode() for said in gather(mine, trainer.strategy.root_device)]
 
 

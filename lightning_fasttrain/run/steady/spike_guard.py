@@ -93,18 +93,20 @@ class SteadySteps:
 
     def note_loss(self, loss: Tensor) -> None:
         """Have a loss decide on the coming step; several of one step are added up."""
-        self._losses.append(loss.detach().float())
+        self._losses.append(loss.detach().float())  # detached: the graph of the loss must not outlive the step
 
     def look(self, optimizer: Optimizer) -> None:
         """Judge the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
         gradients: list[Any] = [parameter.grad for parameter in parameters_with_gradient(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
+        # A collective: the ranks hold pieces of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
         loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
         self._losses = []
         numbers = torch.stack([loss, norm])
         # filled in by kernels: a copy from the host would wait for the device
         limits = torch.stack([torch.full_like(norm, limit.value) for limit in self.limits])
+        # What is not finite is FiniteGuard's: it must not be skipped here, nor enter the quantiles.
         spike = (numbers > limits).any() & numbers.isfinite().all()
         self._seen = torch.cat([spike.float()[None], numbers])
 
@@ -116,7 +118,7 @@ class SteadySteps:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
         for limit, values in zip(self.limits, state["values"], strict=True):
             limit.values.clear()
-            limit.values.extend(values)
+            limit.values.extend(values)  # the deque keeps its length
 
     def _look(self, optimizer: Optimizer) -> Tensor:
         if self._seen is None:
@@ -128,7 +130,7 @@ class SteadySteps:
     def _tell(self, values: list[float]) -> None:
         bad, *numbers = values
         if not bad:
-            if all(map(math.isfinite, numbers)):
+            if all(map(math.isfinite, numbers)):  # a step that is not finite is neither good nor a spike
                 self.in_a_row = 0
             for limit, number in zip(self.limits, numbers, strict=True):
                 limit.add(number)
@@ -148,7 +150,7 @@ class SteadySteps:
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
     if rank_count() > 1:
-        dist.all_reduce(loss)
+        dist.all_reduce(loss)  # the gradients are shared by all, the losses are each rank's own
         loss = loss / rank_count()
     return loss
 

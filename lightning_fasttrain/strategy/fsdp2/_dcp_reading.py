@@ -67,6 +67,7 @@ def _read_state(reader: Any) -> None:
     reader.stack[-1].state = state
 
 
+# In Python: the C one has no table of instructions to replace.
 _python_unpickler: Any = pickle._Unpickler  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -83,7 +84,7 @@ class _PlainReader(_python_unpickler):
     }
 
 
-def _allowed_name(module: Any, name: Any) -> str:
+def _allowed_name(module: object, name: object) -> str:
     full = f"{module}.{name}"
     if full not in _MAKERS and full not in _DTYPES:
         why = "that is no part of an index, and making it could run code"
@@ -92,7 +93,7 @@ def _allowed_name(module: Any, name: Any) -> str:
     return full
 
 
-def _index(record: Any) -> metadata.Metadata:
+def _index(record: object) -> metadata.Metadata:
     """The index that plain data describe."""
     state = _state(record, f"{_METADATA}.Metadata")
     if not isinstance(state["state_dict_metadata"], dict) or not isinstance(state.get("storage_data"), dict):
@@ -128,12 +129,12 @@ def _place(record: _Record) -> metadata.MetadataIndex:
     return metadata.MetadataIndex(_word(state["fqn"]), None if offset is None else _make(offset), index)
 
 
-def _info(record: _Record) -> Any:
+def _info(record: _Record) -> filesystem._StorageInfo:
     state = _state(record)
     path, offset, length = _word(state["relative_path"]), state["offset"], state["length"]
     if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
         raise TypeError("the place of a chunk is none")
-    if state.get("transform_descriptors"):
+    if state.get("transform_descriptors"):  # DCP can compress, and then sizes of files say nothing
         raise TypeError("what it lists is compressed")
     if PurePath(path).name != path or path in ("", ".", ".."):
         why = f"it points out of its folder, to {path[:200]!r}"
@@ -171,20 +172,20 @@ _MAKERS: dict[str, Callable[[Any], Any] | None] = {
 }
 
 
-def _make(record: Any) -> Any:
+def _make(record: object) -> Any:
     maker = _MAKERS.get(record.name) if isinstance(record, _Record) else None
     if maker is None:
         raise TypeError(f"a {type(record).__name__} is where a part of an index should be")
     return maker(record)
 
 
-def _state(record: Any, name: str | None = None) -> dict[str, Any]:
+def _state(record: object, name: str | None = None) -> dict[str, Any]:
     if not isinstance(record, _Record) or not isinstance(record.state, dict) or name not in (None, record.name):
         raise TypeError("it is no index")
     return record.state
 
 
-def _word(value: Any) -> str:
+def _word(value: object) -> str:
     if type(value) is not str:
         raise TypeError(f"a name is a {type(value).__name__}")
     return value
@@ -204,7 +205,7 @@ class SafeReader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> metadata.Metadata:
         self._known = self._known or self._read_index(Path(self._get_metadata_path(kwargs.get("rank"))))
-        self._known.storage_meta = metadata.StorageMeta(load_id=self.load_id)
+        self._known.storage_meta = metadata.StorageMeta(load_id=self.load_id)  # as FileSystemReader does
         return self._known
 
     def _read_index(self, path: Path) -> metadata.Metadata:
@@ -240,6 +241,7 @@ class SafePlanner(DefaultLoadPlanner):
     """Reads plain values, should there be any beside the tensors, as ``weights_only``."""
 
     def __init__(self, **options: Any) -> None:
+        # Names are flat already, and stay as save_sharded wrote them.
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False, **options)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

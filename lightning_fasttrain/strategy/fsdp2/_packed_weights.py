@@ -1,7 +1,6 @@
 """Weights in 4 bits, cut over the ranks as bytes; the constants that belong to them stay whole beside them."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,9 @@ def is_opaque(parameter: Tensor) -> bool:
     return own_class or not parameter.is_floating_point()
 
 
-def find_packed(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[nn.Parameter, list[Any]]:
+def find_packed(model: nn.Module, policy: MixedPrecisionPolicy) -> dict[nn.Parameter, list[nn.Module]]:
     """Weights in 4 bits that can be cut → the layers that use each."""
-    found: dict[nn.Parameter, list[Any]] = {}
+    found: dict[nn.Parameter, list[nn.Module]] = {}
     for layer in model.modules():
         weight = layer._parameters.get("weight")
         if weight is None or not is_quantized(layer) or in_8_bits(layer) or _would_be_cast(weight, policy):
@@ -48,7 +47,7 @@ def whole_parameters(model: nn.Module, policy: MixedPrecisionPolicy) -> set[nn.P
     return {parameter for parameter in model.parameters() if is_opaque(parameter) and parameter not in packed}
 
 
-def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[Any]:
+def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[nn.Module]:
     """Make plain parameters of the weights in 4 bits, which ``fully_shard`` can cut; call it before.
 
     Returns:
@@ -64,7 +63,7 @@ def unwrap_packed_(model: nn.Module, policy: MixedPrecisionPolicy) -> list[Any]:
     return unwrapped
 
 
-def keep_packed_(layers: list[Any], groups: Iterable[nn.Module]) -> None:
+def keep_packed_(layers: list[nn.Module], groups: Iterable[nn.Module]) -> None:
     """Let sharded weights have their constants, as whole ones do, when they are saved, loaded and used.
 
     FSDP2 replaces parameters by its own. What it has gathered is made a weight of bitsandbytes' before
@@ -78,6 +77,7 @@ def keep_packed_(layers: list[Any], groups: Iterable[nn.Module]) -> None:
     for layer in layers:
         settle_4bit_(layer)
         layer.register_state_dict_pre_hook(settle_4bit_)  # ``model.to`` forgets what was on the parameter
+    # From the inside out, the root last: a layer belongs to the first group that has it.
     left = dict.fromkeys(layers)
     for group in groups:
         own = [module for module in group.modules() if module in left]
@@ -87,8 +87,8 @@ def keep_packed_(layers: list[Any], groups: Iterable[nn.Module]) -> None:
             group.register_forward_pre_hook(_settle(own))
 
 
-def _settle(layers: list[Any]) -> Callable[..., None]:
-    def settle(*_: Any) -> None:
+def _settle(layers: list[nn.Module]) -> Callable[..., None]:
+    def settle(*_: object) -> None:
         for layer in layers:
             settle_4bit_(layer)
 

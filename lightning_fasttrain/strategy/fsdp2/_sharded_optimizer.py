@@ -33,6 +33,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         what = f"{type(optimizer).__name__} holds {unknown} parameters that the model has no more"
         why = "their state would belong to nothing"
         raise ValueError(explain(what, why, "Make the optimizer from the model's parameters, after sharding"))
+    # torch numbers parameters in the order of the groups, so a number is a place in `held`.
     numbered, by_number = optimizer.state_dict(), [names[id(parameter)] for parameter in held]
     for number, values in numbered["state"].items():
         for key, value in values.items():
@@ -44,14 +45,15 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return {"class": type(optimizer).__name__, "state": state, "param_groups": groups}
 
 
-def _refuse_local(optimizer: str, name: str, value: Any, parameter: Tensor) -> None:
+def _refuse_local(optimizer: str, name: str, value: object, parameter: Tensor) -> None:
+    # Over one process a shard is the whole.
     if not isinstance(value, Tensor) or not isinstance(parameter, DTensor) or parameter.device_mesh.size() == 1:
         return
     known = (Shard, Replicate)
     if isinstance(value, DTensor):
         bad = not all(isinstance(placement, known) for placement in value.placements)
     else:
-        bad = value.ndim > 0 and value.numel() > 1
+        bad = value.ndim > 0 and value.numel() > 1  # a count of steps is the same on all ranks
     if bad:
         raise ValueError(
             explain(
@@ -88,10 +90,11 @@ def _layout(tensor: Tensor) -> str | int:
 def template(size: torch.Size, dtype: torch.dtype, layout: str | int, parameter: Tensor | None) -> Tensor:
     """An empty tensor for stored state, cut as it was, over the mesh that its parameter is on now."""
     if parameter is not None and size == parameter.shape:
-        return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty_like(parameter.detach(), dtype=dtype)  # cut as the parameter is now, however it was saved
     if not isinstance(parameter, DTensor) or layout == _PLAIN:
         return torch.empty(size, dtype=dtype)
     cut = Shard(layout) if isinstance(layout, int) else Replicate()
+    # With replicas the last axis of the mesh is the one of shards.
     placements = [*[Replicate()] * (parameter.device_mesh.ndim - 1), cut]
     return empty(size, dtype=dtype, device_mesh=parameter.device_mesh, placements=placements)
 
@@ -121,6 +124,7 @@ def join(plain: dict[str, Any], tensors: dict[str, Tensor], model: nn.Module, op
     for group in now:
         names_now.append(sorted(held[number] for number in group["params"]))
     names_then = [sorted(group["params"]) for group in plain["param_groups"]]
+    # Which group a parameter is in decides its settings; the order within a group does not matter.
     if names_now != names_then:
         what = f"the checkpoint's {plain['class']} has {len(plain['param_groups'])} groups of parameters"
         why = f"this one has {len(now)}, or groups them differently"

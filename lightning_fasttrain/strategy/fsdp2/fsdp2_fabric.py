@@ -67,6 +67,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
+        # Lightning wants a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
         self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype)
         self.async_checkpoints = async_checkpoints
@@ -74,6 +75,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         self._backward_sync_control = _SyncControl()
         self._background: BackgroundSave | None = None
         self.roll_call, self._saving = RollCall(None), None
+        # Old parameters weakly, or the whole weights would stay in memory beside the shards.
         self._moved: list[tuple[weakref.ref[nn.Parameter], nn.Parameter]] = []
         self._modules: list[weakref.ref[nn.Module]] = []
 
@@ -103,10 +105,11 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         precision = self.precision.precision
         self.sharded_blocks = self.sharding.shard_(module, self.device_mesh, precision, self.root_device)
         after = dict(module.named_parameters(remove_duplicate=False))
+        # Nobody holds the old one any more, so no optimizer can ask for it.
         self._moved = [pair for pair in self._moved if pair[0]() is not None]
         self._moved += [(weakref.ref(old), after[name]) for name, old in before.items() if after[name] is not old]
         self._modules.append(weakref.ref(module))
-        if isinstance(module, L.LightningModule):
+        if isinstance(module, L.LightningModule):  # a step uses parameters outside of forward too
             for name in _STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
@@ -144,7 +147,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -167,7 +170,11 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             self._write(path, *states)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self,
+        path: str | Path,
+        state: nn.Module | dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> dict[str, Any]:
         self.wait()
         state = {"model": state} if isinstance(state, nn.Module) else state or {}

@@ -111,6 +111,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self._process_group_backend = self._process_group_backend or self.sharding.backend(self.parallel_devices[0])
         self._setup_distributed()
         self._device_mesh = self.sharding.mesh(self.root_device, self.world_size)
+        # Two groups: a save in the background must not meet the roll call of the thread that trains.
         self.roll_call, self._saving = RollCall(own_group(self._timeout)), own_group(self._timeout)
         if self.async_checkpoints and self._background is None:
             self._background = BackgroundSave(self._write)
@@ -131,7 +132,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         precision = self.precision_plugin.precision
         self.sharded_blocks = self.sharding.shard_(model, self.device_mesh, precision, self.root_device)
         self._rest_to_device(model)
-        self._steps.close()
+        self._steps.close()  # what an earlier run has put around the steps
         for name in _STEPS:
             if is_overridden(name, self.lightning_module):
                 self._run_gathered(model, name)
@@ -141,6 +142,7 @@ class FSDP2Strategy(ModelParallelStrategy):
             with self.roll_call.all_or_none("configure_optimizers"):
                 self.setup_optimizers(trainer)
         self.setup_precision_plugin()
+        # Under offload the optimizer stays with its shards, in host memory.
         if fitting and self.sharding.offload is None:
             _optimizers_to_device(self.optimizers, self.root_device)
         check_sharded(model, self.optimizers)
@@ -183,7 +185,7 @@ class FSDP2Strategy(ModelParallelStrategy):
     def on_train_start(self) -> None:
         """Hook: after all callbacks had their say."""
         assert self.model is not None
-        check_sharded(self.model, self.optimizers)
+        check_sharded(self.model, self.optimizers)  # a callback may have swapped a layer, or made the optimizer again
 
     def on_validation_end(self) -> None:
         """Hook: a forward without backward leaves the root gathered."""
@@ -233,7 +235,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         optimizer = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         return named_state(self.model, optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         if storage_options is not None:
             why = f"{type(self).__name__} writes folders by itself"
             raise TypeError(explain("storage_options", why, "Leave them out"))
@@ -243,7 +245,7 @@ class FSDP2Strategy(ModelParallelStrategy):
                 "this checkpoint is taken inside an accumulation window, whose gradient is not in it: resumed, the "
                 "batches of the window before it do not count. Save after steps, or at an epoch's end."
             )
-        path = local_path(self.broadcast(filepath))
+        path = local_path(self.broadcast(filepath))  # one rank's name for all: a name with a time in it may differ
         checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
         states = (checkpoint.pop("state_dict"), optimizers, checkpoint)
@@ -252,17 +254,18 @@ class FSDP2Strategy(ModelParallelStrategy):
         else:
             self._write(path, *states)
 
-    def remove_checkpoint(self, filepath: Any) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """An older checkpoint goes only after the newer one is complete."""
         if self._background is not None:
+            # A lambda has no first argument for a bare super().
             self._background.do_afterwards(lambda: super(FSDP2Strategy, self).remove_checkpoint(filepath))
         else:
             super().remove_checkpoint(filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         assert self.lightning_module is not None
         assert self.model is not None
-        self.wait()
+        self.wait()  # what is to be loaded may still be written
         fitting = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
         path = choose_checkpoint(checkpoint_path, substitute=fitting)
         optimizers = {f"optimizer_{i}": optimizer for i, optimizer in enumerate(self.optimizers)}

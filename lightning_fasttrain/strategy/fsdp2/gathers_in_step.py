@@ -45,6 +45,7 @@ class FSDP2Together(Together):
     def run_alone(self) -> Iterator[None]:
         model = self._model_of()
         self._due = is_reducing(model)
+        # An attempt that fails leaves sums of its own, and those of earlier batches must come back.
         self._put_sums_back = _remember_sums(model)
         with without_gradient_reduction(model):
             yield
@@ -99,7 +100,7 @@ class FSDP2Together(Together):
     def _begin(self) -> None:
         """As if no forward or backward of this batch had been."""
         model: Any = self._model_of()
-        if _has_run(model):
+        if _has_run(model):  # before the first forward FSDP2 has no state to reset
             model.reset_iter_state()
         self._put_sums_back()
 
@@ -108,6 +109,7 @@ class FSDP2Together(Together):
         if not self._due:
             return
         model = self._model_of()
+        # FSDP2 hooks the root's backward on its output, and reduces what is pending at the end of it.
         restore = patch(model, "forward", lambda _: torch.zeros((), requires_grad=True).clone())
         try:
             nothing = model(None)
@@ -168,12 +170,12 @@ class _Script:
 
     def _learn(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> None:
         self.lines.append(line)
-        for other in output.view(-1, line.numel):
-            if other.data_ptr() != share.data_ptr():
+        for other in output.view(-1, line.numel):  # [ranks, numel]: the place of each rank
+            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share lies in the output already
                 other.copy_(share)
 
     def _count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
-        if line != self.lines[self.done % len(self.lines)]:
+        if line != self.lines[self.done % len(self.lines)]:  # every part gathers the same, in the same order
             why = "one part of a batch gathers other parameters than another, so ranks cannot wait for one another"
             way_out = "Give a number, as MicroBatching(8)"
             raise ValueError(explain("MicroBatching('auto') with FSDP2", why, way_out))
@@ -227,6 +229,7 @@ def _states(model: nn.Module) -> list[Any]:
 
 
 def _has_run(model: nn.Module) -> bool:
+    # torch sets `_is_root` in the first forward.
     return any(state._is_root is not None for state in _states(model))
 
 

@@ -37,10 +37,11 @@ def whole_on_rank_zero(model: nn.Module) -> dict[str, Tensor]:
         return {}
     rank = rank_here()
     error = _build_(model) if rank == 0 else None
-    first: list[Any] = [None if error else _description(model)]
+    first: list[Any] = [None if error else _description(model)]  # None tells the others that rank zero failed
     if dist.is_initialized():
         dist.broadcast_object_list(first, src=0)
     if first[0] is not None:
+        # A rank that disagrees goes on to the common answer, or the others would wait for it.
         error = _difference(_description(model), first[0], rank)
     if not agree_on_all_ranks(error is None and first[0] is not None):
         another = explain("another rank refused its model", "see its error", "Build the same model on every rank")
@@ -63,13 +64,14 @@ def send_from_rank_zero_(
         _make_room_(model, device, home or device)
     with torch.no_grad():
         for name, target in _tensors(model).items():
-            full = whole.pop(name, None)
+            full = whole.pop(name, None)  # popped: each whole tensor is freed when it has been sent
             full = torch.empty(target.shape, dtype=target.dtype, device=device) if full is None else full.detach()
             if isinstance(target, DTensor):
                 full = full.as_subclass(Tensor)  # of bitsandbytes' own, in 4 bits
             full = full.to(device).contiguous()
             if isinstance(target, DTensor):
-                parts: Any = distribute_tensor(full, target.device_mesh, target.placements)
+                # Collective: rank zero scatters, the others receive.
+                parts = distribute_tensor(full, target.device_mesh, target.placements)
                 target.to_local().copy_(parts.to_local())
             elif not _agrees(target):
                 dist.broadcast(full, src=0)
@@ -83,6 +85,7 @@ def _agrees(tensor: Tensor) -> bool:
 
 def _make_room_(model: nn.Module, device: torch.device, home: torch.device) -> None:
     """Memory for all that rank zero sends; its shards at ``home``. What it does not send is kept."""
+    # to_empty would wipe the numbers of quantised weights, which are not sent.
     kept = []
     for module in model.modules():
         for key, parameter in module._parameters.items():
@@ -93,6 +96,7 @@ def _make_room_(model: nn.Module, device: torch.device, home: torch.device) -> N
     model.to_empty(device=home)
     for module, key, parameter in kept:
         module._parameters[key] = parameter
+    # Buffers are no part of FSDP2's offload: they are used on the device.
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=device)
@@ -140,6 +144,7 @@ def _description(model: nn.Module) -> tuple[list[Any], dict[str, list[float]]]:
 
 
 def _digest(layer: nn.Module) -> list[float]:
+    # Two sums for each tensor instead of all its numbers: this goes to every rank.
     tensors = [t.double() for t in layer.state_dict().values() if isinstance(t, Tensor) and not t.is_meta]
     return [float(total) for t in tensors for total in (t.sum(), t.square().sum())]
 

@@ -34,6 +34,7 @@ _UNFIT = {
     "LBFGS": "torch cannot lay unequal shards end to end",
     "bitsandbytes": "its kernels know nothing of shards",
 }
+# Weakly, and here rather than on the modules, which are the user's.
 _not_reducing: WeakSet[nn.Module] = WeakSet()
 
 
@@ -150,6 +151,7 @@ def shard_blocks_(
     }
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
         reshard_after_forward = False  # over one process: kept whole
+    # From the inside out: a module takes the parameters that no module in it has.
     for block in groups.values():
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     fully_shard(model, **options)
@@ -169,7 +171,7 @@ def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.M
     uses = _uses(model)
     shared = []
     for name, block in found.items():
-        if any(uses[p] != n for p, n in _uses(block).items()):
+        if any(uses[p] != n for p, n in _uses(block).items()):  # used outside of the block too
             shared.append(name)
     if shared:
         note_once(f"FSDP2: {', '.join(shared)} share parameters with other layers and are gathered with the root")
@@ -202,6 +204,7 @@ def _refuse_unshardable(model: nn.Module) -> None:
             why = f"it is {parameter.dtype} and trains, while only real numbers are cut"
         if why is not None:
             raise ValueError(explain(f"parameter '{name}' of shape {tuple(parameter.shape)}", why, way_out))
+    # Of those that train: frozen parameters have no gradient to reduce.
     dtypes = {parameter.dtype: name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if len(dtypes) > 1:
         listed = ", ".join(f"'{name}' is {dtype}" for dtype, name in dtypes.items())
@@ -227,7 +230,7 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
         Traceback (most recent call last):
         ValueError: 'weight', 'bias' of Linear train without being sharded: each rank would train a copy of its own...
     """
-    reshard_(model)
+    reshard_(model)  # gathered parameters are plain tensors, and would be taken for whole ones
     named = dict(model.named_parameters())
     whole = [name for name, p in named.items() if p.requires_grad and not isinstance(p, DTensor)]
     if whole:
@@ -248,6 +251,7 @@ def check_sharded(model: nn.Module, optimizers: Optimizer | Iterable[Optimizer] 
 
 def refuse_unfit(optimizer: Optimizer) -> None:
     """Refuse an optimizer that cannot step on shards."""
+    # Of its bases too: a subclass steps as they do.
     kinds = [key for base in type(optimizer).__mro__ for key in (base.__name__, base.__module__.partition(".")[0])]
     for kind in kinds:
         if kind in _UNFIT:

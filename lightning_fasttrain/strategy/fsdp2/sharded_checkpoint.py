@@ -68,11 +68,13 @@ def save_sharded(
         parts, plain["optimizers"][key] = take_apart(state)
         tensors.update({f"{key}.{name}": value for name, value in parts.items()})
     rank, world_size = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
+    # In the background no collective of the default group may be called.
     agree = agree_on_all_ranks if group is None else RollCall(group)
     about = {"format": "fsdp2", **plain["rest"].get(KEY, {"step": step_in(plain["rest"])})}
     with checkpoint_folder(target, rank=rank, world_size=world_size, agree=agree, about=about) as folder:
         refuse_unreadable(plain)  # here, so that all ranks hear of it
         writer = dcp.FileSystemWriter(folder, sync_files=False, overwrite=True)  # the folder's own leaving syncs
+        # Nothing is flattened, as in SafePlanner, which reads it.
         planner = dcp.DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with _silence_warning(alone), _errors_of_ranks():
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=alone)
@@ -121,6 +123,7 @@ def load_sharded_(
     wanted = {name: value for name, value in wanted.items() if name in saved}
     _refuse_other_shapes(wanted, index, folder)
     _read(reader, {f"{_MODEL}{name}": value.detach() for name, value in wanted.items()})
+    # The tensors are filled in place already: this lets the modules' own hooks act, and names were compared above.
     model.load_state_dict({**state, **wanted, **plain["values"]}, strict=False)
     for key, optimizer in (optimizers or {}).items():
         if key in plain["optimizers"]:
@@ -131,6 +134,7 @@ def load_sharded_(
 def _load_optimizer_(
     reader: SafeReader, key: str, plain: dict[str, Any], model: nn.Module, optimizer: Optimizer
 ) -> None:
+    # Tied weights: state may be under any of their names.
     index, parameters = reader.read_metadata(), dict(model.named_parameters(remove_duplicate=False))
     tensors = {}
     for name, layout in plain["layout"].items():
@@ -169,7 +173,7 @@ def load_full_(
         >>> load_full_(path, nn.Linear(2, 1), strict=True)
         {'epoch': 1}
     """
-    checkpoint: Any = read_archive(path, mmap=True)
+    checkpoint: Any = read_archive(path, mmap=True)  # mmap: a rank reads the pages of its own parts
     if not isinstance(checkpoint, dict) or not isinstance(checkpoint.get("state_dict"), dict):
         why = "there is no state_dict in it, so it is no checkpoint of a run"
         raise ValueError(explain(f"{path}", why, "Load it with load_state_dict before the run"))
@@ -183,6 +187,7 @@ def load_full_(
         held = [p for group in optimizer.param_groups for p in group["params"]]
         for number, values in saved["state"].items():
             like = held[number]
+            # Cut like the parameter; what has another shape, as a count, is whole.
             values.update({k: _part(v, like) for k, v in values.items() if getattr(v, "shape", None) == like.shape})
         optimizer.load_state_dict(saved)
     return checkpoint
@@ -192,6 +197,7 @@ def _part(full: Any, like: Any) -> Any:
     if not isinstance(like, DTensor):
         return full
     on_mesh = full.to(like.device_mesh.device_type)
+    # None: each rank has the whole and takes its part, nothing is sent.
     return distribute_tensor(on_mesh, like.device_mesh, like.placements, src_data_rank=None).to(like.device)
 
 
@@ -270,6 +276,7 @@ def _read(reader: SafeReader, tensors: dict[str, Any], *, alone: bool = False) -
     """Fill ``tensors`` in place. All ranks, unless ``alone``."""
     if tensors:
         alone = alone or not dist.is_initialized()
+        # CheckpointException is no Exception, so others would not catch it.
         with _silence_warning(alone), as_corrupt(reader.path, CheckpointException):
             dcp.load(tensors, storage_reader=reader, planner=SafePlanner(), no_dist=alone)
 
@@ -303,7 +310,7 @@ def _read_rest(folder: str | os.PathLike[str]) -> dict[str, Any]:
     return plain
 
 
-def _is_rest(plain: Any) -> bool:
+def _is_rest(plain: object) -> bool:
     """Whether this is what :func:`save_sharded` writes beside the tensors."""
     parts = ("rest", "optimizers", "values")
     if not isinstance(plain, dict) or not all(isinstance(plain.get(part), dict) for part in parts):
@@ -311,7 +318,7 @@ def _is_rest(plain: Any) -> bool:
     return all(map(_is_taken_apart, plain["optimizers"].values()))
 
 
-def _is_taken_apart(state: Any) -> bool:
+def _is_taken_apart(state: object) -> bool:
     """Whether this is the plain part of an optimizer, as :func:`take_apart` makes it."""
     kinds = {"class": str, "param_groups": list, "layout": dict, "values": dict}
     if not isinstance(state, dict) or not all(isinstance(state.get(part), kind) for part, kind in kinds.items()):

@@ -1,7 +1,6 @@
 """What the FSDP2 strategies of both hosts have in common: their options, the mesh, and what is done to a model."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -56,15 +55,15 @@ class Sharding:
         """Where the host holds shards, norms are reduced over them there too."""
         return "cpu:gloo,cuda:nccl" if self.offload == "cpu" and device.type == "cuda" else None
 
-    def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: Any, device: torch.device) -> list[str]:
+    def shard_(self, model: nn.Module, mesh: DeviceMesh, precision: object, device: torch.device) -> list[str]:
         """Shard ``model``, and give all ranks the weights of rank zero; once sharded it is left as it is."""
         policy = precision_policy(str(precision), self.reduce_dtype)
         if isinstance(model, FSDPModule):
             return []
-        whole = whole_on_rank_zero(model)
+        whole = whole_on_rank_zero(model)  # taken now: afterwards no rank has whole weights
         for module in model.modules():  # quantised layers are left to us, with all that belongs to their weights
             quantised = [p for p in module.parameters(recurse=False) if is_opaque(p)]
-            if quantised and not any(p.is_meta for p in quantised):
+            if quantised and not any(p.is_meta for p in quantised):  # on the meta device there is nothing to move
                 module.to(device)
         names = shard_blocks_(
             model,

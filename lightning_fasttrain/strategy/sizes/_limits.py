@@ -55,4 +55,4 @@ def gib(nbytes: int) -> str:
     if not nbytes:
         return "0"
     size = nbytes / GIB
-    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"
+    return f"{size:.2f}" if size >= 0.1 else f"{size:.2g}"  # two digits of what is small, or it would be 0.00

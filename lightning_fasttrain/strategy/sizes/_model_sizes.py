@@ -112,6 +112,7 @@ class Held:
 
     def flat_parts(self) -> list[int]:
         """Stages 1 and 2: elements of a rank's part of each group, whose parameters lie end to end, padded."""
+        # DeepSpeed aligns each rank's part to 2 elements (nccl_start_alignment_factor).
         return [ceil_div(group.numel, 2 * self.ranks) * 2 for group in self.groups]
 
     def pieces(self) -> list[int]:
@@ -137,6 +138,7 @@ class Held:
             start = 0
             for shape in group.shapes:
                 end = start + math.prod(shape)
+                # The ranks whose part has a piece of it; one that is cut by a boundary belongs to both.
                 for rank in range(start // part, ceil_div(end, part)):
                     most[rank] += end - start
                 start = end
@@ -164,6 +166,7 @@ class Held:
         if self.ranks == 1 and not offloaded:
             return 0, 0  # the part is the whole
         others = self._passing_parameters(sizes)
+        # The largest in use, and what is fetched ahead.
         at_once = max((p.numel() for p in others), default=0) + sizes.prefetch
         live = min(sum(p.numel() for p in others), max(sizes.reuse // 2, at_once))
         widest = max(map(self.itemsize, others), default=0)

@@ -89,6 +89,7 @@ def _unshardable_because(optimizer: Optimizer) -> str | None:
         return "it scales each layer's update by that layer's norm"
     for group in groups_of(optimizer):
         try:
+            # What can be cut anywhere keeps as much for a matrix as for its numbers in a row.
             in_shape, flat = (state_bytes(optimizer, group, [s], torch.float32) for s in (_PROBE, (math.prod(_PROBE),)))
         except ValueError as error:
             return f"it makes no step on a piece of a layer ({error.__cause__})"

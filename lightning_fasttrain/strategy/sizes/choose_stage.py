@@ -164,6 +164,7 @@ def _nothing_fits(
     nearest, (device, host) = min(looked_at.values(), key=lambda pair: (pair[1][0] > 0, sum(pair[1])))
     if not device and "3+nvme" not in looked_at and usable_host is not None:
         way_out = "Give nvme_path=, a folder on a fast disk"
+    # DeepSpeed's default buckets can be larger than a small model.
     elif nearest.buffers > nearest.device - nearest.buffers:
         way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
     else:

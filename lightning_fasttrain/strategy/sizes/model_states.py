@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -196,7 +195,7 @@ def _stage_3_away(held: Held, sizes: ZeROSizes, stage: str) -> ModelStates:
     )
 
 
-_PREDICT: dict[str, Callable[[Any, ZeROSizes], ModelStates]] = {
+_PREDICT: dict[str, Callable[[Held, ZeROSizes], ModelStates]] = {
     "0": _stage_0,
     "1": lambda held, sizes: _stage_1_or_2(held, sizes, "1"),
     "2": lambda held, sizes: _stage_1_or_2(held, sizes, "2"),

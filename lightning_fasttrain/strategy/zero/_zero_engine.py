@@ -42,7 +42,7 @@ def import_deepspeed() -> Any:
     os.environ["DS_ACCELERATOR"] = "cpu"
     try:
         deepspeed = require("deepspeed", extra="deepspeed")
-        deepspeed.accelerator.get_accelerator()
+        deepspeed.accelerator.get_accelerator()  # asked now, while the variable is set: the answer is kept
         return deepspeed
     finally:
         del os.environ["DS_ACCELERATOR"]
@@ -143,6 +143,7 @@ class Engine:
     def __init__(
         self, config: dict[str, Any], model: nn.Module, optimizer: Optimizer | None, scheduler: Any, device_rank: int
     ) -> None:
+        # To tell DeepSpeed's hooks from the user's afterwards.
         before = {module: _hooks(module) for module in model.modules()}
         self.module = model
         if any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16")):
@@ -167,6 +168,7 @@ class Engine:
         self._hung = {module: _hooks(module) - before.get(module, set()) for module in model.modules()}
         self._windows = 0
         if optimizer is not None:
+            # DeepSpeed is not to count batches: outside of a window each backward is the last before a step.
             self.deepspeed.set_gradient_accumulation_boundary(True)
 
     def release(self) -> None:
@@ -281,6 +283,7 @@ class Engine:
         if isinstance(factor, Tensor) and _is_offloaded(sharded):
             factor = float(factor)  # gradients on the host cannot be multiplied by a number on the device
         previous = sharded.loss_scale
+        # Gradients are divided by it: infinity makes them 0.
         scale = previous / factor if isinstance(factor, Tensor) or factor != 0 else float("inf")
         sharded.custom_loss_scaler, sharded.external_loss_scale = True, scale
 
@@ -289,6 +292,7 @@ class Engine:
         sharded = self._sharded_optimizer()
         if sharded is not None:
             sharded.custom_loss_scaler, sharded.external_loss_scale = False, None
+        # A step that overflowed did not happen, so schedules stand still.
         skipped, self._skipped = self._skipped, self.deepspeed.skipped_steps
         for schedule in self._schedules:
             if skipped == self._skipped:
@@ -306,7 +310,7 @@ class Engine:
             from deepspeed.runtime.utils import combine_grad_norm_groups
 
             norm = combine_grad_norm_groups(sharded._get_norm_groups())
-        return torch.as_tensor(norm) / sharded.loss_scale
+        return torch.as_tensor(norm) / sharded.loss_scale  # stored gradients carry the loss scale
 
     def _sharded_optimizer(self) -> Any:
         """ZeRO's optimizer of stage 1 to 3; None at stage 0, where gradients are where they always are."""
@@ -340,7 +344,7 @@ def clip_to(engine: Engine, max_norm: float, error_if_nonfinite: bool) -> Tensor
     if error_if_nonfinite and not float(norm) < float("inf"):
         way_out = "Lower the learning rate, or pass error_if_nonfinite=False"
         raise RuntimeError(explain("the norm of the gradients is not finite", "it cannot be clipped", way_out))
-    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    engine.scale_gradients_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # 1e-6, as torch's own clipping has it
     return norm
 
 

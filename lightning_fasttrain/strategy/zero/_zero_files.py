@@ -20,7 +20,7 @@ class Inert(dict):
         super().__init__()
         self.args = args
 
-    def __setstate__(self, state: Any) -> None:
+    def __setstate__(self, state: object) -> None:
         self.state = state
 
 
@@ -61,6 +61,7 @@ class ZeROFiles:
         Raises:
             CorruptCheckpoint: files are missing, or of another checkpoint, or cannot be read.
         """
+        # Sorted as numbers: as words 10 comes before 2.
         by_rank = sorted(folder.glob("zero_pp_rank_*_mp_rank_00_model_states.pt"), key=_rank)
         whole = folder / "mp_rank_00_model_states.pt"
         others = [path.name for path in folder.glob("mp_rank_*_model_states.pt") if path != whole]
@@ -129,6 +130,7 @@ class ZeROFiles:
         if self.stage > 0:
             return dict(self.model.get("shared_params") or {})
         first: dict[Any, str] = {}  # stage 0 notes no names, but tensors in one memory are still so in the file
+        # A view and its base share an address, but not shape and strides.
         keys = {n: (v.data_ptr(), v.shape, v.stride()) for n, v in self.model["module"].items() if v.numel()}
         return {name: first[key] for name, key in keys.items() if first.setdefault(key, name) != name}
 
@@ -163,6 +165,7 @@ def _masters_of_stage_0(model: dict[str, Any], tied: Mapping[str, str]) -> Itera
     names = {name: value for name, value in model["module"].items() if name not in tied}
     for master in (tensor for group in groups for tensor in group):
         for name, value in names.items():
+            # To the module's dtype, as the optimizer rounds it.
             if value.shape == master.shape and torch.equal(master.to(value.dtype), value):
                 yield name, master
                 del names[name]
@@ -184,7 +187,7 @@ def _stage(pieces: list[dict[str, Any]]) -> int:
     return int(stage.args[0]) if isinstance(stage, Inert) else int(stage)
 
 
-def _largest_count(count: Any) -> int:
+def _largest_count(count: int | list[int]) -> int:
     return max(count) if isinstance(count, list) else int(count)
 
 

@@ -53,7 +53,7 @@ def leave_out_idle_groups(optimizer: Optimizer, scheduler: Any) -> None:
     if not idle or len(idle) == len(optimizer.param_groups):
         return
     places = ", ".join(map(str, idle))
-    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if scheduler is None and hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # torch's mark of a schedule on the step
         why = "DeepSpeed has no such groups, and the schedule that was made for this optimizer counts them"
         way_out = "Leave the group out, or give the schedule too: fabric.setup(model, optimizer, scheduler=schedule)"
         raise ValueError(explain(f"parameter group {places} under ZeRO, in which nothing trains", why, way_out))

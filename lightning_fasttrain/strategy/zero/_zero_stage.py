@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import lightning as L
@@ -45,7 +46,7 @@ def without_defaults(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in known or value != known[key].default}
 
 
-def check_stage(stage: Any, config: Any, settings: Mapping[str, Any]) -> str:
+def check_stage(stage: int | str, config: str | Path | dict[str, Any] | None, settings: Mapping[str, Any]) -> str:
     """``stage`` as one of :data:`STAGES` or ``"auto"``.
 
     Raises:
@@ -110,11 +111,11 @@ class StageQuestion:
         settings: further arguments of Lightning's strategy.
     """
 
-    stage: Any
+    stage: int | str
     memory_gib: float | None
     headroom: float
     nvme_path: str | None
-    config: Any
+    config: str | Path | dict[str, Any] | None
     settings: Mapping[str, Any]
 
     def __post_init__(self) -> None:
@@ -171,6 +172,7 @@ def choose_together(
         free = int(question.memory_gib * GIB)
     elif device.type == "cpu":
         host = 0  # it is the device's own memory, so there is nowhere to offload to
+    # Negative: the smallest is then the largest.
     free, host, activations = _find_smallest([free, host, -activation_bytes], device)
     bucket = question.settings.get("reduce_bucket_size")
     sizes = ZeROSizes(reduce_bucket=bucket) if bucket is not None else None
@@ -189,6 +191,7 @@ def choose_together(
     )
     question.stage = choice.stage
     _show(choice)
+    # Lightning writes the config, so its own defaults are in it.
     made = DeepSpeedStrategy(**question.arguments(), **question.settings).config
     assert made is not None
     given = {
@@ -219,6 +222,7 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
     before = random_state()
     try:
         batch = _a_batch(loader)
+        # Techniques of surgery are in the model already.
         techniques = [c for c in trainer.callbacks if isinstance(c, Technique) and c.surgery is None]
         precision = "32-true" if trainer.precision == "32-true" else "bf16-true"  # DeepSpeed's "mixed" casts the model
         report = predict_memory(module, batch, techniques=techniques, precision=precision, device=device.type)
@@ -231,8 +235,11 @@ def predicted_activations(trainer: L.Trainer, module: L.LightningModule, device:
 
 
 def _a_batch(loader: DataLoader) -> Any:
-    """As the loader would make it, without its sampler and workers: they are as if nobody had asked."""
-    dataset: Any = loader.dataset
+    """One batch as the loader would make it, read from its dataset directly.
+
+    The loader's sampler and workers are not used, so for them nothing has begun.
+    """
+    dataset: Any = loader.dataset  # a map-style one, as the caller has made sure
     if loader.batch_sampler is None:
         return loader.collate_fn(dataset[0])
     size: Any = loader.batch_size or vars(loader.batch_sampler)["batch_size"]

@@ -5,7 +5,7 @@ import contextlib
 import io
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,13 @@ def warn_inside_window(inside: bool) -> None:
 
 
 def save_whole(
-    strategy: Any, path: Any, engine: Engine, stage: int, step: Any, save: Callable[[Path], None], plain: Any
+    strategy: Any,
+    path: str | Path,
+    engine: Engine,
+    stage: int,
+    step: int | None,
+    save: Callable[[Path], None],
+    plain: Mapping[str, Any],
 ) -> None:
     """Let all ranks write into a folder beside ``path``, which takes its name when it is complete.
 
@@ -72,6 +78,7 @@ def save_whole(
     path = local_path(strategy.broadcast(path))
     about = {"format": "deepspeed", "stage": stage, **mark_of(strategy).facts(step)}
     ranks = {"rank": strategy.global_rank, "world_size": strategy.world_size, "agree": roll_call}
+    # DeepSpeed saves these two itself.
     others = {key: value for key, value in plain.items() if key not in ("state_dict", "optimizer_states")}
     try:
         with checkpoint_folder(path, **ranks, about=about) as folder, engine.save_alone():
@@ -79,12 +86,12 @@ def save_whole(
             save(folder)
     finally:
         if not roll_call.broken:
-            engine.end_saving()
+            engine.end_saving()  # a collective, so only while all ranks are there
 
 
 @contextmanager
 def folder_to_load(
-    strategy: Any, path: Any, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
+    strategy: Any, path: str | Path, engine: Engine, *, stage: int, trusted: bool, universal: bool, optimizer_too: bool
 ) -> Iterator[Path]:
     """Yield a folder that DeepSpeed may load: ``path``, an older one of its run, or one converted to this world size.
 
@@ -123,7 +130,7 @@ def folder_to_load(
             raise made
         undo.callback(strategy.barrier)  # before rank zero removes it
         config = engine.deepspeed._config
-        config.load_universal_checkpoint = True
+        config.load_universal_checkpoint = True  # DeepSpeed asks its config while it loads
         try:
             yield made
         finally:

@@ -103,6 +103,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
     def _setup_on_cpu(self) -> None:
         assert self.accelerator is not None
         self.accelerator.setup_device(self.root_device)
+        # As Lightning's own setup does, which refuses a CPU.
         reset_seed()
         self._set_world_ranks()
         with engines.without_needless_ops(self.root_device.type):
@@ -140,7 +141,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
         return super().setup_module_and_optimizers(module, optimizers, scheduler)
 
     def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
-        index = self.root_device.index
+        index = self.root_device.index  # a CPU has no index; DeepSpeed wants a number
         rank = self.local_rank if index is None else index
         self.engine = Engine(self._given_config, model, optimizer, scheduler, rank)
         return self.engine.deepspeed, self.engine.optimizer, self.engine.scheduler
@@ -185,7 +186,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
 
     def save_checkpoint(
         self,
-        path: Any,
+        path: str | Path,
         state: dict[str, Any],
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -202,11 +203,12 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             save(path, state, storage_options, filter)  # which says what is missing
             return
         step = state.get("step")
+        # Models and optimizers are saved by DeepSpeed.
         plain = {key: value for key, value in state.items() if not hasattr(value, "state_dict")}
         save_whole(self, path, self.engine, self.stage, step, lambda f: save(f, state, storage_options, filter), plain)
 
     def load_checkpoint(
-        self, path: Any, state: Any = None, strict: bool = True, weights_only: bool | None = None
+        self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> Any:
         """Load a folder that is whole, or else, with an optimizer, an older one of the same run.
 
@@ -214,6 +216,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             CorruptCheckpoint: there is none.
             ValueError: it was saved by another number of processes, or holds objects of unknown classes.
         """
+        # Then it is one plain file, which Lightning reads itself.
         weights_alone = self.load_full_weights and self.zero_stage_3
         if not isinstance(state, dict) or not state or weights_alone or self.engine is None:
             return super().load_checkpoint(path, state, strict, weights_only)
@@ -236,7 +239,7 @@ class _Windows(_BackwardSyncControl):
     def __init__(self, strategy: FabricZeROStrategy) -> None:
         self.strategy = strategy
 
-    def no_backward_sync(self, module: Any, enabled: bool) -> AbstractContextManager:
+    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         if not enabled or self.strategy.engine is None:
             return nullcontext()
         self.strategy.inside_window = True

@@ -92,7 +92,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         engines.finish_config(self._given_config)
         self.engine: Engine | None = None
         self.roll_call = RollCall(None)
-        self._made: Any = None
+        self._made: Any = None  # optimizers and schedules, made before the stage is chosen, for Lightning to find
         self._inside_window = False
         self._leave: Undo = lambda: None
 
@@ -139,6 +139,7 @@ class ZeROStrategy(DeepSpeedStrategy):
     def setup(self, trainer: L.Trainer) -> None:
         """After ``configure_model`` and surgery: choose the stage if it is to be chosen, and make the engine."""
         assert self.lightning_module is not None
+        # Of an earlier fit with this strategy: its hooks would act beside the new engine's.
         if self.engine is not None:
             self.engine.release()
             self.engine = None
@@ -157,7 +158,7 @@ class ZeROStrategy(DeepSpeedStrategy):
                 "came before it is lost. Run the others inside `with optimizer.toggle_model(sync_grad=False):`."
             )
         optimizer = None
-        if "optimizer" not in self._given_config:
+        if "optimizer" not in self._given_config:  # DeepSpeed makes the one that its config names
             with self.roll_call.all_or_none("configure_optimizers"):
                 self._made = super()._init_optimizers()
             optimizer = self._made[0]
@@ -189,7 +190,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     def _initialize_deepspeed_inference(self, model: nn.Module) -> None:
         config = {key: self._given_config[key] for key in ("fp16", "bf16") if key in self._given_config}
-        config["train_micro_batch_size_per_gpu"] = 1
+        config["train_micro_batch_size_per_gpu"] = 1  # DeepSpeed refuses a config without it
         if self.zero_stage_3:
             for key in ("zero_allow_untested_optimizer", "zero_optimization"):
                 if key in self._given_config:
@@ -268,7 +269,7 @@ class ZeROStrategy(DeepSpeedStrategy):
 
     # Checkpoints.
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Write a folder that is whole and checksummed, or nothing.
 
         Raises:
@@ -291,7 +292,7 @@ class ZeROStrategy(DeepSpeedStrategy):
         assert self.lightning_module is not None
         return set(self.lightning_module.state_dict())
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a folder that is whole, or else, in ``fit``, an older one of the same run.
 
         Raises:
