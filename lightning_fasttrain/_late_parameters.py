@@ -80,10 +80,10 @@ class LateParameters:
         training = [parameter for parameter in _find_alive(self.new) if parameter.grad is not None]
         if not training:
             return
-        self.hooks.close()
         if not _holders(training):
             why = f"{len(training)} tensors that train since then are in no optimizer, so they would never move"
             raise RuntimeError(explain(f"{type(optimizer).__name__} was made before {self.what}", why, _WAY_OUT))
+        self.new = []  # not asked again; the hook stays, since torch is going through the hooks
 
 
 def notices_late_parameters(function: Callable[Concatenate[nn.Module, P], R]) -> Callable[Concatenate[nn.Module, P], R]:

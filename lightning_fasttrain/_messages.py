@@ -63,7 +63,7 @@ def warn(message: str) -> None:
 def warn_on_any_rank(message: str) -> None:
     """Warn once per place, on the rank where it happens, with its number: the first rank may know nothing of it."""
     rank: int = getattr(rank_zero_only, "rank", 0) or 0
-    warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=3)
+    warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=2)
 
 
 def note_once(message: str) -> None:

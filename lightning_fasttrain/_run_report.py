@@ -1,5 +1,6 @@
 """Floor: says at the start of a fit what acts on it, and at its end how it went."""
 
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from time import perf_counter
@@ -163,7 +164,8 @@ def _log_with(logger: Logger, ours: Mapping[str, str]) -> Undo:
     def log_all(params: Any, *args: Any, **kwargs: Any) -> None:
         restore()
         waits.clear()  # so that log_ours has nothing left to log
-        log({**ours, **params}, *args, **kwargs)
+        theirs = vars(params) if isinstance(params, Namespace) else params
+        log({**ours, **theirs}, *args, **kwargs)
 
     restore, waits = patch(logger, "log_hyperparams", log_all), [log]
 

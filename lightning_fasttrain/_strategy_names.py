@@ -79,7 +79,8 @@ def find_elsewhere(
 ) -> ModuleSpec | None:
     """What the other finders find."""
     for finder in sys.meta_path:
-        spec = None if finder is asked else finder.find_spec(name, path, target)
+        find_spec = getattr(finder, "find_spec", None)  # importlib too passes over finders without it
+        spec = None if finder is asked or find_spec is None else find_spec(name, path, target)
         if spec is not None:
             return spec
     return None

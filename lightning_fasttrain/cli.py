@@ -275,7 +275,7 @@ def _consolidate(options: argparse.Namespace) -> int:
 
     folder = Path(options.folder)
     # Resolved, since "." has no name that could get a suffix.
-    out = Path(options.out) if options.out else folder.resolve().with_suffix(".safetensors")
+    out = Path(options.out) if options.out else Path(f"{str(folder.resolve()).removesuffix('.ckpt')}.safetensors")
     try:
         written = consolidate(folder, out)
     except (OSError, ValueError, ModuleNotFoundError) as error:

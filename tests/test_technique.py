@@ -307,6 +307,19 @@ def test_an_old_optimizer_may_go_on_and_others_be_left_out_on_purpose():
     assert not old._optimizer_step_pre_hooks
 
 
+def test_hooks_of_others_on_an_old_optimizer_run_on():
+    model, steps = TinyLM(), []
+    old = torch.optim.SGD(model.parameters(), lr=0.1)
+    with ft.apply(model, [ft.LoRA(rank=2)]):
+        other = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        old.register_step_pre_hook(lambda *_: steps.append(len(steps)))
+        for _ in range(2):
+            model.loss(lm_batches(1)[0]).backward()
+            old.step()
+            other.step()
+    assert steps == [0, 1]
+
+
 def test_fabric_that_has_set_the_model_up_refuses_new_parameters_at_once():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     with pytest.raises(RuntimeError, match=r"\[LoRA\]\) after fabric.setup: .* in no optimizer.*Call it first"):

@@ -57,7 +57,7 @@ def _find_bad_input(options: argparse.Namespace) -> str:
             f"--kill needs {FOLDER} among the script's arguments: the script writes real checkpoints, and every run "
             f"needs a folder of its own. Give it where the script takes its folder: {options.script} --out {FOLDER}"
         )
-    if options.kill >= options.steps:
+    if options.kill and options.kill >= options.steps:
         return f"--kill {options.kill} with --steps {options.steps}: there is a kill a step at most. Use more steps."
     return ""
 

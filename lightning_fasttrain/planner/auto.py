@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
+from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -71,8 +72,7 @@ class Auto(L.Callback):
             return
         if self.choice is None:
             self._refuse_others_before(trainer)
-            known: Any = self._choose(trainer, pl_module) if trainer.is_global_zero else None
-            self.choice = Choice(**trainer.strategy.broadcast(known))  # the others wait here while rank zero plans
+            self.choice = self._choose_on_rank_zero(trainer, pl_module)
         self._added = self.choice.techniques()
         trainer.callbacks += self._added  # in place: Lightning is going through this list, and calls their setup too
 
@@ -100,9 +100,20 @@ class Auto(L.Callback):
             why = "it has taken its place already when the plan comes"
             raise ValueError(explain(f"{before[0]} is listed before Auto", why, "List Auto first"))
 
+    def _choose_on_rank_zero(self, trainer: L.Trainer, module: L.LightningModule) -> Choice:
+        known: dict[str, Any] | None = None
+        try:
+            if trainer.is_global_zero:
+                known = self._choose(trainer, module)
+        finally:  # the others wait for it
+            known = trainer.strategy.broadcast(known)
+        if known is None:
+            raise RuntimeError("rank zero could not make a plan: see its error")
+        return Choice(**known)
+
     def _choose(self, trainer: L.Trainer, module: L.LightningModule) -> dict[str, Any]:
         loader = training_loader(trainer)
-        batch = _first_batch(loader) if self.batch is None else self.batch
+        batch = first_batch(loader) if self.batch is None else self.batch
         path, key = Path(trainer.default_root_dir, _FILE), self._key_of(trainer, module, batch)
         kept = _read(path)
         if kept.get("key") == key:
@@ -138,12 +149,19 @@ class Auto(L.Callback):
         return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _first_batch(loader: Any) -> Any:
+def first_batch(loader: Any) -> Any:
+    """What a loader gives first. Neither the global generators nor the loader's own move on."""
     try:
-        if loader is None or iter(loader) is loader:
+        if loader is None or isinstance(loader, Iterator):
             raise TypeError("the loader can be gone through once only")
-        with isolate_rng():
-            return next(iter(loader))
+        generators = generators_of(loader)
+        states = list(map(generator_state, generators))
+        try:
+            with isolate_rng():
+                return next(iter(loader))
+        finally:  # the run's first epoch has the order that it has without this look
+            for generator, state in zip(generators, states, strict=True):
+                set_generator_state(generator, state)
     except Exception as error:
         why = f"no batch could be taken at the start: {type(error).__name__}: {error}"
         raise ValueError(explain("Auto()", why, "Give one: Auto(batch=...)")) from error

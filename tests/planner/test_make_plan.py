@@ -11,10 +11,12 @@ import torch
 import yaml
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._facts import facts_of_machine
 from lightning_fasttrain._free_memory import free_bytes
+from lightning_fasttrain.planner.auto import first_batch
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word, code_of, config_of, switch_of
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
@@ -96,7 +98,7 @@ def test_with_room_for_everything_nothing_is_recomputed():
 def test_by_default_the_limit_is_what_is_free():
     found = plan("fit", keep="exact")
     assert 0 < found.limit_gib <= free_bytes(torch.device("cpu")) / GIB * 1.5
-    assert not found.chosen.choice.recompute
+    assert found.chosen.predicted_bytes <= found.limit_gib * GIB
 
 
 def test_what_does_not_fit_is_said_with_the_shortfall():
@@ -270,6 +272,17 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     other = ft.Auto(0.7 * whole, seconds=1)
     fit_with(other, tmp_path)
     assert other.plan is not None
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_look_at_the_first_batch_leaves_the_order_of_the_run(own):
+    loader = DataLoader(range(64), shuffle=True, generator=torch.Generator() if own else None)
+    orders = []
+    for look in (lambda loader: None, first_batch):
+        (loader.generator or torch.default_generator).manual_seed(3)
+        look(loader)
+        orders.append([int(batch) for batch in loader])
+    assert orders[0] == orders[1]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -175,9 +175,9 @@ def test_consolidate_refuses_what_is_no_checkpoint_in_one_line(tmp_path, capsys)
 def test_consolidate_writes_one_file(tmp_path, capsys):
     safetensors = pytest.importorskip("safetensors.torch")
     net = nn.Linear(3, 2)
-    folder = tmp_path / "step=5.ckpt"
-    save_sharded(folder, net.state_dict())
-    assert main(["consolidate", str(folder)]) == 0
-    assert "2 tensors, 8 numbers" in capsys.readouterr().out
-    written = safetensors.load_file(tmp_path / "step=5.safetensors")
-    assert all(torch.equal(written[name], tensor) for name, tensor in net.state_dict().items())
+    for folder, file in (("step=5.ckpt", "step=5.safetensors"), ("loss=0.25", "loss=0.25.safetensors")):
+        save_sharded(tmp_path / folder, net.state_dict())
+        assert main(["consolidate", str(tmp_path / folder)]) == 0
+        assert "2 tensors, 8 numbers" in capsys.readouterr().out
+        written = safetensors.load_file(tmp_path / file)
+        assert all(torch.equal(written[name], tensor) for name, tensor in net.state_dict().items())

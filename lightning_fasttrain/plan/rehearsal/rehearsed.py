@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -97,7 +98,7 @@ def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sampl
     validation: list[list[Any]] = []
     for loader in validation_loaders(trainer):
         with reading_ahead(CombinedLoader(loader, "sequential")) as batches:
-            validation.append([batch for batch, _ in zip(batches, range(1), strict=False)])
+            validation.append(list(islice(batches, 1)))
     return sample, validation
 
 
