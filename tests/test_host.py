@@ -27,7 +27,7 @@ NAMES = {
     "_batches_that_stepped": (f"{LOOPS}.training_epoch_loop", ["_host"]),
     "_call_lightning_module_hook": (f"{PYTORCH}.trainer.call", ["_host"]),
     "_call_strategy_hook": (f"{PYTORCH}.trainer.call", ["_host"]),
-    "_combined_loader": (f"{LOOPS}.fit_loop", ["_host", "run/resume/exact_resume"]),
+    "_combined_loader": (f"{LOOPS}.fit_loop", ["_host", "run/resume/_loop_progress"]),
     "_configure_optimizers": (f"{PYTORCH}.core.optimizer", ["_host"]),
     "_current_fx_name": (f"{PYTORCH}.core.module", ["_host"]),
     "_data_source": (f"{LOOPS}.fit_loop", ["_host"]),
@@ -53,13 +53,18 @@ NAMES = {
     "_resuming_from_checkpoint": (f"{LOOPS}.loop", ["run/resume/_loop_progress"]),
     "_skip_next_val": (f"{LOOPS}.training_epoch_loop", ["run/resume/_loop_progress"]),
     # loaders under way
-    "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/resume/exact_resume"]),
-    "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/resume/exact_resume"]),
-    "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/resume/exact_resume"]),
-    "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/resume/exact_resume"]),
+    "_DataLoaderIterDataFetcher": (f"{LOOPS}.fetchers", ["run/resume/_loop_progress"]),
+    "_MaxSizeCycle": (f"{PYTORCH}.utilities.combined_loader", ["run/resume/_loop_progress"]),
+    "_consumed": (f"{PYTORCH}.utilities.combined_loader", ["run/resume/_loop_progress"]),
+    "_data_fetcher": (f"{LOOPS}.fit_loop", ["run/resume/_loop_progress"]),
     "_iterator": (
         f"{PYTORCH}.utilities.combined_loader",
-        ["plan/rehearsal/reading_ahead", "run/resume/exact_resume", "run/resume/resumable_loader"],
+        [
+            "data/loading/sample_guard",
+            "plan/rehearsal/reading_ahead",
+            "run/resume/_loop_progress",
+            "run/resume/resumable_loader",
+        ],
     ),  # torch's too
     # metrics that were logged
     "_Metadata": (f"{CONNECTORS}.logger_connector.result", ["run/resume/_running_metrics"]),

@@ -437,33 +437,53 @@ def test_after_an_exception_the_batch_is_begun_again(plain_run, tmp_path):
     assert not differences(order[2:4], [batch[:, 0] for batch in resumed.seen[:2]])
 
 
+class Stateful(list):
+    position = 0
+
+    def __iter__(self):
+        for i in range(self.position, 4):
+            self.position = i + 1
+            yield self[i]
+        self.position = 0
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def own_state():
+    return Stateful(torch.full((2, 4), float(i)) for i in range(4))
+
+
+class Several(Net):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(torch.cat(batch), batch_idx)
+
+
 def test_a_stateful_loader_is_left_to_lightning(tmp_path):
-    class Stateful(list):
-        position = 0
-
-        def __iter__(self):
-            for i in range(self.position, 4):
-                self.position = i + 1
-                yield self[i]
-            self.position = 0
-
-        def state_dict(self):
-            return {"position": self.position}
-
-        def load_state_dict(self, state):
-            self.position = state["position"]
-
     def both():
-        own = Stateful(torch.full((2, 4), float(i)) for i in range(4))
-        return CombinedLoader([own, shuffled()], "min_size")
-
-    class Pair(Net):
-        def training_step(self, batch, batch_idx):
-            return super().training_step(torch.cat(batch), batch_idx)
+        return CombinedLoader([own_state(), shuffled()], "min_size")
 
     save = SaveEverywhere(tmp_path)
-    module, *_ = run([ExactResume(), save], loader=both, net=Pair, max_epochs=1)
-    resumed, *_ = run([ExactResume()], save.files[2], seed=4, loader=both, net=Pair, max_epochs=1)
+    module, *_ = run([ExactResume(), save], loader=both, net=Several, max_epochs=1)
+    resumed, *_ = run([ExactResume()], save.files[2], seed=4, loader=both, net=Several, max_epochs=1)
+    assert not differences(module.seen[2:], resumed.seen)
+
+
+@pytest.mark.parametrize("turned", [False, True])
+def test_beside_an_iterator_the_other_loaders_go_on_where_they_were(turned, tmp_path):
+    def three():
+        loaders = [iter([torch.zeros(1, 4)] * 4), own_state(), shuffled()]
+        return CombinedLoader(loaders[::-1] if turned else loaders, "min_size")
+
+    save = SaveEverywhere(tmp_path)
+    told = {"match": "an iterator cannot be read again"}
+    with pytest.warns(ft.FastTrainWarning, **told):
+        module, *_ = run([ExactResume(), save], loader=three, net=Several, max_epochs=1)
+    with pytest.warns(ft.FastTrainWarning, **told):
+        resumed, *_ = run([ExactResume()], save.files[2], seed=4, loader=three, net=Several, max_epochs=1)
     assert not differences(module.seen[2:], resumed.seen)
 
 

@@ -5,11 +5,13 @@ still had to do: the validation that was due, plateau schedules, the end of an e
 an epoch twice. Here the rest of the iteration is run.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Any
 
 import lightning as L
+from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
+from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
 from lightning_fasttrain._host import is_last_batch_taken
 from lightning_fasttrain._surgery import Undo, patch
@@ -104,3 +106,21 @@ def _no_restart(trainer: L.Trainer) -> None:
     fit_loop = trainer.fit_loop
     for loop in (fit_loop, fit_loop.epoch_loop, fit_loop.epoch_loop.val_loop):
         loop._restarting = False
+
+
+def step_takes_batches(trainer: L.Trainer) -> bool:
+    """Whether ``training_step`` is given the iterator, and takes as many batches as it likes."""
+    return isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+
+
+def iterate_again(trainer: L.Trainer) -> None:
+    """Begin the training loaders' pass again: where it has begun, the iterator is one of the old position."""
+    if trainer.fit_loop._data_fetcher is not None:
+        iter(trainer.fit_loop._data_fetcher)
+
+
+def count_as_ended(trainer: L.Trainer, ended: Sequence[bool]) -> None:
+    """Of several loaders that go on until each has ended once, tell which of them have."""
+    cycle = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
+    if isinstance(cycle, _MaxSizeCycle):
+        cycle._consumed = [before or now for before, now in zip(cycle._consumed, ended, strict=True)]

@@ -5,10 +5,8 @@ from contextlib import ExitStack
 from typing import Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain._guarded_loading import guard_loading
@@ -22,10 +20,13 @@ from lightning_fasttrain.run.resume._loader_randomness import generator_state, g
 from lightning_fasttrain.run.resume._loop_progress import (
     SavePoint,
     complete_batch_,
+    count_as_ended,
     end_epoch_of_plateau_schedules,
     go_on_after_batch,
     go_on_after_epoch,
+    iterate_again,
     save_point,
+    step_takes_batches,
 )
 from lightning_fasttrain.run.resume._run_identity import (
     about_loader,
@@ -153,7 +154,8 @@ class ExactResume(Technique):
             return loader
         held = _resumable_loader(loader)
         self._wrapping.append(held)
-        self._about.append(None if held is None else about_loader(loader))
+        about = None if held is None else about_loader(loader)
+        self._about.append({} if _keeps_its_state(loader) else about)
         # Here and not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
         if self._restored is not None and not self._positioned:
             self._check(about_loader(loader), len(self._wrapping) - 1)
@@ -194,12 +196,11 @@ class ExactResume(Technique):
         # Lightning may have fetched ahead, so what counts is how many batches were trained on.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
-        # The step takes batches itself, as many as it likes.
-        follows_user = isinstance(trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher)
+        follows_user = step_takes_batches(trainer)
         positions: list[dict[str, Any] | None] = []
-        for held in self._loaders:
+        for held, about in zip(self._loaders, self._about, strict=True):
             if held is None:
-                positions.append(None)
+                positions.append({} if about is None else None)  # of an iterator nothing is kept
             elif ended:
                 positions.append(held.between_passes())
             else:
@@ -233,9 +234,12 @@ class ExactResume(Technique):
         self._mine = mine = unpack(state["ranks"][trainer.global_rank])
         self._validation = list(mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
-        states = []
+        states = []  # one for each loader that has a state_dict, ours too, which Lightning counts; not for iterators
         for position in mine["loaders"]:
-            states.append(next(theirs, {}) if position is None else {})
+            if position is None:
+                states.append(next(theirs, {}))
+            elif position:
+                states.append({})
         if any(states):
             fit_loop["state_dict"]["combined_loader"] = states
 
@@ -252,14 +256,9 @@ class ExactResume(Technique):
         if not self._positioned and self._mine is not None:  # this strategy restores after it made the loaders
             for i, held in enumerate(self._loaders):
                 self._set_position(held, i)
-            # The fetcher already has an iterator of the old position.
-            if trainer.fit_loop._data_fetcher is not None:
-                iter(trainer.fit_loop._data_fetcher)
+            iterate_again(trainer)
             self._positioned = True
-        cycle = getattr(trainer.fit_loop._combined_loader, "_iterator", None)
-        if isinstance(cycle, _MaxSizeCycle):  # it ends when each loader has ended once
-            repeats = [held is not None and held.repeats > 0 for held in self._loaders]
-            cycle._consumed = [a or b for a, b in zip(cycle._consumed, repeats, strict=True)]
+        count_as_ended(trainer, [held is not None and held.repeats > 0 for held in self._loaders])
         point = self._restored["point"]
         if point is SavePoint.EPOCH:
             self._begins_epoch = True
@@ -296,7 +295,7 @@ class ExactResume(Technique):
         # None if this checkpoint is one of another number of processes.
         states = [] if self._mine is None else self._mine["loaders"]
         state = states[i] if i < len(states) else None
-        if held is None or state is None:
+        if held is None or not state:
             return
         _load(held, state)
         if state["start"] is None:
@@ -319,9 +318,9 @@ class ExactResume(Technique):
 
 
 class _Held(ResumableLoader):
-    # Lightning takes what has a state_dict for resumable, and does not warn of it.
     """A loader whose position is kept by the callback, for every process, rather than by Lightning for rank zero."""
 
+    # Lightning takes what has a state_dict for resumable, and does not warn of it.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -333,8 +332,13 @@ class _Held(ResumableLoader):
 _load = ResumableLoader.load_state_dict
 
 
+def _keeps_its_state(loader: Any) -> bool:
+    """Whether Lightning saves and restores it; its own test is the same."""
+    return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+
+
 def _resumable_loader(loader: Any) -> ResumableLoader | None:
-    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+    if _keeps_its_state(loader):
         return None
     if isinstance(loader, Iterator):
         what = f"ExactResume with a {type(loader).__name__} as training loader"
