@@ -90,6 +90,7 @@ def account_bytes(model: nn.Module) -> ByteAccount:
     nbytes: dict[str, int] = {}
     trained, seen = 0, set[int]()
     for name, tensor, kind in _tensors(model, heads):
+        # ``_cdata`` tells storages apart that have no memory, on the meta device, whose ``data_ptr()`` is 0.
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)

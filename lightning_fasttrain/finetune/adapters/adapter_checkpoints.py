@@ -77,6 +77,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
     save, load = strategy.save_checkpoint, strategy.load_model_state_dict
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # Lightning calls this on all ranks, and the fingerprint of sharded weights needs them all.
         save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
