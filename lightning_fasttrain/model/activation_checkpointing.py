@@ -122,9 +122,10 @@ class SelectiveOps(CheckpointPolicy):
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
 
 
+# Names of aten's operations; those that this torch does not have are passed over.
 _EXPENSIVE = (
     *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    "_int_mm",
+    "_int_mm",  # of LowPrecisionProducts
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -143,6 +144,7 @@ def _dear_ops() -> frozenset[Any]:
 def _drops_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
+            # By position or by name, as the caller of the operation has it.
             return bool(args[position] if position < len(args) else kwargs.get("dropout_p"))
     return False
 

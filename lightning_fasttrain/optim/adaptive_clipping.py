@@ -63,7 +63,7 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
 
 def _unit_norms(tensor: Tensor) -> Tensor:
     """[units, 1, ...]; of a vector or a number [1]."""
-    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None
+    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None: all of them
     return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
 
 

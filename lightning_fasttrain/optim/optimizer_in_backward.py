@@ -70,7 +70,7 @@ def optimize_in_backward_(
         is one optimizer as before, so that its checkpoints and schedulers stay as they are.
     """
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
+        optimizer = optimizer.optimizer  # hooks and groups are the plain one's
     _refuse_unfit(optimizer)
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         _refuse_not_positive(name, limit)
@@ -129,6 +129,7 @@ class _InBackward:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         group = groups[self.group_of[parameter]]
         before = dict(group)
+        # The group itself rather than a copy, so that what a step changes in it is seen below, and stays.
         optimizer.param_groups, group["params"] = [group], [parameter]
         try:
             self.plain_step(optimizer)
@@ -148,6 +149,7 @@ def _refuse_unfit(optimizer: Any) -> None:
         raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
     name = type(optimizer).__name__
     try:
+        # A step that can be called without a closure.
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         why = "its step takes a closure, to run backward itself"
@@ -237,7 +239,7 @@ class OptimizerInBackward(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the optimizer exists; its state is restored later, into the same object."""
-        clip_value = trainer.gradient_clip_val or 0
+        clip_value = trainer.gradient_clip_val or 0  # by norm was refused before
         undo = optimize_in_backward_(
             trainer.optimizers[0], clip_norm=self.clip_norm, clip_value=clip_value if clip_value > 0 else None
         )

@@ -44,7 +44,7 @@ class Known:
                 return getattr(require(module, self.extra), name)
             except ModuleNotFoundError as error:
                 missing.append(error)
-        raise missing[0]
+        raise missing[0]  # of the first, whose extra this package has
 
 
 _PAGED = {"offload": "its state moves to host memory by itself, when the device is full"}

@@ -41,7 +41,7 @@ class HostOptimizer(Optimizer):
     """
 
     def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(params, {})
+        super().__init__(params, {})  # the defaults are those of the one inside, which is not there yet
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
@@ -62,6 +62,7 @@ class HostOptimizer(Optimizer):
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in moved:
             hosted = self._hosted[parameter]
+            # Each write in place raises it, and ours below is noted.
             if self._versions[parameter] != parameter._version:
                 hosted.copy_(parameter, non_blocking=True)
             hosted.grad = _host_copy(parameter.grad)
@@ -69,7 +70,7 @@ class HostOptimizer(Optimizer):
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
-            self._hosted[parameter].grad = None
+            self._hosted[parameter].grad = None  # pinned memory goes back to torch's cache, for the next step
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
         return loss

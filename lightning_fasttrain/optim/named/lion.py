@@ -81,6 +81,7 @@ class Lion(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             means.append(state["exp_avg"])
         first, second = group["betas"]
+        # lerp(M, G, 1 − β) = β·M + (1 − β)·G; with β₁ for the update, and only then with β₂ for what is kept.
         updates = torch._foreach_lerp(means, gradients, 1 - first)
         torch._foreach_sign_(updates)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

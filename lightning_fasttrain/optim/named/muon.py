@@ -72,7 +72,7 @@ class MuonAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("muon"):
-            param_group.setdefault("eps", self._muon.defaults["eps"])
+            param_group.setdefault("eps", self._muon.defaults["eps"])  # both have one, of other sizes
             _refuse_others_than_matrices(param_group)
         super().add_param_group(param_group)
 
@@ -97,12 +97,13 @@ class MuonAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
             optimizer.state = self.state
             optimizer.step()
+            # Or a copy of the optimizer would hold groups and state three times.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         return loss
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
-    group["params"] = list(group["params"])
+    group["params"] = list(group["params"])  # it may be a generator, which torch reads again
     for parameter in group["params"]:
         if parameter.ndim != 2:
             what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"

@@ -219,7 +219,7 @@ class Schedule(LRScheduler):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # a group may be added later
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate)  # in place: compiled and captured steps read this very tensor
             else:
                 group["lr"] = rate
 
@@ -255,6 +255,7 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
 
     The engine tells each update by :meth:`Schedule.end_update`.
     """
+    # Hooks are bound methods of their schedules.
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
     schedules = [owner for owner in owners if isinstance(owner, Schedule)]
     for schedule in schedules:

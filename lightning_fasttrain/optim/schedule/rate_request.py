@@ -69,6 +69,7 @@ class RateRequest:
         if warmup > end:
             warn(f"the warm-up ({warmup:,.0f} {self.clock}) is longer than the run ({end:,.0f}): it will not end.")
         if self.shape == "one-cycle":
+            # Torch's ``pct_start``: a cycle has to rise.
             warmup = warmup or number(Length(0.3, "share"), end)
         marks = tuple(number(mark, end) for mark in self.at)
         decay = number(self.decay, end) if self.shape == "wsd" else 0.0
