@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
@@ -98,11 +100,11 @@ class SelectiveOps(CheckpointPolicy):
         A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
 
-    def __init__(self, also: Iterable[Any] = ()) -> None:
+    def __init__(self, also: Iterable[OpOverload] = ()) -> None:
         self.also = tuple(also)
         for op in self.also:
-            if not isinstance(op, torch._ops.OpOverload):
-                way_out = f"Use torch.ops.{op}.default" if isinstance(op, torch._ops.OpOverloadPacket) else "Use one"
+            if not isinstance(op, OpOverload):
+                way_out = f"Use torch.ops.{op}.default" if isinstance(op, OpOverloadPacket) else "Use one"
                 raise TypeError(explain(f"also={op!r}", "this is no operation overload", way_out))
             if torch.Tag.nondeterministic_seeded in op.tags:
                 why = "it draws random numbers; left out of the recomputation it would shift all later ones"
@@ -116,7 +118,7 @@ class SelectiveOps(CheckpointPolicy):
         savings = CheckpointSavings(repr(self))
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
-    def keeps(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
+    def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
         """What ``create_selective_checkpoint_contexts`` asks about each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
@@ -137,11 +139,11 @@ _EXPENSIVE = (
 
 
 @cache
-def _dear_ops() -> frozenset[Any]:
+def _dear_ops() -> frozenset[OpOverload]:
     return frozenset(getattr(torch.ops.aten, name).default for name in _EXPENSIVE if hasattr(torch.ops.aten, name))
 
 
-def _drops_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
             # By position or by name, as the caller of the operation has it.

@@ -98,12 +98,12 @@ class _Storages:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(self, thing: Any) -> None:
+    def add(self, thing: object) -> None:
         storage = _storage_of(thing)
         if storage is not None and storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def has(self, thing: Any) -> bool:
+    def has(self, thing: object) -> bool:
         storage = _storage_of(thing)
         return storage is not None and storage._cdata in self._sizes
 
@@ -112,7 +112,7 @@ class _Storages:
         return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
 
 
-def _storage_of(thing: Any) -> torch.UntypedStorage | None:
+def _storage_of(thing: object) -> torch.UntypedStorage | None:
     if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
         return None
     try:

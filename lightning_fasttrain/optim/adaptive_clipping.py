@@ -1,7 +1,7 @@
 """Adaptive gradient clipping: each unit's gradient is kept small beside the unit's weights."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -139,7 +139,7 @@ def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
             known = ", ".join(child for child, _ in model.named_children())
             way_out = f"Name one, such as {known}"
             raise ValueError(explain(f"leave_out={name!r}", f"{type(model).__name__} has no such module", way_out))
-    left_out: set[Any] = set()
+    left_out: set[Tensor] = set()
     for name, module in modules.items():
         if name in leave_out or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             left_out.update(module.parameters())

@@ -1,12 +1,13 @@
 """GaLore: AdamW whose state for a matrix is that of its gradient in a low-rank subspace."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
@@ -67,7 +68,7 @@ class GaLoreAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,

@@ -3,7 +3,7 @@
 import inspect
 import threading
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -103,7 +103,7 @@ class _InBackward:
                     self.hooks.callback(parameter.register_post_accumulate_grad_hook(self.update).remove)
                     self.group_of[parameter] = i
 
-    def end_step(self, *_: Any) -> None:
+    def end_step(self, *_: object) -> None:
         self.updated.clear()
         self.hook_parameters()  # of those that were thawed or added
 
@@ -143,7 +143,7 @@ class _InBackward:
             raise RuntimeError(explain(what, why, way_out))
 
 
-def _refuse_unfit(optimizer: Any) -> None:
+def _refuse_unfit(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         why = "it is no torch.optim.Optimizer"
         raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))

@@ -1,12 +1,13 @@
 """An optimizer whose state and step are in host memory, while the weights train on the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -40,7 +41,7 @@ class HostOptimizer(Optimizer):
         Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, without its overlap of copies and updates.
     """
 
-    def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+    def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
         super().__init__(params, {})  # the defaults are those of the one inside, which is not there yet
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}

@@ -1,11 +1,12 @@
 """Lion: the sign of a momentum as update, with one state a parameter where Adam has two."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -43,7 +44,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

@@ -1,12 +1,13 @@
 """Muon for the matrices of blocks and AdamW for all else: one optimizer, one schedule, one checkpoint."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -50,7 +51,7 @@ class MuonAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         *,

@@ -62,7 +62,7 @@ def page_again_after_loading_(optimizer: Any) -> None:
     """Have state of bitsandbytes' paged optimizers paged again once it was loaded: that, or Lightning, has moved it."""
     seen = [optimizer.state]
 
-    def page_again(*_: Any) -> None:
+    def page_again(*_: object) -> None:
         if optimizer.state is seen[0]:
             return
         seen[0] = optimizer.state  # loading makes a new one

@@ -151,7 +151,7 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
     return twin.state
 
 
-def tensors_in(state: Any) -> Iterator[Tensor]:
+def tensors_in(state: object) -> Iterator[Tensor]:
     """The tensors of a state, of quantised ones their parts."""
     for tensor in tree_iter(state):
         if not isinstance(tensor, Tensor):

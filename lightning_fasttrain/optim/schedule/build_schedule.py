@@ -223,7 +223,7 @@ class Schedule(LRScheduler):
             else:
                 group["lr"] = rate
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_in_charge():
             return
         if self.plan is not None:
@@ -232,7 +232,7 @@ class Schedule(LRScheduler):
             why = "no Trainer fits the module, and only it knows how long the run is"
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # what a loss scaler tells optimizers that skip by themselves
         if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device
             return
@@ -263,5 +263,5 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
     return schedules
 
 
-def _copy(rate: Any) -> Any:
+def _copy(rate: float | Tensor) -> float | Tensor:
     return rate.clone() if isinstance(rate, Tensor) else rate

@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
 from lightning_fasttrain.optim.schedule.rate_plan import ENDLESS, SHAPES, RatePlan
+
+Given = int | str | Length
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class RateRequest:
 
 
 def read_request(
-    shape: str, warmup: Any, total: Any, final: float, at: Iterable[Any], by: float, decay: Any
+    shape: str, warmup: Given, total: Given | None, final: float, at: Iterable[Given], by: float, decay: Given
 ) -> RateRequest:
     """Understand what was asked for, and refuse what cannot be.
 
