@@ -115,7 +115,7 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings = CheckpointSavings(repr(self))
+        savings = CheckpointSavings(repr(self))  # one for all blocks: what counts is their sum
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
     def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
@@ -215,6 +215,7 @@ def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
+            # Modules share configs: the next one with this config finds False, so it is restored just once.
             undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
             note_once("checkpoint_activations_: use_cache=False in the model's config while its blocks are recomputed")
 

@@ -117,7 +117,7 @@ class AdaptiveClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        return self._parameters.clear
+        return self._parameters.clear  # or the technique would keep the model in memory after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: model and optimizers are there."""

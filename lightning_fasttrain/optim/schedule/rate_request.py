@@ -61,7 +61,7 @@ class RateRequest:
             if length.unit == "share":
                 return max(1, round(length.amount * whole))  # short runs have it too
             if length.unit == "epochs":
-                assert steps_of_epochs is not None
+                assert steps_of_epochs is not None  # ``needs_run`` says so, and then there is a Trainer to ask
                 return round(steps_of_epochs(length.amount))
             return length.amount
 
