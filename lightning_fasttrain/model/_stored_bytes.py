@@ -100,7 +100,7 @@ class FileCopy:
         self.folder, self.path = folder, folder.new_file()
         self.here: Tensor | None = None
         try:
-            with open(self.path, "xb") as file:  # x: never over a file that is there
+            with open(self.path, "xb") as file:  # never over a file that is there
                 file.write(source.cpu().numpy().data)
         except OSError as error:
             self.path.unlink(missing_ok=True)

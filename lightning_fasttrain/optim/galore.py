@@ -87,8 +87,7 @@ class GaLoreAdamW(Optimizer):
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
-        # A group that is refused must not stay, as ``add_param_group`` may be called on an optimizer in use.
-        except Exception:
+        except Exception:  # what is refused must not stay: the optimizer may be in use
             self.param_groups.pop()
             raise
 

@@ -98,7 +98,7 @@ class MuonAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
             optimizer.state = self.state
             optimizer.step()
-            # Or a copy of the optimizer would hold groups and state three times.
+            # Or they would hold on to a state that loading has replaced.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         return loss
 
