@@ -90,6 +90,7 @@ def account_bytes(model: nn.Module) -> ByteAccount:
     nbytes: dict[str, int] = {}
     trained, seen = 0, set[int]()
     for name, tensor, kind in _tensors(model, heads):
+        # ``_cdata`` tells storages apart that have no memory, on the meta device, whose ``data_ptr()`` is 0.
         storage = tensor.untyped_storage()
         if storage._cdata not in seen:
             seen.add(storage._cdata)
@@ -108,7 +109,7 @@ def _tensors(model: nn.Module, heads: set[int]) -> Iterator[tuple[str, Tensor, s
             kind = "8 bits" if in_8_bits(module) else "4 bits"
             yield from ((f"{inside}{key}", tensor, kind) for key, tensor in parts.items())
         for key, parameter in module.named_parameters(recurse=False):
-            if is_torchaos(parameter):
+            if is_torchaos(parameter):  # one tensor outside; what takes memory are its parts
                 inner: Any = parameter
                 held: dict[str, Any] = {part: getattr(inner, part) for part in inner.__tensor_flatten__()[0]}
                 yield from ((f"{inside}{key}.{part}", tensor, "8 bits") for part, tensor in held.items())

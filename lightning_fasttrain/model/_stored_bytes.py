@@ -46,6 +46,7 @@ class PinnedCopy:
         """Start the copy back, if there is nothing on the device."""
         if self.here is None:
             with torch.cuda.stream(self.main):
+                # Memory of the computing stream, whose kernels read it and after which it is free again.
                 self.here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.back.device)
             self.back.wait_stream(self.main)  # what had this memory before must be done with it
             with torch.cuda.stream(self.back):
@@ -99,7 +100,7 @@ class FileCopy:
         self.folder, self.path = folder, folder.new_file()
         self.here: Tensor | None = None
         try:
-            with open(self.path, "xb") as file:
+            with open(self.path, "xb") as file:  # never over a file that is there
                 file.write(source.cpu().numpy().data)
         except OSError as error:
             self.path.unlink(missing_ok=True)
@@ -117,12 +118,12 @@ class FileCopy:
             here = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             try:
                 with open(self.path, "rb") as file:
-                    found = file.readinto(here.numpy().data) + len(file.read(1))
+                    found = file.readinto(here.numpy().data) + len(file.read(1))  # one more: a file that has grown
                 if found != self.nbytes:
                     raise OSError(f"{found} bytes instead of {self.nbytes}")
             except OSError as error:
                 raise self._disk_error(error, "activations could not be read back") from error
-            self.path.unlink()
+            self.path.unlink()  # at once, so that the disk holds only what is still to be read
             self.here = here.to(self.device)
         return self.here
 

@@ -8,7 +8,9 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from torch import nn
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy as Keep
+from torch.utils.checkpoint import SelectiveCheckpointContext
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import positive_int
@@ -98,11 +100,11 @@ class SelectiveOps(CheckpointPolicy):
         A policy for ``torch.utils.checkpoint.create_selective_checkpoint_contexts``.
     """
 
-    def __init__(self, also: Iterable[Any] = ()) -> None:
+    def __init__(self, also: Iterable[OpOverload] = ()) -> None:
         self.also = tuple(also)
         for op in self.also:
-            if not isinstance(op, torch._ops.OpOverload):
-                way_out = f"Use torch.ops.{op}.default" if isinstance(op, torch._ops.OpOverloadPacket) else "Use one"
+            if not isinstance(op, OpOverload):
+                way_out = f"Use torch.ops.{op}.default" if isinstance(op, OpOverloadPacket) else "Use one"
                 raise TypeError(explain(f"also={op!r}", "this is no operation overload", way_out))
             if torch.Tag.nondeterministic_seeded in op.tags:
                 why = "it draws random numbers; left out of the recomputation it would shift all later ones"
@@ -113,18 +115,19 @@ class SelectiveOps(CheckpointPolicy):
         return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings = CheckpointSavings(repr(self))
+        savings = CheckpointSavings(repr(self))  # one for all blocks: what counts is their sum
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
-    def keeps(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> Keep:
+    def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
         """What ``create_selective_checkpoint_contexts`` asks about each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
 
 
+# Names of aten's operations; those that this torch does not have are passed over.
 _EXPENSIVE = (
     *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    "_int_mm",
+    "_int_mm",  # of LowPrecisionProducts
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -136,13 +139,14 @@ _EXPENSIVE = (
 
 
 @cache
-def _dear_ops() -> frozenset[Any]:
+def _dear_ops() -> frozenset[OpOverload]:
     return frozenset(getattr(torch.ops.aten, name).default for name in _EXPENSIVE if hasattr(torch.ops.aten, name))
 
 
-def _drops_out(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
+            # By position or by name, as the caller of the operation has it.
             return bool(args[position] if position < len(args) else kwargs.get("dropout_p"))
     return False
 
@@ -211,6 +215,7 @@ def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
+            # Modules share configs: the next one with this config finds False, so it is restored just once.
             undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
             note_once("checkpoint_activations_: use_cache=False in the model's config while its blocks are recomputed")
 

@@ -75,7 +75,7 @@ class _Offload:
 
     def __init__(self, min_mib: float, in_flight_mib: float, folder: str | os.PathLike[str] | None) -> None:
         self.settings = min_mib, in_flight_mib, folder
-        self.min_bytes = max(1, _bytes("min_mib", min_mib))
+        self.min_bytes = max(1, _bytes("min_mib", min_mib))  # nothing is gained by moving empty storages
         self.in_flight_bytes = _bytes("in_flight_mib", in_flight_mib)
         self.folder = folder
         if folder is not None and not Path(folder).is_dir():
@@ -94,6 +94,7 @@ class _Offload:
 
     def watch_forward(self, module: nn.Module) -> AbstractContextManager[None]:
         """The context for a forward of ``module``."""
+        # Other classes of tensors, such as DTensor, may have no storage to ask for, and never move.
         tensors = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (Tensor, nn.Parameter)]
         devices = {tensor.device.type for tensor in tensors}
         if self.folder is None and devices and "cuda" not in devices:
@@ -111,6 +112,7 @@ class _Offload:
         moves = self._moves(tensor, kept)
         source = _own_part(tensor) if moves else tensor
         stored = self._store(tensor, source) if moves else None
+        # What an earlier backward is done with, or the list would grow with every step.
         while self._order and self._order[-1]() is None:
             self._order.pop()
         saved = _Saved(tensor, source, stored, len(self._order))
@@ -149,9 +151,10 @@ class _Offload:
         """The bytes of the storage of ``source``, which is ``tensor`` or a copy of it; once for all that share them."""
         storage = tensor.untyped_storage()
         part = None if source is tensor else (tensor.storage_offset(), tensor.size(), tensor.stride())
-        key = storage._cdata, tensor._version, part
+        key = storage._cdata, tensor._version, part  # written to since, it has other bytes
         stored = self._stored.get(key)
         if stored is None:
+            # All bytes of the storage, whatever part of it the tensor is.
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source.untyped_storage())
             stored = self._to_disk(whole) if self.folder is not None else self._to_host(whole)
             if stored is None:
@@ -182,7 +185,7 @@ class _Offload:
         stored = PinnedCopy(source, host, *self._streams[source.device])
         leaving = [one for ref in self._leaving if (one := ref()) is not None]
         while sum(one.nbytes for one in leaving) > self.in_flight_bytes:
-            leaving.pop(0).leave()
+            leaving.pop(0).leave()  # the oldest, whose copy is the furthest
         self._leaving = [weakref.ref(one) for one in (*leaving, stored)]
         return stored
 
@@ -194,7 +197,7 @@ class _Offload:
             if saved is not None and isinstance(saved.stored, PinnedCopy):
                 saved.stored.fetch()
                 ahead += saved.stored.nbytes
-                if ahead >= self.in_flight_bytes:
+                if ahead >= self.in_flight_bytes:  # asked after the fetch, so that one always is on its way
                     return
 
 
@@ -207,7 +210,7 @@ def is_copy_of_parameter(tensor: Tensor) -> bool:
         (True, False)
     """
     whole = tensor if tensor._base is None else tensor._base
-    if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":
+    if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":  # what ``Tensor.to`` leaves
         return False
     source = whole.grad_fn.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), nn.Parameter)

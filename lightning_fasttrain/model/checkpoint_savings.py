@@ -35,6 +35,7 @@ class CheckpointSavings:
         self._calls: list[_Storages] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSavings":
+        # A copy of the model counts for itself, from the beginning.
         return CheckpointSavings(self.policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,12 +44,13 @@ class CheckpointSavings:
     @contextmanager
     def of_call(self, block: nn.Module, inputs: Iterable[Any], keeps: Callable[..., Keep] | None) -> Iterator[None]:
         """Count one forward, inside of the hooks by which the checkpoint drops what is saved."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # the checkpoint's own
         if outer is None:
             yield
             return
         call = _Storages()
         self._calls.append(call)
+        # Weights are there with and without recomputation.
         fixed = _Storages()
         for tensor in (*block.parameters(), *block.buffers()):
             fixed.add(tensor)
@@ -59,7 +61,7 @@ class CheckpointSavings:
             if not fixed.has(tensor):
                 call.add(tensor)
                 self._plain.add(tensor)
-            return outer[0](tensor)
+            return outer[0](tensor)  # torch asks the innermost hooks alone
 
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(pack, outer[1]))
@@ -72,6 +74,7 @@ class CheckpointSavings:
         if not self.counting:
             return
         self.counting = False
+        # Blocks are recomputed one after the other, so just one of them is whole at a time.
         largest = max((call.nbytes(without=self._kept) for call in self._calls), default=0)
         plain, recomputed = self._plain.nbytes(), self._kept.nbytes() + largest
         calls = len(self._calls)
@@ -95,12 +98,12 @@ class _Storages:
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def add(self, thing: Any) -> None:
+    def add(self, thing: object) -> None:
         storage = _storage_of(thing)
         if storage is not None and storage._cdata not in self._sizes:
             self._sizes[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
 
-    def has(self, thing: Any) -> bool:
+    def has(self, thing: object) -> bool:
         storage = _storage_of(thing)
         return storage is not None and storage._cdata in self._sizes
 
@@ -109,7 +112,7 @@ class _Storages:
         return sum(nbytes for key, (_, nbytes) in self._sizes.items() if key not in others)
 
 
-def _storage_of(thing: Any) -> torch.UntypedStorage | None:
+def _storage_of(thing: object) -> torch.UntypedStorage | None:
     if not isinstance(thing, Tensor) or thing.layout is not torch.strided:
         return None
     try:

@@ -91,7 +91,7 @@ class CheckpointedForward(WrappedForward):
         self.seen = False  # which buffers change is not known yet: copy all
         _, again = self._contexts()
         device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
-        devices = [] if device.type == "cpu" else [device]
+        devices = [] if device.type == "cpu" else [device]  # the host's generator is always among them
         with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
             yield
         self.seen = False
@@ -121,12 +121,14 @@ class CheckpointedForward(WrappedForward):
             for name, (owner, key, buffer) in buffers.items():
                 if buffer._version != versions[name] or owner._buffers.get(key) is not buffer:
                     self.changing.add(name)
+            # ``before`` lives until the backward; from the second forward on it holds just these in the first place.
             for name in before.keys() - self.changing:
                 del before[name]
 
         @contextmanager
         def recompute() -> Iterator[None]:
             now = random.getstate(), np.random.get_state()
+            # The buffers of now, not of then: other batches may have come between forward and backward.
             held = {name: (owner, key, owner._buffers[key]) for name, (owner, key, _) in buffers.items()}
             random.setstate(python_state)
             np.random.set_state(numpy_state)

@@ -90,6 +90,7 @@ def compile_blocks_(
     found = find_blocks(model, blocks)
     for name, block in {**found, **(_pieces_beside(model, found.values()) if head else {})}.items():
         if wrapper_on(block, CompiledForward):
+            # A technique and a call by hand may both ask for it.
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
@@ -124,7 +125,7 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
         copy = types.FunctionType(
             forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
-        copy.__kwdefaults__ = forward.__kwdefaults__
+        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not take them
         return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
 
@@ -143,17 +144,18 @@ class CompiledForward(WrappedForward):
     def __init__(self, module: nn.Module, name: str, entry: Callable[..., Any], fallback: bool) -> None:
         super().__init__(module)
         self.name = name
+        # What ``self`` is in the entry: a class's own forward wants the module, the function around others this object.
         self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure is not None or torch.compiler.is_compiling():
+        if self.failure is not None or torch.compiler.is_compiling():  # a block in a compiled one is traced with it
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
             return self.entry(self.target, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except torch._dynamo.exc.TorchDynamoException as error:  # the compiler's; a block's own errors pass
             if not self.fallback:
                 raise
             self.failure = first_line(error)
@@ -184,7 +186,7 @@ def _pieces_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, n
     A lone table or linear layer is one kernel, which a compiler cannot make better.
     """
     others = {*blocks, *(model.get_submodule(name) for name in find_heads(model))}
-    uncalled = (nn.ModuleList, nn.ModuleDict)
+    uncalled = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
     holders = {m for m in model.modules() if isinstance(m, uncalled) or not others.isdisjoint(m.modules())}
     pieces = {}
     for prefix, holder in model.named_modules():
@@ -288,7 +290,7 @@ class CompileBlocks(Technique):
 
     def apply(self, model: nn.Module) -> Undo:
         if self.cache is not None:
-            load_compile_cache(self.cache)
+            load_compile_cache(self.cache)  # before the first call, which compiles
         self._watch = CompileWatch()
         already = {name for name, block in model.named_modules() if wrapper_on(block, CompiledForward)}
         self._compiled = compile_blocks_(model, self.mode, **self.options)

@@ -90,6 +90,7 @@ def kernel_libraries() -> Iterator[Path]:
     from torch._inductor import codecache
 
     for kind in (codecache.CppCodeCache, codecache.CppPythonBindingsCodeCache):
+        # What inductor has loaded in this process, by the key of its source.
         for key in kind.cache:
             library = Path(codecache.get_path(key, "main.so")[2])
             if library.is_file():
@@ -104,5 +105,6 @@ def _unpack_kernels(packed: zipfile.ZipFile) -> None:
 
     folder = Path(codecache.cache_dir())
     for name in packed.namelist():
+        # A name of another form could lead out of the cache; and what is there already may be in use.
         if _LIBRARY.fullmatch(name) and not (folder / name).exists():
             write_atomic(folder / name, packed.read(name))

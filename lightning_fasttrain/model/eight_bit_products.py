@@ -52,6 +52,7 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     form = FORMATS[kind]
     largest = matrix.abs().amax(1, keepdim=True).float()
+    # A row of zeros has a scale too, or it would be divided by zero.
     scale = (largest / form.top).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = matrix / scale
     if not form.dtype.is_floating_point:
@@ -82,6 +83,7 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
         missing = max(0, _FEWEST_ROWS - len(left))
         if missing:
             left = F.pad(left, (0, 0, 0, missing))
+        # ``right`` lies row after row, so ``right.t()`` column after column, as the units want their second factor.
         product = torch._int_mm(left, right.t())[: len(first)]
     else:
         # With one scale for all, the sums are exact to float32 and kept in it, on every device that has the units;
@@ -106,8 +108,10 @@ class _Products(torch.autograd.Function):
         input, weight = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
+            # [m, k] · [k, n]; transposed, as the second factor is given by rows along what is summed.
             of_input = multiply_rows(gradient, weight.t(), ctx.kind).to(input.dtype)
         if ctx.needs_input_grad[1]:
+            # [k, m] · [m, n]: what is summed are tokens.
             of_weight = multiply_rows(gradient.t(), input.t(), ctx.kind).to(weight.dtype)
         return of_input, of_weight, None
 

@@ -158,8 +158,8 @@ def _why_unfit(layer: nn.Module, kind: str, min_features: int) -> str:
     """Empty where nothing speaks against the layer itself."""
     weight = layer._parameters.get("weight")
     if type(layer) is not nn.Linear or weight is None:
-        return f"it is a {type(layer).__name__}, not a plain nn.Linear"
-    if "forward" in vars(layer):
+        return f"it is a {type(layer).__name__}, not a plain nn.Linear"  # a quantised one, say, has its own product
+    if "forward" in vars(layer):  # ours would pass it by
         return "its forward was replaced"
     if weight.dtype not in _TYPES:
         return f"its weight is in {weight.dtype}"

@@ -1,7 +1,7 @@
 """Adaptive gradient clipping: each unit's gradient is kept small beside the unit's weights."""
 
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 import torch
@@ -63,7 +63,7 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
 
 def _unit_norms(tensor: Tensor) -> Tensor:
     """[units, 1, ...]; of a vector or a number [1]."""
-    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None
+    axes = list(range(1, tensor.ndim)) if tensor.ndim > 1 else None  # None: all of them
     return torch.linalg.vector_norm(tensor, dim=axes, keepdim=True, dtype=torch.float32)
 
 
@@ -117,7 +117,7 @@ class AdaptiveClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        return self._parameters.clear
+        return self._parameters.clear  # or the technique would keep the model in memory after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: model and optimizers are there."""
@@ -139,7 +139,7 @@ def _parameters_of(model: nn.Module, leave_out: Iterable[str]) -> list[Tensor]:
             known = ", ".join(child for child, _ in model.named_children())
             way_out = f"Name one, such as {known}"
             raise ValueError(explain(f"leave_out={name!r}", f"{type(model).__name__} has no such module", way_out))
-    left_out: set[Any] = set()
+    left_out: set[Tensor] = set()
     for name, module in modules.items():
         if name in leave_out or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             left_out.update(module.parameters())

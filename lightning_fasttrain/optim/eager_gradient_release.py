@@ -42,7 +42,7 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     for parameter in parameters:
         if parameter.grad is not None:
             released += parameter.grad.nbytes
-            parameter.grad = None
+            parameter.grad = None  # not zeros: these would take the memory
     return released
 
 

@@ -1,12 +1,13 @@
 """GaLore: AdamW whose state for a matrix is that of its gradient in a low-rank subspace."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
@@ -67,7 +68,7 @@ class GaLoreAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float | Tensor = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
@@ -86,7 +87,7 @@ class GaLoreAdamW(Optimizer):
         super().add_param_group(param_group)
         try:
             _check_group(self.param_groups[-1])
-        except Exception:
+        except Exception:  # what is refused must not stay: the optimizer may be in use
             self.param_groups.pop()
             raise
 
@@ -109,7 +110,7 @@ class GaLoreAdamW(Optimizer):
                 continue
             _refuse_gradients(parameters, group)
             parts = [parameters]
-            if not _in_lists(parameters, group):
+            if not _in_lists(parameters, group):  # one by one, so that only one projected gradient is held
                 parts = [[parameter] for parameter in parameters]
             with torch.autocast(parameters[0].device.type, enabled=False):
                 update = self._step_plain if group["rank"] is None else self._step_projected
@@ -209,9 +210,10 @@ def _leading_subspace(gradient: Tensor, rank: int, how: str, seed: int) -> Tenso
             generator = torch.Generator(wide.device).manual_seed(seed)  # alike on all processes, and after resuming
             noise = torch.randn(wide.shape[1], rank + 8, generator=generator, device=wide.device, dtype=wide.dtype)
             basis = torch.linalg.qr(wide @ noise).Q
+            # Two power iterations, which bring out the leading vectors where singular values fall slowly.
             for _ in range(2):
                 basis = torch.linalg.qr(wide @ (wide.T @ basis)).Q
-            wide = (basis.T @ wide).double()
+            wide = (basis.T @ wide).double()  # [rank + 8, n]: small enough for float64
         # In float64: the product squares how far the singular values lie apart, which float32 has no digits for.
         vectors = torch.linalg.eigh(wide @ wide.T).eigenvectors[:, -rank:].flip(1)
     except torch.linalg.LinAlgError as error:

@@ -60,6 +60,7 @@ def galore_groups(
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
         is_matrix = name in matrices
+        # AdamW keeps 2·m·n numbers of it.
         saves = is_matrix and rank < min(parameter.shape) and _numbers(parameter, rank) < 2 * parameter.numel()
         (projected if saves else rest).append(parameter)
         if is_matrix and not saves:
@@ -139,4 +140,4 @@ def galore_state_bytes(groups: Iterable[dict[str, Any]]) -> int:
 def _numbers(parameter: Tensor, rank: int | None) -> int:
     if rank is None:
         return 2 * parameter.numel()
-    return rank * (min(parameter.shape) + 2 * max(parameter.shape))
+    return rank * (min(parameter.shape) + 2 * max(parameter.shape))  # P [m, r] and two moments [r, n]

@@ -3,7 +3,7 @@
 import inspect
 import threading
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import lightning as L
 from lightning.pytorch.core.optimizer import LightningOptimizer
@@ -70,7 +70,7 @@ def optimize_in_backward_(
         is one optimizer as before, so that its checkpoints and schedulers stay as they are.
     """
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
-        optimizer = optimizer.optimizer
+        optimizer = optimizer.optimizer  # hooks and groups are the plain one's
     _refuse_unfit(optimizer)
     for name, limit in (("clip_norm", clip_norm), ("clip_value", clip_value)):
         _refuse_not_positive(name, limit)
@@ -103,7 +103,7 @@ class _InBackward:
                     self.hooks.callback(parameter.register_post_accumulate_grad_hook(self.update).remove)
                     self.group_of[parameter] = i
 
-    def end_step(self, *_: Any) -> None:
+    def end_step(self, *_: object) -> None:
         self.updated.clear()
         self.hook_parameters()  # of those that were thawed or added
 
@@ -129,6 +129,7 @@ class _InBackward:
         optimizer, groups = self.optimizer, self.optimizer.param_groups
         group = groups[self.group_of[parameter]]
         before = dict(group)
+        # The group itself rather than a copy, so that what a step changes in it is seen below, and stays.
         optimizer.param_groups, group["params"] = [group], [parameter]
         try:
             self.plain_step(optimizer)
@@ -142,12 +143,13 @@ class _InBackward:
             raise RuntimeError(explain(what, why, way_out))
 
 
-def _refuse_unfit(optimizer: Any) -> None:
+def _refuse_unfit(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         why = "it is no torch.optim.Optimizer"
         raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Give the optimizer"))
     name = type(optimizer).__name__
     try:
+        # A step that can be called without a closure.
         inspect.signature(type(optimizer).step).bind(optimizer)
     except TypeError:
         why = "its step takes a closure, to run backward itself"
@@ -237,7 +239,7 @@ class OptimizerInBackward(Technique):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the first at which the optimizer exists; its state is restored later, into the same object."""
-        clip_value = trainer.gradient_clip_val or 0
+        clip_value = trainer.gradient_clip_val or 0  # by norm was refused before
         undo = optimize_in_backward_(
             trainer.optimizers[0], clip_norm=self.clip_norm, clip_value=clip_value if clip_value > 0 else None
         )

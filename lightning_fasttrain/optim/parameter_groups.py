@@ -82,6 +82,7 @@ def layer_decay_groups(
     for name, parameter, layer in _with_layers(model, layers, named):
         if not parameter.is_floating_point() or not (frozen or parameter.requires_grad):
             continue
+        # The stem's own tensors, such as a class token, are embeddings by another name.
         bare = layer == 0 and "weight" not in name.rpartition(".")[2]
         decayed = not (parameter.ndim < 2 or bare or name.endswith("bias") or parameter in undecayed)
         members.setdefault((layer, not decayed), []).append(parameter)
@@ -172,6 +173,7 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
             why = f"{type(model).__name__} has no such module"
             raise ValueError(explain(f"head={name!r}", why, f"Its children are {children}"))
     named = list(model.named_parameters())
+    # A head that shares the embedding goes with that, which is listed first.
     tied = _shared_with_tables(model)
     head = [*head, *(one for one in heads_beside(model, layers[1:-1]) if one not in tied)]
     of_block = [_block_of(name, layers[1:-1]) for name, _ in named]
@@ -184,6 +186,7 @@ def _with_layers(model: nn.Module, layers: list[str], head: list[str]) -> Iterab
         block = of_block[position]
         if block is not None:
             layer = block
+        # Behind the last parameter of any block; what comes earlier goes with the block before it.
         elif position >= last:
             layer = len(layers) - 1
         yield name, parameter, layer

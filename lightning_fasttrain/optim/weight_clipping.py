@@ -86,7 +86,7 @@ class WeightClipping(Technique):
         self._parameters: list[Tensor] = []
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
-        return self._parameters.clear
+        return self._parameters.clear  # or the technique would keep the model in memory after the run
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the model is complete."""

@@ -27,7 +27,7 @@ def check_config(peft: Any, config: Any) -> None:
     raise TypeError(explain(f"config={given}", why, "Use one such as peft.LoraConfig(r=16)"))
 
 
-def check_name(name: Any) -> None:
+def check_name(name: object) -> None:
     if not isinstance(name, str) or not name or not all(c.isalnum() or c in "_-" for c in name):
         why = "names of adapters become parts of keys and of folders"
         raise ValueError(explain(f"name={name!r}", why, "Use letters, digits, _ and -"))
@@ -51,6 +51,7 @@ def check_layers(found: dict[str, nn.Module], config: Any) -> None:
             _check_quantized_start(name, config)
         if is_quantized(layer):
             _check_quantized(name, layer, config)
+        # A layer without these sizes, such as a convolution, sets no limit here.
         smallest = min(getattr(layer, "in_features", 1 << 62), getattr(layer, "out_features", 1 << 62))
         if isinstance(rank, int) and rank > smallest:
             why = f"the layer is {layer.in_features} → {layer.out_features}, so {smallest} is its own rank at most"
@@ -87,7 +88,7 @@ def _check_quantized(name: str, layer: Any, config: Any) -> None:
         # Our forward goes round it, but DoRA's norms are made inside PEFT.
         why = "bitsandbytes dequantises rows that are no multiple of 64 wrongly on CPUs with AVX-512"
         raise TypeError(explain(f"DoRA on '{name}', in 4 bits on the CPU", why, "Use variant='lora', or kind='int8'"))
-    package = type(config).__module__.removesuffix(".config")
+    package = type(config).__module__.removesuffix(".config")  # layers for bitsandbytes are in its ``bnb.py``
     if importlib.util.find_spec(f"{package}.bnb") is None:
         why = "PEFT has no such layer for quantised weights"
         raise TypeError(explain(f"{kind} on '{name}', which is quantised", why, "Use LoRA or IA3, or a plain base"))

@@ -9,7 +9,7 @@ from lightning_fasttrain._heads import is_a
 from lightning_fasttrain._surgery import WrappedForward, patch, wrapper_on, wrappers_on
 
 # What torch looks at before it takes the fast path, and at nothing else.
-_SWITCHES: dict[type[nn.Module], tuple[str, Any]] = {
+_SWITCHES: dict[type[nn.Module], tuple[str, int]] = {
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
     nn.TransformerEncoder: ("use_nested_tensor", False),
 }
@@ -23,6 +23,7 @@ class SlowPath(WrappedForward):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # In train mode torch takes no fast path.
         if self.module.training or not _is_adapted_inside(self.module):
             return self.inner(*args, **kwargs)
         name, off = next(switch for kind, switch in _SWITCHES.items() if isinstance(self.module, kind))
@@ -43,6 +44,7 @@ class KeepsBaseWeights(WrappedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
         base = layer.get_base_layer()
+        # No copies are needed: PEFT puts other tensors in their place, and does not write to these.
         before = base.in_proj_weight.data, layer.out_proj.weight.data
         try:
             return self.inner(*args, **kwargs)

@@ -30,7 +30,7 @@ def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
     """PEFT's layers and its wrappers, with their names; not the layers that lie in other layers."""
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    inside = "\0"
+    inside = "\0"  # no name begins with it
     for name, module in model.named_modules():
         if name.startswith(inside):
             continue
@@ -48,19 +48,21 @@ class Originals:
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
-        self.caches = dict(vars(layer).get("_caches", {}))
+        self.caches = dict(vars(layer).get("_caches", {}))  # DoRA's merge leaves a norm there for PEFT's unmerge
         self.trained: list[nn.Parameter] = []
+        # A quantised layer is replaced by the merge, not written to, so that the layer itself is all to be kept.
         self.base = layer.base_layer if is_quantized(layer.base_layer) else None
         self.owner = layer.get_base_layer()
         self.held = held_tensors(self.owner)
         self.weights: list[tuple[nn.Module, str, Tensor]] = []
         for base in dict.fromkeys(_bases(layer)) if self.base is None else ():
             for name, parameter in base.named_parameters(recurse=False):
+                # A real copy: on the CPU, ``to`` alone gives the same memory.
                 self.weights.append((base, name, parameter.detach().to("cpu", copy=True)))
 
     def __call__(self) -> None:
         if self.base is not None:
-            self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)
+            self.layer.base_layer = self.base.to(self.layer.base_layer.weight.device)  # the model may have moved since
         for name, holder in self.held.items():
             hold_(self.owner, name, holder)
         modules = list(self.layer.modules())  # PEFT's attention makes its weights parameters again when it is asked
@@ -74,7 +76,7 @@ class Originals:
             self.layer._caches = self.caches
         for parameter in self.trained:
             parameter.requires_grad_(True)
-        vars(self.layer).pop("unmerge", None)
+        vars(self.layer).pop("unmerge", None)  # this object; PEFT's own method is the class's
 
 
 def take_out_adapters_(root: nn.Module, merge: bool) -> None:
@@ -88,7 +90,7 @@ def take_out_adapters_(root: nn.Module, merge: bool) -> None:
         if not is_tuner(module) and "modules_to_save" in module._modules:
             copies, active = module.modules_to_save, module.active_adapters
             plain = copies[active[0]] if merge and active and active[0] in copies else module.original_module
-        elif hasattr(type(module), "unload_and_optionally_merge_module"):
+        elif hasattr(type(module), "unload_and_optionally_merge_module"):  # PEFT's attention, its wrappers of tensors
             plain = module.unload_and_optionally_merge_module(merge=False, safe_merge=True, adapter_names=None)
             if isinstance(plain, nn.MultiheadAttention):  # PEFT registers these again, at the end
                 _put_first_(plain, "in_proj_weight")
@@ -115,7 +117,7 @@ def _put_first_(module: nn.Module, name: str) -> None:
         module._parameters[other] = module._parameters.pop(other)
 
 
-def is_tuner(module: Any) -> bool:
+def is_tuner(module: object) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     return isinstance(module, BaseTunerLayer)

@@ -109,7 +109,7 @@ def in_eval(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, training in modes:
-            module.training = training
+            module.training = training  # ``train()`` would set what lies inside, too
 
 
 class _AsPeftModel(nn.Module):

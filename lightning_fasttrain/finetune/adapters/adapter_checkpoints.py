@@ -77,6 +77,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
     save, load = strategy.save_checkpoint, strategy.load_model_state_dict
 
     def save_checkpoint(checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        # Lightning calls this on all ranks, and the fingerprint of sharded weights needs them all.
         save({**checkpoint, FINGERPRINT: base_fingerprint(module)}, *args, **kwargs)
 
     def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -89,6 +90,7 @@ def checkpoint_what_trains_(strategy: Strategy, module: L.LightningModule) -> Un
 
     undo.callback(patch(strategy, "lightning_module_state_dict", lambda: trained_state(module)))
     undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+    # Such a strategy has loaded the model by the time that Lightning calls ``load_model_state_dict``.
     if hasattr(strategy, "names_to_load"):
         undo.callback(patch(strategy, "names_to_load", names_to_load))
     else:

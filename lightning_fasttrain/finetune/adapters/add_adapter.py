@@ -127,7 +127,9 @@ def add_adapter_(
     check_start(config, found, batches)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
     with ExitStack() as on_error:
+        # PEFT freezes only the module that it is given, and lets running statistics go on.
         on_error.callback(freeze_(model))
+        # PEFT replaces layers one by one, so a failure in the middle would leave some adapted.
         for one in (*found, *dict.fromkeys(tensors.values()), *whole):
             parent, _, last = one.rpartition(".")
             holder = model.get_submodule(parent)
@@ -135,7 +137,7 @@ def add_adapter_(
         prepare_start(model, root, config, batches)
         _inject(peft, config, root, name)
         finish_start_(model, root, config, name, batches)
-        keep_adapter_in_float32_(switches(root), name)
+        keep_adapter_in_float32_(switches(root), name)  # after EVA, which makes matrices of other ranks
         see_adapters_(model, on_error)
         on_error.pop_all()
     train_mode(root)
@@ -159,6 +161,7 @@ def _fill_in_(
     """Name in ``config`` what is adapted, as seen from the module that the adapter is put into; return that."""
     prefix, root = _root(model, [*found, *tensors, *whole])
     inside = [target.removeprefix(prefix) for target in found]
+    # Not None where only tensors are meant: PEFT would add the layers that it lists for this kind of model.
     config.target_modules = _as_peft_keeps(shortest_names(inside, root)) if inside else set()
     if tensors:
         within = [tensor.removeprefix(prefix) for tensor in tensors]
@@ -234,7 +237,7 @@ def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
     """Let the forward put in the virtual tokens of this name, and only them train, or none."""
     root.set_adapter(name, inference_mode=not trainable)
     for other, encoder in root.prompt_encoder.items():
-        encoder.requires_grad_(trainable and other == name)
+        encoder.requires_grad_(trainable and other == name)  # PEFT leaves those of the others as they are
 
 
 def refuse_unknown(names: Iterable[str], there: list[str]) -> None:
@@ -263,6 +266,7 @@ def refuse_merged(model: nn.Module, what: str) -> None:
     Raises:
         ValueError: one is merged.
     """
+    # Virtual tokens, which are no modules, cannot be merged.
     layers: list[Any] = [layer for layer in switches(model) if isinstance(layer, nn.Module)]
     merged = dict.fromkeys(name for layer in layers for name in layer.merged_adapters)
     if merged:
@@ -320,11 +324,11 @@ def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
                 raise
             what = f"{config.peft_type.value} on {config.target_modules}"
             raise TypeError(explain(what, f"PEFT says: {error}", "Leave those out")) from error
-    use_held_tensors_(root)
+    use_held_tensors_(root)  # only now, as PEFT has made its wrappers for plain parameters
 
 
 def _as_peft_keeps(names: list[str] | str) -> set[str] | str:
-    return names if isinstance(names, str) else set(names)
+    return names if isinstance(names, str) else set(names)  # as its configurations do when they are made
 
 
 def _root(model: nn.Module, names: Collection[str]) -> tuple[str, nn.Module]:

@@ -48,7 +48,7 @@ def base_model(model: nn.Module) -> Iterator[nn.Module]:
     _warn_of_trained_base(model)
     trained = [(p, p.requires_grad) for p in model.parameters()]  # PEFT sets it when adapters are switched
     layers: list[Any] = list(switches(model))
-    on = [layer for layer in layers if not layer.disable_adapters]
+    on = [layer for layer in layers if not layer.disable_adapters]  # what was off before stays off after it
     try:
         for layer in on:
             layer.enable_adapters(False)

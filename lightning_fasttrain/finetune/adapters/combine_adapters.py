@@ -87,11 +87,13 @@ def combine_adapters_(
     ranks = [_sum_of_ranks(layer, weights) for layer in layers.values()]
     rank = max(ranks) if rank is None else positive_int("rank", rank)
     factors = {place: _factors(layer, weights, how, density, rank) for place, layer in layers.items()}
-    exactly = re.compile("|".join(map(re.escape, layers)))
+    exactly = re.compile("|".join(map(re.escape, layers)))  # a name by itself also means all layers whose names end so
+    # With alpha = rank the scale is 1: the factors hold all of the weights.
     add_adapter_(model, require_peft().LoraConfig(r=rank, lora_alpha=rank), exactly, name=name)
     with torch.no_grad():
         for place, (a, b) in factors.items():
             layer: Any = model.get_submodule(place)
+            # A layer with a smaller sum of ranks is filled up with zeros.
             layer.lora_A[name].weight.zero_()[: len(a)] = a
             layer.lora_B[name].weight.zero_()[:, : len(a)] = b
     use_adapter_(model, name)
@@ -122,6 +124,7 @@ def remove_adapter_(model: nn.Module, name: str) -> None:
     if there == [name]:
         why = "it is the last one"
         raise ValueError(explain(f"remove_adapter_(model, '{name}')", why, "Use unload_adapters_(model, merge=False)"))
+    # Before it is deleted: PEFT would choose for each layer by itself, the first in the alphabet.
     if any(name in layer.active_adapters for layer in switches(model)):
         use_adapter_(model, next(one for one in there if one != name))
     for layer in switches(model):
@@ -135,6 +138,7 @@ def _layers(root: nn.Module, weights: Mapping[str, float]) -> dict[str, Any]:
     for place, layer in root.named_modules():
         if is_a(layer, "BaseTunerLayer") and set(weights) & set(layer.r):  # type: ignore[arg-type]
             found[place] = layer
+    # PEFT has those of embeddings in ``lora_embedding_A``.
     embeddings = [place for place, layer in found.items() if not set(weights) & set(layer.lora_A)]
     if embeddings:
         why = "adapters on embeddings are not added up here"
@@ -160,6 +164,7 @@ def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float,
     here = [one for one in weights if one in layer.lora_A]
     with torch.no_grad():
         if how == "sum" and _sum_of_ranks(layer, weights) <= rank:
+            # Σ sᵢ·Bᵢ·Aᵢ is [B₁ B₂ …] · [s₁A₁; s₂A₂; …]. The scale is all in A: a negative one has no root.
             scales = [weights[one] * layer.scaling[one] for one in here]
             pairs = zip(here, scales, strict=True)
             a = torch.cat([layer.lora_A[one].weight * scale for one, scale in pairs])
@@ -172,6 +177,7 @@ def _factors(layer: Any, weights: Mapping[str, float], how: str, density: float,
             whole = ties(changes, shares, density)
         else:
             whole = torch.einsum("n, n o i -> o i", shares, torch.stack(changes))
+        # Cut to ``rank`` singular values it is the nearest matrix of that rank.
         u, values, v = torch.linalg.svd(whole, full_matrices=False)
         return v[:rank], u[:, :rank] * values[:rank]
 

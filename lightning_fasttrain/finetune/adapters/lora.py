@@ -98,7 +98,7 @@ class Adapter(Technique):
 
     def took_hold(self, model: nn.Module) -> str:
         layers = sum(is_a(module, "BaseTunerLayer") for module in model.modules())
-        rank = getattr(self.config, "r", None)
+        rank = getattr(self.config, "r", None)  # (IA)³ and others have none
         what = f"rank {rank} beside" if isinstance(rank, int) else "beside"
         return f"{what} {number_of(layers, 'layer')}" if layers else ""
 
@@ -311,7 +311,7 @@ def _papers_own(model: nn.Module, config: Any) -> tuple[Any, Targets]:
         kind: Any = getattr(getattr(module, "config", None), "model_type", None)
         targets = constants.TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING.get(kind)
         if targets is not None:
-            config = copy.deepcopy(config)
+            config = copy.deepcopy(config)  # the technique keeps its own, for the next model
             config.feedforward_modules = constants.TRANSFORMERS_MODELS_TO_IA3_FEEDFORWARD_MODULES_MAPPING[kind]
             return config, targets
     return config, ALL_LINEAR

@@ -247,12 +247,12 @@ def unload_adapters_(
 
 def _take_out_of_wrappers_(model: nn.Module) -> nn.Module:
     """PEFT's own wrappers cannot run without an adapter."""
-    for name, module in list(model.named_modules(remove_duplicate=False)):
+    for name, module in list(model.named_modules(remove_duplicate=False)):  # all places that hold it
         if is_a(module, "PeftModel"):
             plain = module.get_submodule("base_model" if has_prompt(module) else "base_model.model")
             parent, _, last = name.rpartition(".")
             if not name:
-                return plain
+                return plain  # the model itself: its caller gets what was inside
             setattr(model.get_submodule(parent), last, plain)
     return model
 
@@ -282,6 +282,7 @@ def _merge(
     way = QuantizedMerge(model, quantized, into, original, batch) if quantized else None
     with ExitStack() as on_error:
         if names != active:
+            # Undone in reverse: first the names, which makes all of theirs train, then what of it really did.
             on_error.callback(_train_only, parameters, trained)
             on_error.callback(use_adapter_, model, active)
             use_adapter_(model, names)
@@ -291,11 +292,11 @@ def _merge(
             if not list_adapters(layer) & set(names):
                 continue
             originals = Originals(layer)
-            on_error.callback(originals)
+            on_error.callback(originals)  # also of the layer in which the merge fails
             try:
                 _merge_one(name, layer, names, way)
             except ValueError as error:
-                if "NaNs" not in str(error):
+                if "NaNs" not in str(error):  # PEFT's word for what is not finite
                     raise
                 why = "with it the weight would hold numbers that are infinite or NaN"
                 raise ValueError(
@@ -311,6 +312,7 @@ def _merge(
         parameter.requires_grad_(False)
         parameter.grad = None
     if merged:
+        # The first one has them, since it is taken out last: till then the weights are not all back.
         vars(layers[merged[0]])["unmerge"].trained = trained
     errors = () if way is None else (way.against_trained, way.against_original)
     report = MergeReport(tuple(names), tuple(merged), into, *errors)
@@ -321,6 +323,7 @@ def _merge(
 def _merge_one(name: str, layer: Any, names: list[str], way: QuantizedMerge | None) -> None:
     here = [one for one in names if one in list_adapters(layer)]
     if way is not None and is_quantized(layer.get_base_layer()):
+        # PEFT's layer stays around it, and sees its adapters as merged.
         layer.base_layer = way.merge_layer(name, layer, names)
         layer.merged_adapters[:] = here
         return

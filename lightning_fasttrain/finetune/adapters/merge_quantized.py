@@ -32,7 +32,7 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
     let_go_,
     quantize_tensor_,
 )
-from lightning_fasttrain.finetune.quantized._tensor_files import Where, find_tensors, read_tensors
+from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 
 Original = nn.Module | Mapping[str, Tensor] | Where
@@ -90,7 +90,7 @@ class QuantizedMerge:
         self.originals = _Originals(original, layers) if into == "original" and original is not None else None
         linear = {name: layer for name, layer in layers.items() if is_quantized(layer.get_base_layer())}
         for layer in linear.values():
-            keep_quantized_(layer.get_base_layer())
+            keep_quantized_(layer.get_base_layer())  # or on some CPUs the outputs below are wrong
         self.inputs = _inputs(model, linear, batch) if batch is not None else {}
         self.against_trained: dict[str, float] = {}
         self.against_original: dict[str, float] = {}
@@ -101,6 +101,7 @@ class QuantizedMerge:
         base = layer.get_base_layer()
         x = self.inputs.get(name)
         if x is None:
+            # Its own, on the host: probes are equal on every device, and training draws what it would have drawn.
             generator = torch.Generator().manual_seed(0)
             x = torch.randn(_PROBES, base.in_features, generator=generator)
         x = x.to(base.weight.device, self.dtype)
@@ -110,6 +111,7 @@ class QuantizedMerge:
             weight, bias = self.originals.read_weight(name, base, weight)
         twin = _plain_twin(layer, _linear(weight, bias), self.configs[name], names)
         beside = _output(twin, x.to(weight.dtype)) if self.originals is not None else None
+        # Safe: it raises where the sum is not finite.
         twin.merge(safe_merge=True, adapter_names=names)
         merged = twin.get_base_layer()
         merged = _quantized_like(base, merged) if self.into == "requantized" else merged.to(self.dtype)
@@ -132,7 +134,7 @@ class QuantizedMerge:
         whole, state = f"{name}.{key}", holder.quant_state
         weight = dequantize_flat(holder.weight.data, state, torch.float32).view(holder.stands_for)
         changes = [wrapper.get_delta_weight(one) for one in names]
-        trained = sum(changes, weight)
+        trained = sum(changes, weight)  # in float32
         if self.originals is not None:
             weight, _ = self.originals.read_weight(name, holder, weight, whole)
         merged = weight.clone()
@@ -155,7 +157,7 @@ class _Originals:
     """The full-precision weights of layers, wherever they are, read one by one."""
 
     def __init__(self, original: Original, layers: dict[str, Any]) -> None:
-        self.stored: Any = None
+        self.stored: dict[str, StoredTensor] | None = None
         if isinstance(original, str | os.PathLike):
             self.stored = find_tensors(original)
             keys = {name: name for name in self.stored}
@@ -208,13 +210,13 @@ def _tensor_names(name: str, layer: Any) -> list[str]:
     return [f"{name}.{wrapper.parameter_name}" for wrapper in held]
 
 
-def _find_prefix(names: list[str], keys: Mapping[str, Any]) -> tuple[int, str]:
+def _find_prefix(names: list[str], keys: Mapping[str, str]) -> tuple[int, str]:
     """How many characters to cut from the front of names of tensors, and what to put there, to find all among ``keys``.
 
     The original may have been saved from further outside or inside than what is merged.
     """
     first = names[0]
-    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]
+    cuts = [0, *(i + 1 for i, c in enumerate(first) if c == ".")]  # the whole name, and what follows each dot
     for cut in cuts:
         tail = first[cut:]
         for key in keys:
@@ -252,7 +254,7 @@ def _config_for_one(config: Any, layer: Any) -> Any:
     config = copy.deepcopy(config)
     config.target_modules, config.modules_to_save = {"base"}, None
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True
+        config.init_lora_weights = True  # PiSSA, say, would take its start out of the weight here
     if hasattr(config, "feedforward_modules"):
         config.feedforward_modules = {"base"} if layer.is_feedforward else set()
     return config
@@ -263,11 +265,11 @@ def _quantized_like(base: Any, merged: nn.Linear) -> nn.Module:
     nested = not in_8_bits(base) and base.weight.quant_state.nested
     weight = merged.weight.detach()
     if kind != "int8":
-        weight = weight.to(base.weight.quant_state.dtype)
+        weight = weight.to(base.weight.quant_state.dtype)  # the dtype that it is dequantised to
     layer = _linear(weight, merged.bias)
     quantize_layer_(layer, weight, kind, nested, None if kind == "int8" else base.compute_dtype)
     if kind == "int8":
-        layer.state.threshold = base.state.threshold
+        layer.state.threshold = base.state.threshold  # columns of inputs above it are multiplied in 16 bits
     elif base.compute_dtype is not None:
         round_bias_(layer)
     keep_quantized_(layer)
@@ -318,7 +320,7 @@ def _dtype_of(model: nn.Module, layers: dict[str, Any]) -> torch.dtype:
 
 def _configs_of(model: nn.Module, name: str) -> dict[str, Any]:
     inner = [root for prefix, root in adapted_modules(model).items() if not prefix or name.startswith(f"{prefix}.")]
-    return vars(inner[-1])["peft_config"]
+    return vars(inner[-1])["peft_config"]  # the innermost, as ``named_modules`` lists outer modules first
 
 
 def list_adapters(layer: Any) -> set[str]:
@@ -332,7 +334,8 @@ def _inputs(model: nn.Module, layers: dict[str, Any], batch: Any) -> dict[str, T
     handles = []
     for name, layer in layers.items():
 
-        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:
+        def keep(_: nn.Module, args: tuple[Tensor, ...], name: str = name) -> None:  # bound now, not when it is called
+            # Of a layer that is called several times the first call counts.
             seen.setdefault(name, args[0].detach().flatten(0, -2)[:_MOST_PROBES])
 
         handles.append(layer.register_forward_pre_hook(keep))

@@ -90,7 +90,7 @@ class QLoRA(LoRA):
         return told
 
     def apply(self, model: nn.Module) -> None:
-        base, skip = copy.copy(self.base), self.base.skip
+        base, skip = copy.copy(self.base), self.base.skip  # so that a second model gets the skip that was asked for
         if self.train:  # what trains whole cannot be packed
             chosen = [skip] if isinstance(skip, str | type) else list(skip)
             base.skip = [*chosen, *find_targets(model, self.train)]

@@ -54,7 +54,7 @@ _STARTS = (True, False, "gaussian", "orthogonal", "eva", "mica", "pissa", "olora
 def written_config(config: Any, root: nn.Module) -> str:
     """What ``adapter_config.json`` holds: sorted, so that equal settings give equal bytes."""
     settings = config.to_dict()
-    settings["inference_mode"] = True
+    settings["inference_mode"] = True  # as PEFT writes it: who loads it says whether it trains
     if settings["base_model_name_or_path"] is None:
         settings["base_model_name_or_path"] = vars(root).get("name_or_path") or None
     if settings["task_type"] is None:
@@ -63,7 +63,7 @@ def written_config(config: Any, root: nn.Module) -> str:
     return json.dumps(settings, indent=2, sort_keys=True, default=_sort_any)
 
 
-def _sort_any(value: Any) -> list[Any]:
+def _sort_any(value: object) -> list[Any]:
     if not isinstance(value, set):
         raise TypeError(f"{value!r} is in the adapter's config, and no JSON.")
     return sorted(value)
@@ -101,6 +101,7 @@ def read_config(folder: Path, copy: str | None) -> Any:
     path = folder / "adapter_config.json"
     if path.is_file():
         with path.open("rb") as file:
+            # One byte more than is allowed, by which a longer file is noticed.
             settings = _parse(file.read(_LARGEST + 1), str(path))
         if copy is not None:
             _refuse_mixed(settings, _parse(copy.encode(), "its copy"), path)
@@ -165,7 +166,7 @@ def _check_settings(settings: dict[str, Any], kind: Any, path: str, version: str
             raise ValueError(explain(where, why, "Load it with peft.PeftModel.from_pretrained, if you trust it"))
         if key in _NAMES:
             for name in [value] if isinstance(value, str) else value:
-                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):
+                if not re.fullmatch(r"[\w.^$\\-]{1,256}", name):  # no sign that repeats or branches
                     why = "only names of layers are taken from files, as patterns can take for ever"
                     raise ValueError(explain(f"{where}: {name[:80]!r}", why, "Write the layers' names out"))
         elif isinstance(value, str) and len(value) > _LONGEST_WORD and key not in _PATTERNS:
@@ -186,7 +187,7 @@ def _fits(value: Any, hint: Any, field: Any = None) -> bool:
     if field is not None and (value is None or value == field.default):
         return True
     if field is not None and field.name.endswith("alpha") and hint is int:
-        hint = float
+        hint = float  # PEFT declares int, and floats are common
     if origin in (typing.Union, types.UnionType):
         return any(_fits(value, one, field) for one in arguments)
     if origin is typing.Literal:
@@ -200,7 +201,7 @@ def _fits(value: Any, hint: Any, field: Any = None) -> bool:
         return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
     if hint in (bool, int, float):
         allowed = {bool: bool, int: int, float: (int, float)}[hint]
-        return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))
+        return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))  # a bool is an int
     if isinstance(hint, type) and issubclass(hint, str):
         return isinstance(value, str)
     return hint is typing.Any or (hint in (None, type(None)) and value is None)
@@ -210,6 +211,6 @@ def _name_of_type(hint: Any) -> str:
     return hint.__name__ if isinstance(hint, type) else str(hint).replace("typing.", "")
 
 
-def _shorten(value: Any) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:80]}…"

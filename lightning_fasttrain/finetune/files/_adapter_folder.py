@@ -44,8 +44,10 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], settings: str, ro
     metadata = {"format": "pt", SETTINGS: settings, BASE: json.dumps(base_fingerprint(root))}
     # Copies, since tensors that share memory, as tied ones do, cannot be in one file.
     own = {key: tensor.to("cpu", copy=True).contiguous() for key, tensor in tensors.items()}
+    # In memory first: the file itself is then written in one step.
     data = safetensors.save(own, metadata)
     config = folder / CONFIG
+    # The order is what is promised in save_adapter: never the new tensors beside the old settings.
     if config.exists() and config.read_bytes() != settings.encode():
         config.unlink()
     write_atomic(folder / WEIGHTS, data)

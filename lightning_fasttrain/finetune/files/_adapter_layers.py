@@ -60,6 +60,7 @@ def layers_in_file(keys: Iterable[str], config: Any) -> list[str]:
     found = {}
     for key in keys:
         parts = key.split(".")
+        # From the end: a module of the model may be called like PEFT's prefix, too.
         at = next((i for i in reversed(range(1, len(parts))) if parts[i].startswith(mark)), None)
         if at is not None:
             name = ".".join(parts[:at])
@@ -219,7 +220,7 @@ def expected_tensors(place: Place, config: Any) -> dict[str, Tensor]:
 def _config_for(place: Place, config: Any) -> Any:
     config = copy.deepcopy(config)
     if hasattr(config, "init_lora_weights"):
-        config.init_lora_weights = True
+        config.init_lora_weights = True  # any start gives tensors of the same names and shapes
     config.target_modules = _match_exactly(place.targets)
     config.modules_to_save = place.whole or None
     if hasattr(config, "feedforward_modules"):
@@ -260,6 +261,7 @@ def _put(skeleton: nn.Module, name: str, module: nn.Module) -> None:
 def _without_numbers(layer: Any) -> nn.Module:
     if is_quantized(layer):
         return nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
+    # What is in the memo is not copied, so the copy of the layer takes no memory.
     memo: dict[int, Any] = {}
     for parameter in layer.parameters():
         empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
@@ -370,12 +372,13 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
             raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use it"))
 
 
-def _whole_numbers(value: Any) -> list[int]:
+def _whole_numbers(value: object) -> list[int]:
     if isinstance(value, dict):
         value = list(value.values())
     values = value if isinstance(value, list | set | tuple) else [value]
-    return [number for number in values if type(number) is int]
+    return [number for number in values if type(number) is int]  # not bool, which is an int too
 
 
 def _is_same(parameter: Tensor, stored: Tensor) -> bool:
+    # In bfloat16, as the base may be in another precision than it was then.
     return bool((parameter.detach().cpu().to(torch.bfloat16) == stored.to(torch.bfloat16)).all())

@@ -60,7 +60,7 @@ def load_prompts_(
         raise ValueError(explain(f"training {what} on", why, way_out))
     for key, value in _FROM_HERE.items():
         if hasattr(config, key):
-            setattr(config, key, getattr(there, key, value))
+            setattr(config, key, getattr(there, key, value))  # those of the one that is there, so that it is the same
     if task != "unknown" and config.task_type not in (None, task):
         why = f"its task is {config.task_type}, and here it is {task}"
         raise ValueError(explain(f"{what} is for another model", why, "Load the model that it was trained beside"))

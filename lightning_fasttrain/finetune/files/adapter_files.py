@@ -93,10 +93,11 @@ def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -
         refuse_namesake(one, base_names(root).values())
     target = Path(folder)
     refuse_other_things(target)
+    # False: "auto" would ask Hugging Face's hub about the base.
     state = get_peft_model_state_dict(root, adapter_name=name, save_embedding_layers=False)
     _warn_of_what_is_left_out(model, {f"{prefix}{key}" for key in state})
     refuse_shards(state)
-    before = "" if config.is_prompt_learning else PREFIX
+    before = "" if config.is_prompt_learning else PREFIX  # as PEFT names them in files
     tensors = {f"{before}{key}": tensor.detach() for key, tensor in state.items()}
     write_adapter(target, tensors, written_config(config, plain_model(root)), root)
     return target
@@ -249,9 +250,11 @@ def _add(model: nn.Module, place: Place, config: Any, name: str, file: Any) -> t
     targets, train = _match_exactly(place, place.targets), _match_exactly(place, place.whole)
     if place.tensors:
         config.target_parameters = [f"{place.prefix}{tensor}" for tensor in place.tensors]
+    # They are given by ``train=``, as patterns that mean just these.
     config.modules_to_save = None
     if place.tokens:
         config.trainable_token_indices = place.tokens
+    # ``()`` is not None: a start out of data is not refused, and the numbers of the file take its place.
     names = add_adapter_(model, config, targets, train=train, name=name, batches=())  # pyright: ignore[reportArgumentType]
     for prefix, root in adapted_modules(model).items():
         before = f"{prefix}." if prefix else ""
@@ -273,7 +276,7 @@ def _scaled_at_input(place: Place, config: Any, keys: list[str], file: Any) -> l
     for target in place.targets:
         key = f"{target}.ia3_l"
         shape = file.get_slice(f"{PREFIX}{key}").get_shape() if key in keys else [0]
-        single = all(size == 1 for size in shape)
+        single = all(size == 1 for size in shape)  # [1, 1] may be either, so that the settings decide
         if shape[:1] == [1] and (not single or any(f".{target}".endswith(f".{end}") for end in ends)):
             found.append(target)
     return found

@@ -111,6 +111,7 @@ def _find_root(model: nn.Module) -> Any:
 def _merge_for_now(root: nn.Module) -> Iterator[None]:
     """Have the adapters in the weights for as long as it lasts."""
     layers: list[Any] = list(switches(root))
+    # Merged ones stay as they are: it is the weights of now that are exported.
     if not layers or any(getattr(layer, "merged", False) for layer in layers):
         yield
         return
@@ -128,7 +129,7 @@ def _plain_state(root: nn.Module, dtype: torch.dtype | None) -> dict[str, Tensor
     quantized = {name: module for name, module in root.named_modules() if is_quantized(module)}
     for key, tensor in root.state_dict().items():
         owner = next((name for name in quantized if key == name or key.startswith(f"{name}.")), None)
-        plain = plain_name(key, holders)
+        plain = plain_name(key, holders)  # None: an adapter's
         if plain is not None and (owner is None or key == f"{owner}.bias"):
             state[plain] = tensor.dequantize() if is_torchaos(tensor) else tensor
     for name, layer in quantized.items():
@@ -163,10 +164,11 @@ def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
         ValueError: the configuration makes a model with other weights.
     """
     config = copy.deepcopy(root.config)
-    vars(config).pop("quantization_config", None)
+    vars(config).pop("quantization_config", None)  # the files hold floats
     with torch.device("meta"):
         twin = type(root)(config)
     try:
+        # Assigned, as parameters on meta have no memory to copy to; strict, so that nothing stays there.
         twin.load_state_dict(state, assign=True)
     except RuntimeError as error:
         expected = twin.state_dict()
@@ -174,7 +176,7 @@ def _plain_twin(root: Any, state: dict[str, Tensor]) -> Any:
         names += [name for name in expected if name in state and expected[name].shape != state[name].shape]
         why = f"{first_few(names)} differ from what its configuration makes, so from_pretrained could not read it"
         raise ValueError(explain(f"export_model of a {type(root).__name__}", why, "Correct model.config")) from error
-    twin.tie_weights()
+    twin.tie_weights()  # assigning has parted what is tied
     if "generation_config" in vars(root):
         twin.generation_config = copy.deepcopy(root.generation_config)
     return twin
@@ -188,6 +190,7 @@ def _write(target: Path, model: Any) -> None:
         with warnings.catch_warnings(action="ignore"):  # of generation settings, as they were loaded
             model.save_pretrained(unfinished)
         for path in unfinished.iterdir():
+            # All is on the disk before the folder gets its name, which is one step.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         sync_folder(unfinished)

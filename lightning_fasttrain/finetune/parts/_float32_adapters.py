@@ -47,6 +47,7 @@ def keep_adapter_in_float32_(layers: Iterable[Any], name: str) -> None:
 def keep_in_float32_(module: nn.Module) -> None:
     for tensor in chain(module.parameters(), module.buffers()):
         if tensor.dtype in _LOW:
+            # By ``.data``: the parameter stays the same object, for optimizers and ties.
             tensor.data = tensor.data.float()
     module._apply = StaysInFloat32(module)
 
@@ -67,5 +68,5 @@ def _containers(layer: Any) -> list[Any]:
     if not is_a(layer, "BaseTunerLayer"):
         return []
     children = dict(layer.named_children())
-    children.pop("base_layer", None)
+    children.pop("base_layer", None)  # whose own containers are no adapter's
     return [child for child in children.values() if isinstance(child, _DICTS) or is_a(child, "BufferDict")]

@@ -13,7 +13,7 @@ from lightning_fasttrain._heads import is_a, stands_for
 from lightning_fasttrain._messages import explain, list_some
 
 Fingerprint = dict[str, str]
-_SAMPLES = 64
+_SAMPLES = 64  # of each weight; with another number no stored fingerprint fits any more
 # PEFT's, and the child in which they hold what is the base's.
 _HOLDERS = {
     "BaseTunerLayer": "base_layer",
@@ -66,10 +66,11 @@ def base_fingerprint(model: nn.Module) -> Fingerprint:
     for name, (kind, shape), numbers in zip(names, kinds, on_host, strict=True):
         digest = hashlib.sha256(f"{shape}".encode() + numbers.numpy().tobytes()).hexdigest()
         found[name] = kind + digest[:12]
+    # Sorted, so that equal models give equal bytes in files.
     return dict(sorted(found.items()))
 
 
-def is_fingerprint(value: Any) -> bool:
+def is_fingerprint(value: object) -> bool:
     """Whether what was read from a file is one."""
     return isinstance(value, dict) and all(isinstance(part, str) for item in value.items() for part in item)
 
@@ -147,6 +148,7 @@ def _changed_names(model: nn.Module) -> set[str]:
         return set()
     changed = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     if any(getattr(config, "bias", "none") != "none" for config in configs):
+        # Biases that PEFT trains in place; they stay changed when they are frozen.
         changed |= {name for name, _ in model.named_parameters() if name.rpartition(".")[2] == "bias"}
     begun = any(changes_base(config) for config in configs)
     for name, layer in layers.items():
@@ -157,6 +159,7 @@ def _changed_names(model: nn.Module) -> set[str]:
 
 def changes_base(config: Any) -> bool:
     start = getattr(config, "init_lora_weights", True)
+    # These starts write to A and B alone; all others of PEFT's also to the weight.
     decomposed = isinstance(start, str) and start not in ("gaussian", "eva", "orthogonal", "mica")
     return decomposed or getattr(config, "kasa_config", None) is not None
 
@@ -182,13 +185,14 @@ def _gather_whole(parameter: nn.Parameter) -> Tensor:
     if is_torchaos(values):
         return values.dequantize()
     if isinstance(values, DTensor):
+        # With offload the shards are on the host, and collectives run on the device of the mesh.
         return values.to(values.device_mesh.device_type).full_tensor()
-    if not hasattr(parameter, "ds_id"):
+    if not hasattr(parameter, "ds_id"):  # DeepSpeed's mark of a parameter that ZeRO 3 has cut up
         return values
     from deepspeed.runtime.zero import GatheredParameters
 
     with GatheredParameters([parameter]):
-        return parameter.detach().clone()
+        return parameter.detach().clone()  # it is gone when the ``with`` ends
 
 
 def is_torchaos(tensor: Tensor) -> bool:
@@ -199,6 +203,7 @@ def is_torchaos(tensor: Tensor) -> bool:
 def _sample(values: Tensor, quantized: bool) -> Tensor:
     """64 of the numbers, evenly spread, as int32."""
     flat = values.reshape(-1)
+    # From the first number to the last; a tensor of fewer has some twice.
     at = torch.arange(_SAMPLES, device=flat.device) * max(flat.numel() - 1, 0) // (_SAMPLES - 1)
     taken = flat[at] if flat.numel() else flat.new_zeros(_SAMPLES)
     return taken.to(torch.int32) if quantized else taken.to(torch.bfloat16).view(torch.int16).to(torch.int32)

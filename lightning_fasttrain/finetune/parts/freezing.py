@@ -91,7 +91,7 @@ class StaysInEval:
         return self.module
 
     def remove(self, training: bool) -> None:
-        if self.module.__dict__.get("train") is not self:
+        if self.module.__dict__.get("train") is not self:  # taken off already, or under another one
             return
         if self.previous is None:
             del self.module.train
@@ -106,6 +106,7 @@ def keep_in_eval_(norm: nn.Module) -> StaysInEval | None:
         return None
     stays = StaysInEval(norm)
     norm.train = stays
+    # By attribute: ``eval()`` calls ``train``, which does nothing by now.
     norm.training = False
     return stays
 
@@ -135,6 +136,7 @@ def thaw_(module: nn.Module) -> list[str]:
     for parameter in trained.values():
         parameter.requires_grad_(True)
     show_thawed_(module.modules())
+    # A norm that was frozen in eval does not know the mode of now; the module around it does.
     holder = {child: parent for parent in module.modules() for child in parent.children()}
     for norm in module.modules():
         stays = norm.__dict__.get("train")
@@ -185,6 +187,7 @@ def freeze_except_(model: nn.Module, *keep: Named) -> list[str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if parameter not in name_of:
             freeze_parameter_(parameter)
+        # The same parameter under another name, which was not meant.
         elif name not in training:
             note_once(f"freeze_except_: {name} trains, since it is tied to {name_of[parameter]}")
     for norm in model.modules():

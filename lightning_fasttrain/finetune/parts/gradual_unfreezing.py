@@ -94,6 +94,7 @@ class Unfreezing:
             TypeError, ValueError: ``k`` is no whole number of at least 1.
         """
         before, self.thawed = self.thawed, min(positive_int("k", k), len(self._groups))
+        # One of the two slices is empty, so groups are either frozen or thawed.
         for group in self._groups[self.thawed : before]:
             self._freeze(group)
         for group in self._groups[before : self.thawed]:
@@ -138,7 +139,7 @@ class Unfreezing:
         self.thaw_to(state["thawed"])
 
 
-def check_groups(groups: Any, blocks: Any) -> None:
+def check_groups(groups: Groups | None, blocks: Blocks | None) -> None:
     if groups is None:
         return
     if blocks is not None:
@@ -154,6 +155,7 @@ def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
     for group in groups:
         named = [group] if isinstance(group, str | type) else group
         chosen.append(choose(model, *named))
+    # The class means the whole model; what earlier groups have is left out of it later.
     return [*chosen, choose(model, type(model))]
 
 
@@ -167,6 +169,7 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
     for name, module in model.named_modules():
         inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
         reached = inside or reached
+        # Outside: with the block before it, and after the last block with the head.
         floor = floors[inside or (reached if reached < len(names) else reached + 1)]
         if any(f"{name}.".startswith(f"{head}.") for head in heads):
             floor = floors[-1]
@@ -174,7 +177,7 @@ def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
         floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})
         if keeps_statistics(module):
             floor.norms.append(module)
-    return floors[::-1]
+    return floors[::-1]  # from the top down
 
 
 def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
@@ -200,7 +203,7 @@ def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
             why = f"its {len(group.parameters)} parameters are frozen already, or in a group before it"
             raise ValueError(explain(f"group {i} of {named}", why, "Leave the group out"))
     if kept:
-        kept[-1].norms.extend(waiting)
+        kept[-1].norms.extend(waiting)  # no group comes after them
     return kept
 
 
@@ -314,6 +317,7 @@ class GradualUnfreezing(Technique):
 
 def _refuse_sharded(strategy: Strategy) -> None:
     replicates = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    # Both are subclasses of DDPStrategy.
     if not replicates or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
         why = "it takes the parameters over, and settles which of them train, before the run starts"
         way_out = "Use one device or DDP, or fit once for each group with freeze_except_"

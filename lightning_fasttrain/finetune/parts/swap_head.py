@@ -58,6 +58,7 @@ def swap_head_(model: nn.Module, new_head: int | nn.Module, head: str | None = N
         way_out = f"Make it nn.Linear({old.in_features}, {new.out_features})"
         raise ValueError(explain(f"new_head has {new.in_features} inputs", why, way_out))
     tied = _tied_with(model, old)
+    # All places: a head may be held twice, by the model and by what wraps it.
     for place, module in list(model.named_modules(remove_duplicate=False)):
         if module is old:
             model.set_submodule(place, new)
@@ -86,7 +87,7 @@ def _find(model: nn.Module, head: str | None) -> tuple[str, bool]:
         why = "there is no such layer" if head is not None else "no linear layer comes after the model's blocks"
         way_out = f"Name the head; the last linear layers are {', '.join(map(repr, linear)) or 'none'}"
         raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
-    return found[-1], found[-1] in told
+    return found[-1], found[-1] in told  # of several the last, as a model lists its head at the end
 
 
 def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
@@ -103,7 +104,7 @@ def _linear_like(old: nn.Module, outputs: int, name: str) -> nn.Linear:
     weight = old.weight  # a quantised one is packed into whole numbers
     dtype = weight.dtype if weight.is_floating_point() else torch.get_default_dtype()
     new = nn.Linear(old.in_features, outputs, bias=old.bias is not None, device=weight.device, dtype=dtype)
-    nn.init.normal_(new.weight, std=0.02)
+    nn.init.normal_(new.weight, std=0.02)  # Hugging Face's ``initializer_range``
     if new.bias is not None:
         nn.init.zeros_(new.bias)
     return new.train(old.training)
@@ -140,7 +141,7 @@ def _tell_transformers(model: nn.Module, name: str, told: bool, before: int, out
         for key in mine:
             del ties[key]
         if mine and not ties:
-            config.tie_word_embeddings = False
+            config.tie_word_embeddings = False  # or loading would tie the head to the embedding again
 
 
 def _set_vocabulary(owner: Any, config: Any, outputs: int) -> None:

@@ -44,7 +44,7 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
         ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
     """
-    layers = layers_of(model)
+    layers = layers_of(model)  # an adapted layer stands for what it was
     if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
         heads = [*find_heads(model), *read_past(model)]
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
@@ -119,6 +119,7 @@ def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
 
 def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
     """The shortest list of endings of names that means just these ``names`` of ``everything``; empty if none does."""
+    # Even whole names may mean more than these, where others end like one of them.
     for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
         candidate = {".".join(name.split(".")[-parts:]) for name in names}
         ends = tuple(f".{end}" for end in candidate)
@@ -127,7 +128,7 @@ def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[s
     return []
 
 
-def _means(target: Any, name: str, layer: nn.Module) -> bool:
+def _means(target: Target, name: str, layer: nn.Module) -> bool:
     if isinstance(target, type):
         return isinstance(layer, target)
     if isinstance(target, re.Pattern):
@@ -136,12 +137,13 @@ def _means(target: Any, name: str, layer: nn.Module) -> bool:
         why = "a target is a name, a pattern or a class of layers"
         raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', say"))
     if "*" in target:
+        # ``**`` first: ``*`` would match each half of it.
         pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
         return re.fullmatch(pattern, name) is not None
     return name == target or name.endswith(f".{target}") or type(layer).__name__ == target
 
 
-def _nothing_matched(target: Any, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Module]) -> str:
     ends = sorted({name.rpartition(".")[2] for name in layers})
     near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
     return explain(

@@ -29,11 +29,12 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         why = "virtual tokens are in it already, and would be put in a second time"
         way_out = "Leave it out, or generate with model.generate(...)"
         raise ValueError(explain(f"a cache given to a {type(prompted).__name__}", why, way_out))
-    if config.peft_type.value == "PREFIX_TUNING":
+    if config.peft_type.value == "PREFIX_TUNING":  # its tokens are in the cache, not in the sequence
         return
     if isinstance(output, tuple):
         why = "in a tuple it cannot be told which parts the virtual tokens have made longer"
         raise ValueError(explain("return_dict=False with virtual tokens", why, "Leave it out"))
+    # The order of these three in the forward of all of PEFT's models.
     given = dict(zip(("input_ids", "attention_mask", "inputs_embeds"), args, strict=False)) | given
     source = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
     for name in _LONGER.get(config.task_type, _LONGER_ELSEWHERE):
@@ -41,7 +42,7 @@ def cut_virtual_tokens(prompted: Any, args: tuple[Any, ...], given: dict[str, An
         if isinstance(value, tuple):
             output[name] = tuple(part[:, -source.shape[1] :] for part in value)
         elif value is not None:
-            output[name] = value[:, -source.shape[1] :]
+            output[name] = value[:, -source.shape[1] :]  # they come first, so the end is what was given
 
 
 class StillPrompt:
@@ -64,10 +65,10 @@ class StillPrompt:
         of_decoder = cache
         if isinstance(cache, EncoderDecoderCache):
             cache.cross_attention_cache.update = _return_as_given
-            cache.is_updated = _NeverUpdated(cache.is_updated)
+            cache.is_updated = _NeverUpdated(cache.is_updated)  # a block that runs again would look there
             of_decoder = cache.self_attention_cache
         for layer in of_decoder.layers:
-            layer.update = partial(_put_behind_prefix, layer)
+            layer.update = partial(_put_behind_prefix, layer)  # on this cache alone: each forward gets a new one
         return cache
 
 

@@ -81,6 +81,7 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         refuse_tied(base, trained_whole)
     config.modules_to_save = [*whole, *trained_whole] or None
     fill_(config, base)
+    # PEFT fills in what is None when it adds the adapter; without that the same one asked for again would differ.
     for setting, value in vars(there.get(name, config)).items():
         if getattr(config, setting, 0) is None:
             setattr(config, setting, value)
@@ -94,8 +95,9 @@ def add_prompt_(model: nn.Module, config: Any, *, train: Iterable[str] = (), nam
         on_error.pop_all()
     config.modules_to_save = as_asked
     use_prompt_(prompted, name, trainable=not config.inference_mode)
+    # So that a later cast of the model does not round them.
     keep_in_float32_(prompted.prompt_encoder)
-    for where, module in list(model.named_modules(remove_duplicate=False)):
+    for where, module in list(model.named_modules(remove_duplicate=False)):  # wherever it is held
         if module is base and prompted is not root:
             parent, _, last = where.rpartition(".")
             setattr(model.get_submodule(parent), last, prompted)
@@ -182,7 +184,7 @@ def check_prompt_config(config: Any) -> None:
     positive_int("num_virtual_tokens", config.num_virtual_tokens)
 
 
-def _put_before(base: Any, root: Any, config: Any, name: str) -> Any:
+def _put_before(base: nn.Module, root: Any, config: Any, name: str) -> Any:
     """PEFT's model for this one and for its task, with virtual tokens of this name."""
     peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():

@@ -74,7 +74,7 @@ class PromptTuning(Adapter):
 
     def apply(self, model: nn.Module) -> None:
         root = find_language_model(model)[1]
-        known = list(adapters_on(root))
+        known = list(adapters_on(root))  # before: what is there has been trained, and does not begin again
         _refuse_unknown(self.start, root)
         place = add_prompt_(model, self.config, train=self.train, name=self.name)
         if self.start and self.name not in known:
@@ -141,7 +141,7 @@ def _refuse_unknown(ids: list[int], root: Any) -> None:
 
 def _begin_with_(root: Any, name: str, ids: list[int]) -> None:
     embeddings, weight = root.get_input_embeddings(), root.prompt_encoder[name].embedding.weight
-    if isinstance(embeddings.weight, FakeTensor):
+    if isinstance(embeddings.weight, FakeTensor):  # a prediction: there are no numbers to copy
         return
     repeated = (ids * -(-len(weight) // len(ids)))[: len(weight)]
     with torch.no_grad():

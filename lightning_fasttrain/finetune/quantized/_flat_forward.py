@@ -20,7 +20,7 @@ def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:
     if state.nested:
         nested = state.state2
         constants = ops.dequantize_blockwise(constants, nested.absmax, nested.code, nested.blocksize, torch.float32)
-        constants = constants + state.offset
+        constants = constants + state.offset  # their mean, which was taken off before they were quantised
     numbers = state.shape.numel()
     row = ops.dequantize_4bit(packed, constants, state.blocksize, state.quant_type, [1, numbers + numbers % 2], dtype)
     return row.flatten()[:numbers].view(state.shape)
@@ -44,6 +44,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, packed: Tensor, state: Any, bias: Tensor | None) -> Tensor:
+        # Not by ``save_for_backward``: hooks that move what is saved would move the frozen weight as well.
         ctx.packed, ctx.state = packed, state
         with torch.autocast("cpu", enabled=False):
             return F.linear(x, dequantize_flat(packed, state, x.dtype), bias)

@@ -49,7 +49,7 @@ class AddsToHeld:
 
     @contextmanager
     def _while_it_lasts(self, holder: nn.Module, names: list[str]) -> Iterator[None]:
-        vars(holder)["added"] = partial(self.add_to, names=names)
+        vars(holder)["added"] = partial(self.add_to, names=names)  # ``vars``, as the holder is a module
         try:
             yield
         finally:
@@ -58,8 +58,10 @@ class AddsToHeld:
     def add_to(self, weight: Tensor, names: list[str]) -> Tensor:
         """``weight`` [n, rows, columns] with the adapters of these names in it, by the operations that PEFT uses."""
         wrapper = self.wrapper
+        # Sums of several are made first, as PEFT does; a single one over several experts is one ``baddbmm`` there.
         if len(names) > 1 or wrapper.num_experts == 1:
             return weight + sum(wrapper.get_delta_weight(name) for name in names).to(weight.dtype)
         lhs, rhs, scaling = wrapper.get_delta_factors(names[0])
+        # Autocast would have ``baddbmm`` in half precision, and round the whole stack.
         with torch.autocast(weight.device.type, enabled=False):
             return torch.baddbmm(weight, lhs.to(weight.dtype), rhs.to(weight.dtype), alpha=scaling)

@@ -53,6 +53,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
     layers: dict[str, Any] = {}
     already: dict[str, nn.Module] = {}
     left: dict[str, str] = {}
+    # The outermost of PEFT's modules that the loop is inside of; no name begins with "\0".
     adapter = "\0"
     for name, module in model.named_modules():
         if any(base.__name__ in _ADAPTERS for base in type(module).__mro__) and not name.startswith(adapter):
@@ -62,7 +63,7 @@ def sort_out(model: nn.Module, kind: str, skip: Blocks) -> Quantizable:
         elif isinstance(module, nn.Linear) or is_transposed(module):
             reason = _why_left(name, module, skipped, heads, shared)
             if name.startswith(adapter):
-                if name == f"{adapter}base_layer":
+                if name == f"{adapter}base_layer":  # the others in there are the adapter's own
                     left[name] = reason or IN_ADAPTER
             elif reason:
                 left[name] = reason
@@ -84,6 +85,7 @@ def _stacks(model: nn.Module, skipped: set[str]) -> dict[str, tuple[nn.Module, s
     for name, module in model.named_modules():
         if any(is_a(module, kind) for kind in _ADAPTERS) and not name.startswith(adapter):
             adapter = f"{name}."
+        # The weight of a Conv1d has three dimensions, too.
         if name.startswith(adapter) or name in skipped or isinstance(module, _ConvNd):
             continue
         for key, parameter in module.named_parameters(recurse=False):
@@ -137,12 +139,13 @@ def _kept_whole(model: nn.Module) -> dict[str, str]:
 
 
 def _why_unfit(layer: nn.Module) -> str:
+    # A subclass may compute something else in its forward, which is replaced with the class.
     if type(layer) is not nn.Linear and not is_transposed(layer):
         return f"it is a {type(layer).__name__}, not a plain nn.Linear"
     weight = layer._parameters.get("weight")
     if weight is not None and is_torchaos(weight):
         return "torchao has quantised it"
-    if weight is None or is_traceable_wrapper_subclass(weight):
+    if weight is None or is_traceable_wrapper_subclass(weight):  # a DTensor, say
         return "its weight is not a plain parameter"
     if weight.dtype not in FLOATS:
         return f"its weight is in {weight.dtype}"

@@ -82,15 +82,18 @@ def was_transposed(layer: nn.Module) -> bool:
     return vars(layer).get("was_transposed", False)
 
 
-def quantize_layer_(layer: Any, weight: Tensor, kind: str, double_quant: bool, compute_dtype: Any) -> None:
+def quantize_layer_(
+    layer: Any, weight: Tensor, kind: str, double_quant: bool, compute_dtype: torch.dtype | None
+) -> None:
     """Make ``layer`` a layer of bitsandbytes with ``weight`` quantised, where that lies; freeze it.
 
     It stays the same object: other places that hold it, its hooks and its wrappers do not notice.
     """
     if is_transposed(layer):
         layer.out_features, layer.in_features, layer.was_transposed = layer.nf, layer.nx, True
-        weight = weight.detach().T
+        weight = weight.detach().T  # from here on [out, in]
     bnb, size = require_bitsandbytes(), (layer.in_features, layer.out_features)
+    # Under a fake mode bitsandbytes' classes of parameters cannot be made, not even on meta.
     with unset_fake_temporarily():
         like: Any
         if kind == "int8":
@@ -99,10 +102,11 @@ def quantize_layer_(layer: Any, weight: Tensor, kind: str, double_quant: bool, c
             like = bnb.nn.Linear4bit(*size, bias=False, compute_dtype=compute_dtype, device="meta")
     packed, state = pack(weight.detach(), kind, double_quant)
     layer.__class__ = type(like)
+    # Only what is lacking: hooks, forwards that were replaced and the bias stay.
     vars(layer).update({name: value for name, value in vars(like).items() if name not in vars(layer)})
     if kind == "int8":
         layer._parameters["weight"] = _int8_parameter(packed)
-        layer.state.CB, layer.state.SCB = packed, state
+        layer.state.CB, layer.state.SCB = packed, state  # as bitsandbytes' own first forward would do
     else:
         layer._parameters["weight"] = _4bit_parameter(packed, state)
         layer.quant_state = state
@@ -122,6 +126,7 @@ def pack(weight: Tensor, kind: str, double_quant: bool) -> tuple[Tensor, Any]:
     if isinstance(weight, FakeTensor):
         return _pack_fake(functional, weight, kind, double_quant)
     if kind == "int8":
+        # Its kernel for CUDA takes float16 alone, row after row.
         packed, row_constants, _ = functional.int8_vectorwise_quant(weight.to(torch.float16).contiguous())
         return packed, row_constants
     return functional.quantize_4bit(
@@ -143,7 +148,7 @@ def _pack_fake(functional: Any, weight: Tensor, kind: str, double_quant: bool) -
         dtype=weight.dtype,
     )
     if double_quant:
-        state.offset, state.nested = torch.empty(()), True
+        state.offset, state.nested = torch.empty(()), True  # the constants' mean, and what ``state2`` would tell
         nested_absmax, nested_code = torch.empty(-(-blocks // NESTED_BLOCK)), torch.empty(_NESTED_CODE)
         state.state2 = functional.QuantState(
             absmax=nested_absmax, code=nested_code, blocksize=NESTED_BLOCK, dtype=torch.float32
@@ -165,6 +170,7 @@ def fake_parts(layer: Any) -> dict[int, Any]:
         packed, row_constants = _pack_fake(None, torch.empty(shape), "int8", False)
         state = copy.copy(layer.state)
         state.CB, state.SCB = packed, row_constants
+        # Weight and state share the packed tensor, as in the layer itself.
         return {id(layer.weight): _int8_parameter(packed), id(layer.state): state}
     settle_4bit_(layer)
     old, functional = layer.quant_state, require_bitsandbytes().functional
@@ -206,9 +212,10 @@ def settle_4bit_(layer: Any, *_: Any) -> None:
     gathers the weight as a plain parameter; cut over the ranks it may be elsewhere than what belongs to it.
     """
     weight: Any = layer.weight
-    if isinstance(weight, DTensor):
+    if isinstance(weight, DTensor):  # FSDP2's piece: its parts are those of the whole weight
         weight.quant_state = layer.quant_state
         return
+    # By ``is``: bitsandbytes' own are subclasses.
     if type(weight) is nn.Parameter:
         layer.weight = weight = _4bit_parameter(weight.data, layer.quant_state)
     state = weight.quant_state
@@ -279,6 +286,7 @@ def dequantized_weight(layer: Any) -> Tensor:
         settle_8bit_(layer)
         return layer.weight.detach().float() * (layer.state.SCB / 127).unsqueeze(1)
     settle_4bit_(layer)
+    # What is flat about it is needed on CPUs only; see there.
     if layer.weight.device.type == "cpu":
         return dequantize_flat(layer.weight.data, layer.quant_state, layer.quant_state.dtype)
     return require_bitsandbytes().functional.dequantize_4bit(layer.weight.data, layer.quant_state)

@@ -34,6 +34,7 @@ def quantize_tensor_(owner: nn.Module, name: str, tensor: Tensor, kind: str, dou
     rows = tensor.reshape(-1, tensor.shape[-1])
     holder: Any = nn.Linear(rows.shape[1], rows.shape[0], bias=False, device="meta")
     holder.stands_for = tuple(tensor.shape)
+    # The compute dtype, which comes last, is never used: this layer is not called.
     quantize_layer_(holder, rows, kind, double_quant, tensor.dtype)
     keep_quantized_(holder)
     hold_(owner, name, holder)
@@ -42,11 +43,11 @@ def quantize_tensor_(owner: nn.Module, name: str, tensor: Tensor, kind: str, dou
 
 def hold_(owner: nn.Module, name: str, holder: nn.Module) -> None:
     """Let a layer hold ``owner``'s tensor ``name`` in place of a parameter, or of another layer."""
-    if not any(wrappers_on(owner, DequantizedTensors)):
+    if not any(wrappers_on(owner, DequantizedTensors)):  # the hooks come and stay with it
         DequantizedTensors(owner).install()
         owner.register_state_dict_post_hook(_without_the_layers_names)
         owner.register_load_state_dict_pre_hook(_with_the_layers_names)
-    owner._parameters.pop(name, None)
+    owner._parameters.pop(name, None)  # first: torch refuses a module under the name of an attribute
     owner.add_module(name, holder)
 
 
@@ -153,13 +154,14 @@ class _Packer:
     """What autograd keeps for the backward: of a dequantised tensor, how it was made and which part of it."""
 
     def __init__(self, floats: dict[str, Tensor], ways: dict[str, _WayBack]) -> None:
+        # By storage, as autograd saves views. No other tensor gets one of these: ``floats`` outlive the forward.
         self.ways = {_storage(floats[name]): way for name, way in ways.items()}
 
     def __call__(self, saved: Tensor) -> Any:
         way = self.ways.get(_storage(saved))
         if way is None:
             return saved
-        return way, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())
+        return way, saved.dtype, (saved.shape, saved.stride(), saved.storage_offset())  # of the view
 
 
 def _unpack(packed: Any) -> Tensor:
@@ -176,6 +178,7 @@ def _storage(tensor: Tensor) -> int:
 
 @torch.compiler.disable()
 def _somebody_keeps_activations() -> bool:
+    # True: also while something is traced.
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
@@ -187,6 +190,7 @@ def _without_the_layers_names(owner: nn.Module, state_dict: StateDict, prefix: s
 def _with_the_layers_names(owner: nn.Module, state_dict: StateDict, prefix: str, *_: Any) -> None:
     for name, holder in held_tensors(owner).items():
         key = f"{prefix}{name}"
+        # A checkpoint of the plain model has the whole tensor under this key.
         plain = state_dict.get(key)
         if plain is not None and plain.shape == holder.stands_for:
             state_dict[key] = plain.reshape(-1, plain.shape[-1])  # to be quantised

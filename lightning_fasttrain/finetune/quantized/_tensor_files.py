@@ -56,7 +56,7 @@ def find_tensors(where: Where | Sequence[Where]) -> dict[str, StoredTensor]:
     if isinstance(where, str | os.PathLike):
         path = local_path(where)
         if path.is_dir():
-            path = path / INDEX if (path / INDEX).exists() else path / WHOLE
+            path = path / INDEX if (path / INDEX).exists() else path / WHOLE  # as ``from_pretrained`` looks for them
         if path.name.endswith(".index.json"):
             return _read_index(path)
         return _in_file(path)
@@ -116,6 +116,7 @@ def _locate_inside(index: Path, file: str) -> Path:
     if folder.parent.name == "snapshots":  # Hugging Face's cache, whose files are links to its blobs
         roots.append(folder.parent.parent / "blobs")
     path = index.parent / file
+    # A backslash separates folders on Windows.
     plain = file == Path(file).name and "\\" not in file and file.endswith(".safetensors")
     if not plain or not any(path.resolve().is_relative_to(root) for root in roots):
         why = "that is no .safetensors file in its folder"

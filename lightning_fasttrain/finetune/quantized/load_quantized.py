@@ -110,7 +110,8 @@ def load_quantized(
                 made[stack] = quantize_tensor_(*stack, tensor, kind, double_quant)
             else:
                 empty.fill(tensor)
-            del tensor
+            del tensor  # or it would live on while the next one is read
+    # After the loop, as a bias may come after its weight.
     for layer in layers.values():
         round_bias_(layer)
         keep_quantized_(layer)
@@ -152,12 +153,13 @@ def _slots(model: nn.Module) -> dict[str, _Slot]:
 
 def _build_empty(make: Callable[[], nn.Module]) -> nn.Module:
     """Call ``make``; each parameter is replaced by one without memory as it is registered, and ties stay."""
-    thread = threading.get_ident()
+    thread = threading.get_ident()  # the hook is the whole process's, and other threads may build modules too
+    # By identity, so that ties stay; weakly, so that each parameter's memory is free again at once.
     empties: Any = WeakIdKeyDictionary()
 
     def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if threading.get_ident() != thread or parameter is None or parameter.is_meta:
-            return None
+            return None  # keeps it as it is
         if parameter not in empties:
             empties[parameter] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
         return empties[parameter]
@@ -178,7 +180,8 @@ def _what_to_read(
     model: nn.Module, slots: dict[str, _Slot], stored: dict[str, StoredTensor]
 ) -> dict[str, StoredTensor]:
     """The stored tensors that the model needs, each tie once."""
-    needed = {name: slots[name] for name in model.state_dict() if name in slots}
+    needed = {name: slots[name] for name in model.state_dict() if name in slots}  # not buffers that are never saved
+    # By slot: of tied names safetensors files hold just one.
     there = {id(slots[name]) for name in stored if name in slots}
     missing = [name for name, slot in needed.items() if id(slot) not in there]
     unexpected = [name for name in stored if name not in slots]

@@ -151,6 +151,7 @@ def quantize_base_(
         dtype = choose_compute_dtype(compute_dtype, model, layer.weight)
         quantize_layer_(layer, layer.weight, kind, double_quant, dtype)
         round_bias_(layer)
+    # Those that Hugging Face has quantised lose their state when loaded, too.
     for layer in (*found.layers.values(), *found.already.values()):
         keep_quantized_(layer)
     holders = {}
@@ -186,7 +187,7 @@ def choose_compute_dtype(wanted: torch.dtype | str, model: nn.Module, weight: to
     if isinstance(wanted, torch.dtype):
         return wanted
     trainer = trainer_of(model)
-    precision = "" if trainer is None else str(trainer.precision)
+    precision = "" if trainer is None else str(trainer.precision)  # the weights may be cast to it only later
     device = weight.device if trainer is None else trainer.strategy.root_device
     if precision.startswith("bf16"):
         return torch.bfloat16
@@ -257,7 +258,7 @@ class QuantizedBase(Technique):
         """A Trainer tells it the precision. Here is none, so a copy is told what it would be."""
         if self.compute_dtype != "auto" or self.kind == "int8":
             return self
-        told = copy.deepcopy(self)
+        told = copy.deepcopy(self)  # the run itself is to ask its Trainer
         told.compute_dtype = torch.bfloat16 if step.on_cuda or step.precision.startswith("bf16") else "auto"
         return told
 

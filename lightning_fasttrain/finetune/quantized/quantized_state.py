@@ -67,6 +67,7 @@ def _hook_(layer: Any, load: Callable[..., None], settle: Callable[..., None]) -
     if layer.weight.dtype in FLOATS and layer.weight.dim() == 2 and layer.weight.shape[1] == layer.in_features:
         layer.to(layer.weight.device)  # quantised by bitsandbytes when it is first moved, and it was not yet
     settle(layer)
+    # A copied layer has its hooks already.
     if not any(hook.hook is load for hook in layer._load_state_dict_pre_hooks.values()):
         layer.register_load_state_dict_pre_hook(load)
         layer.register_forward_pre_hook(settle)
@@ -76,14 +77,14 @@ def _without_repacking_(layer: Any) -> None:
     if getattr(layer.quant_state, "packing_format_for_cpu", False):
         layer._save_to_state_dict({}, "", keep_vars=True)  # which unpacks
         layer.quant_state = layer.weight.quant_state
-    layer.support_avx512bf16_for_cpu = False
+    layer.support_avx512bf16_for_cpu = False  # what bitsandbytes asks before it repacks
 
 
 def load_4bit(
     layer: Any,
     state_dict: StateDict,
     prefix: str,
-    local_metadata: Any,
+    local_metadata: dict[str, Any],
     strict: bool,
     missing: list[str],
     unexpected: list[str],
@@ -98,6 +99,7 @@ def load_4bit(
     settle_4bit_(layer)
     old = layer.weight.quant_state
     if parts:
+        # Out of the dict, or they are unexpected; copies, as the layer's state keeps what it is given.
         found = {part: state_dict.pop(key).detach().clone() for part, key in parts.items()}
         wrong = _what_is_wrong(weight, found, old, layer)
         if wrong:
@@ -109,7 +111,7 @@ def load_4bit(
         state_dict[name] = _cut_like(layer.weight, packed)
     else:
         return _refuse(state_dict, name, layer, "is neither a plain weight nor quantised to 4 bits", errors)
-    layer.weight.quant_state = layer.quant_state = new
+    layer.weight.quant_state = layer.quant_state = new  # the packed numbers follow, copied by torch after this hook
 
 
 def _what_is_wrong(weight: Tensor, found: dict[str, Any], old: Any, layer: Any) -> str:
@@ -144,7 +146,7 @@ def _settings_that_differ(packed: Tensor, layer: Any, nested: bool) -> str:
         wanted = {"blocksize": layer.quant_state.blocksize, "shape": [layer.out_features, layer.in_features]}
         if nested:
             wanted |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32"}
-            float(settings["nested_offset"])
+            float(settings["nested_offset"])  # fails here rather than in the kernel's caller
         differ = [f"{key}={settings[key]}" for key, value in wanted.items() if settings[key] != value]
         if settings["dtype"] not in [str(dtype).removeprefix("torch.") for dtype in FLOATS]:
             differ.append(f"dtype={settings['dtype']}")
@@ -157,7 +159,7 @@ def load_8bit(
     layer: Any,
     state_dict: StateDict,
     prefix: str,
-    local_metadata: Any,
+    local_metadata: dict[str, Any],
     strict: bool,
     missing: list[str],
     unexpected: list[str],
@@ -166,7 +168,7 @@ def load_8bit(
     """Hook of ``load_state_dict``: take the constants of the rows out of what is loaded, or make them."""
     name = f"{prefix}weight"
     constants = state_dict.pop(f"{prefix}SCB", None)
-    layout = state_dict.pop(f"{prefix}weight_format", 0)
+    layout = state_dict.pop(f"{prefix}weight_format", 0)  # older files have other orders than row after row
     weight = state_dict.get(name)
     if weight is None:
         return
@@ -178,6 +180,7 @@ def load_8bit(
     elif layout not in (0, "row"):
         return _refuse(state_dict, name, layer, f"lies in another order, weight_format={layout}", errors)
     layer.state.SCB = constants.detach().to(layer.weight.device, torch.float32, copy=True)
+    # With ``assign=True`` the weight becomes this tensor; else it is written to, and CB is that memory already.
     if local_metadata.get("assign_to_params_buffers", False):
         layer.state.CB = state_dict[name]
 
@@ -195,6 +198,7 @@ def _cut_like(weight: Tensor, packed: Tensor) -> Tensor:
     """This rank's part of what all ranks have packed alike, if the layer's weight is sharded."""
     if not isinstance(weight, DTensor):
         return packed
+    # None: each rank cuts out its own part, and nothing is sent.
     return distribute_tensor(packed, weight.device_mesh, weight.placements, src_data_rank=None).to(weight.device)
 
 

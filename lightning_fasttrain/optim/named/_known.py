@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.optim import Optimizer
+
 from lightning_fasttrain._checks import require
 from lightning_fasttrain._messages import explain
 
@@ -44,7 +46,7 @@ class Known:
                 return getattr(require(module, self.extra), name)
             except ModuleNotFoundError as error:
                 missing.append(error)
-        raise missing[0]
+        raise missing[0]  # of the first, whose extra this package has
 
 
 _PAGED = {"offload": "its state moves to host memory by itself, when the device is full"}
@@ -100,7 +102,7 @@ def _normalize(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def refuse_settings(name: str, kind: Any, settings: Mapping[str, Any]) -> None:
+def refuse_settings(name: str, kind: type[Optimizer], settings: Mapping[str, Any]) -> None:
     """Refuse settings that the class has not.
 
     Raises:

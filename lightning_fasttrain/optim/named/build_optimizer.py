@@ -90,14 +90,16 @@ def build_optimizer(
         made = _mark(made, matrices, {"muon": True}, "muon")
     elif known.marks == "galore":
         given = {key: own.pop(key) for key in _OF_GALORE if key in own}
+        # Only its choice of matrices and its settings; decay comes from the groups above.
         projected = galore_groups(model, frozen=False, **given)[0]
         made = _mark(made, set(projected.pop("params")), {**projected}, "galore")
     refuse_settings(name, kind, own)
     if known.fuses and offload is None and _is_on_cuda(made):
-        own.setdefault("fused", True)
+        own.setdefault("fused", True)  # unless the user says otherwise
 
     def make(parameters: Groups) -> Optimizer:
         optimizer = kind(parameters, lr=rate, weight_decay=decay, **own)
+        # On the innermost: the ``state_dict`` of what is put around it is its own.
         if kind.__module__.startswith("torchao"):
             save_as_plain_tensors_(optimizer)
         if getattr(optimizer, "is_paged", False):
@@ -208,4 +210,4 @@ def _mark(groups: Groups, chosen: set[Tensor], marks: Mapping[str, Any], label: 
 
 def _is_on_cuda(groups: Groups) -> bool:
     parameters = [parameter for group in groups for parameter in group["params"]]
-    return all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)
+    return all(parameter.is_cuda and parameter.is_floating_point() for parameter in parameters)  # or ``fused`` fails

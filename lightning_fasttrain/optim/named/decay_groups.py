@@ -60,6 +60,7 @@ def decay_groups(
     undecayed = never_decayed(model)
     members: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in names.items():
+        # What is named goes before what is found.
         is_spared = name in never or (name not in always and (parameter in undecayed or _is_spared(name, parameter)))
         members["no_decay" if is_spared else "decay"].append(name)
     if weight_decay > 0:

@@ -1,12 +1,13 @@
 """An optimizer whose state and step are in host memory, while the weights train on the device."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -40,8 +41,8 @@ class HostOptimizer(Optimizer):
         Ren et al. 2021, "ZeRO-Offload", https://arxiv.org/abs/2101.06840, without its overlap of copies and updates.
     """
 
-    def __init__(self, params: Iterable[Any], make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
-        super().__init__(params, {})
+    def __init__(self, params: ParamsT, make: Callable[[list[dict[str, Any]]], Optimizer]) -> None:
+        super().__init__(params, {})  # the defaults are those of the one inside, which is not there yet
         self._hosted: dict[Tensor, nn.Parameter] = {}
         self._versions: dict[Tensor, int] = {}
         self.inner = make(self._host_groups())
@@ -62,6 +63,7 @@ class HostOptimizer(Optimizer):
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         for parameter in moved:
             hosted = self._hosted[parameter]
+            # Each write in place raises it, and ours below is noted.
             if self._versions[parameter] != parameter._version:
                 hosted.copy_(parameter, non_blocking=True)
             hosted.grad = _host_copy(parameter.grad)
@@ -69,7 +71,7 @@ class HostOptimizer(Optimizer):
         self.inner.param_groups = groups
         self.inner.step()
         for parameter in moved:
-            self._hosted[parameter].grad = None
+            self._hosted[parameter].grad = None  # pinned memory goes back to torch's cache, for the next step
             parameter.copy_(self._hosted[parameter], non_blocking=True)
             self._versions[parameter] = parameter._version
         return loss

@@ -1,11 +1,12 @@
 """Lion: the sign of a momentum as update, with one state a parameter where Adam has two."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -43,7 +44,7 @@ class Lion(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-4,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,
@@ -81,6 +82,7 @@ class Lion(Optimizer):
                 state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             means.append(state["exp_avg"])
         first, second = group["betas"]
+        # lerp(M, G, 1 − β) = β·M + (1 − β)·G; with β₁ for the update, and only then with β₂ for what is kept.
         updates = torch._foreach_lerp(means, gradients, 1 - first)
         torch._foreach_sign_(updates)
         torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])

@@ -83,6 +83,7 @@ class LowPrecisionUpdates(Optimizer):
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = dict(self.state[parameter])
+        # A parameter's first seed: it is numbered by the order in which states are made, equal in all processes.
         draw = state.pop(_DRAW, len(self.state) * _APART)
         low = state.pop(_LOW, None)
         is_low = parameter.dtype is torch.bfloat16
@@ -90,7 +91,7 @@ class LowPrecisionUpdates(Optimizer):
         if is_low:
             whole = nn.Parameter(_join(parameter, low))
             whole.grad = None if parameter.grad is None else parameter.grad.float()
-        lent = {**group, "params": [whole]}
+        lent = {**group, "params": [whole]}  # a copy: what a step changes in it is seen below
         self.inner.param_groups, self.inner.state = [lent], defaultdict(dict, {whole: state})
         self.inner.step()
         self.state[parameter] = self.inner.state[whole]
@@ -104,6 +105,7 @@ class LowPrecisionUpdates(Optimizer):
             self.state[parameter][_LOW] = (bits - (high << 16)).to(torch.int16)
         else:
             generator = torch.Generator(bits.device).manual_seed(draw)
+            # Added below the last place that stays, and cut off: up with the probability of what is cut off.
             noise = torch.randint(1 << 16, bits.shape, generator=generator, device=bits.device, dtype=torch.int32)
             high = (bits + noise) >> 16
             self.state[parameter][_DRAW] = draw + 1
@@ -136,7 +138,7 @@ def _join(parameter: Tensor, low: Tensor | None) -> Tensor:
     """The float32 numbers whose upper halves are in ``parameter``."""
     bits = parameter.detach().view(torch.int16).to(torch.int32) << 16
     if low is not None:
-        bits += low
+        bits += low  # signed: narrowing may have rounded up
     return bits.view(torch.float32)
 
 

@@ -1,12 +1,13 @@
 """Muon for the matrices of blocks and AdamW for all else: one optimizer, one schedule, one checkpoint."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.optim.optimizer import ParamsT
 
 from lightning_fasttrain._messages import explain
 
@@ -50,7 +51,7 @@ class MuonAdamW(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Any],
+        params: ParamsT,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
         *,
@@ -72,7 +73,7 @@ class MuonAdamW(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("muon"):
-            param_group.setdefault("eps", self._muon.defaults["eps"])
+            param_group.setdefault("eps", self._muon.defaults["eps"])  # both have one, of other sizes
             _refuse_others_than_matrices(param_group)
         super().add_param_group(param_group)
 
@@ -97,12 +98,13 @@ class MuonAdamW(Optimizer):
             optimizer.param_groups = [group for group in self.param_groups if group["muon"] is is_muon]
             optimizer.state = self.state
             optimizer.step()
+            # Or they would hold on to a state that loading has replaced.
             optimizer.param_groups, optimizer.state = [], defaultdict(dict)
         return loss
 
 
 def _refuse_others_than_matrices(group: dict[str, Any]) -> None:
-    group["params"] = list(group["params"])
+    group["params"] = list(group["params"])  # it may be a generator, which torch reads again
     for parameter in group["params"]:
         if parameter.ndim != 2:
             what = f"a parameter of shape {tuple(parameter.shape)} in a group for Muon"

@@ -62,7 +62,7 @@ def page_again_after_loading_(optimizer: Any) -> None:
     """Have state of bitsandbytes' paged optimizers paged again once it was loaded: that, or Lightning, has moved it."""
     seen = [optimizer.state]
 
-    def page_again(*_: Any) -> None:
+    def page_again(*_: object) -> None:
         if optimizer.state is seen[0]:
             return
         seen[0] = optimizer.state  # loading makes a new one
@@ -127,7 +127,7 @@ def _places_of(optimizer: Optimizer) -> dict[Tensor, tuple[Optimizer, Tensor]]:
 
 def _read(state: dict[str, Any], source: str) -> dict[str, Any]:
     """Step and moments, in float32."""
-    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}
+    values: dict[str, Any] = {"step": int(state["step"])} if "step" in state else {}  # Lion keeps none
     for name, digit in _OF_BITSANDBYTES.items():
         value = state.get(name, state.get(f"state{digit}"))
         if value is None:
@@ -172,7 +172,8 @@ def _fresh_state(optimizer: Any, parameter: Tensor) -> dict[str, Any]:
     twin = kind.__new__(kind)
     vars(twin).update(vars(optimizer))
     stand_in = torch.nn.Parameter(parameter.detach().clone())
-    stand_in.grad = torch.zeros_like(stand_in)
+    stand_in.grad = torch.zeros_like(stand_in)  # with zeros, moments of that step are zeros
+    # A new one, as the twin shares all else with the original.
     state: Any = type(optimizer.state)(dict)
     twin.param_groups, twin.state = [{**group_of[parameter], "params": [stand_in]}], state
     with torch.compiler.set_stance("force_eager"):  # compiling it for one step would take minutes

@@ -53,6 +53,7 @@ class ScheduleFreeEvaluation(L.Callback):
 
 
 def _find_averaging(trainer: L.Trainer) -> list[Any]:
+    # By its method: the package that brings the class is optional.
     return [optimizer for optimizer in trainer.optimizers if callable(getattr(optimizer, "eval", None))]
 
 

@@ -120,7 +120,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
     kept = []
     for parameter in parameters:
         kept.append({id(tensor): tensor.nbytes for tensor in tensors_in(state[parameter])})
-    uses = Counter(key for tensors in kept for key in tensors)
+    uses = Counter(key for tensors in kept for key in tensors)  # more than one parameter: a common table
     common, own = dict[int, int](), dict[Shape, int]()
     for shape, tensors in zip(two, kept, strict=True):
         own[shape] = sum(nbytes for key, nbytes in tensors.items() if uses[key] == 1)
@@ -130,7 +130,7 @@ def state_bytes(optimizer: Optimizer, group: Group, shapes: Sequence[Shape], dty
 
 def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.Parameter]) -> dict[Any, Any]:
     """What a twin of the optimizer, with these parameters alone, keeps about them."""
-    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))
+    kind, twin = type(optimizer), type(optimizer).__new__(type(optimizer))  # not ``__init__``, whose arguments vary
     # Containers are copied, so that what a step notes in them is not noted in the original.
     for name, value in vars(optimizer).items():
         vars(twin)[name] = copy.copy(value) if isinstance(value, dict | list | set) else value
@@ -151,7 +151,7 @@ def _state_after_a_step(optimizer: Optimizer, group: Group, parameters: list[nn.
     return twin.state
 
 
-def tensors_in(state: Any) -> Iterator[Tensor]:
+def tensors_in(state: object) -> Iterator[Tensor]:
     """The tensors of a state, of quantised ones their parts."""
     for tensor in tree_iter(state):
         if not isinstance(tensor, Tensor):

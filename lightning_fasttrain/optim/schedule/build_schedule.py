@@ -219,11 +219,11 @@ class Schedule(LRScheduler):
         for group in self.optimizer.param_groups:
             rate = group.setdefault("initial_lr", _copy(group["lr"])) * factor  # a group may be added later
             if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate)
+                group["lr"].fill_(rate)  # in place: compiled and captured steps read this very tensor
             else:
                 group["lr"] = rate
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         if not self._is_in_charge():
             return
         if self.plan is not None:
@@ -232,7 +232,7 @@ class Schedule(LRScheduler):
             why = "no Trainer fits the module, and only it knows how long the run is"
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
-    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         overflow = getattr(optimizer, "found_inf", None)  # what a loss scaler tells optimizers that skip by themselves
         if isinstance(overflow, Tensor) and bool(overflow):  # waits for the device
             return
@@ -255,6 +255,7 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
 
     The engine tells each update by :meth:`Schedule.end_update`.
     """
+    # Hooks are bound methods of their schedules.
     owners = [getattr(hook, "__self__", None) for hook in optimizer._optimizer_step_post_hooks.values()]
     schedules = [owner for owner in owners if isinstance(owner, Schedule)]
     for schedule in schedules:
@@ -262,5 +263,5 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
     return schedules
 
 
-def _copy(rate: Any) -> Any:
+def _copy(rate: float | Tensor) -> float | Tensor:
     return rate.clone() if isinstance(rate, Tensor) else rate

@@ -47,6 +47,7 @@ def draw_text(points: list[Point], height: int = 10) -> str:
     for above, label in enumerate(labels, start=1):
         line = ""
         for _, rate in points:
+            # How far the column reaches into this line, of eight; ``above`` counts lines from the top.
             eighths = round(8 * (height * rate / top - height + above))
             line += _EIGHTHS[min(8, max(0, eighths))]
         lines.append(f"{label:>8} │{line}".rstrip())
@@ -74,6 +75,7 @@ def save_picture(points: list[Point], title: str, clock: str, path: str | Path) 
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3.6), layout="constrained")
+    # Not pyplot, which chooses a backend for the whole process and keeps its figures.
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     places, rates = zip(*points, strict=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-_START_OF_CYCLE = 1 / 25
+_START_OF_CYCLE = 1 / 25  # torch's ``div_factor``
 
 
 @dataclass(frozen=True)

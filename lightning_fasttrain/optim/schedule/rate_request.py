@@ -3,12 +3,13 @@
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
 from lightning_fasttrain.optim.schedule.rate_plan import ENDLESS, SHAPES, RatePlan
+
+Given = int | str | Length
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class RateRequest:
             if length.unit == "share":
                 return max(1, round(length.amount * whole))  # short runs have it too
             if length.unit == "epochs":
-                assert steps_of_epochs is not None
+                assert steps_of_epochs is not None  # ``needs_run`` says so, and then there is a Trainer to ask
                 return round(steps_of_epochs(length.amount))
             return length.amount
 
@@ -69,6 +70,7 @@ class RateRequest:
         if warmup > end:
             warn(f"the warm-up ({warmup:,.0f} {self.clock}) is longer than the run ({end:,.0f}): it will not end.")
         if self.shape == "one-cycle":
+            # Torch's ``pct_start``: a cycle has to rise.
             warmup = warmup or number(Length(0.3, "share"), end)
         marks = tuple(number(mark, end) for mark in self.at)
         decay = number(self.decay, end) if self.shape == "wsd" else 0.0
@@ -76,7 +78,7 @@ class RateRequest:
 
 
 def read_request(
-    shape: str, warmup: Any, total: Any, final: float, at: Iterable[Any], by: float, decay: Any
+    shape: str, warmup: Given, total: Given | None, final: float, at: Iterable[Given], by: float, decay: Given
 ) -> RateRequest:
     """Understand what was asked for, and refuse what cannot be.
 
