@@ -1,6 +1,7 @@
 """Training in bfloat16 alone, against a float32 copy of the weights that is kept by hand."""
 
 import io
+import math
 
 import lightning as L
 import pytest
@@ -82,6 +83,21 @@ def test_rounding_by_chance_has_the_true_value_as_its_mean():
     moved = (parameter > 1).float().mean().item()
     assert moved == pytest.approx(0.25, abs=0.01)
     assert set(parameter.float().unique().tolist()) == {1.0, 1.0 + 2**-7}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_what_is_not_finite_stays_so_whatever_its_bits(how):
+    patterns = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001, 0x7F800000, -0x800000], dtype=torch.int32)
+
+    class Sets(torch.optim.SGD):
+        def step(self, closure=None):
+            self.param_groups[0]["params"][0].copy_(patterns.view(torch.float32))
+
+    parameter = torch.nn.Parameter(torch.zeros(6, dtype=torch.bfloat16))
+    parameter.grad = torch.zeros_like(parameter)
+    LowPrecisionUpdates(Sets([parameter], lr=1.0), how).step()
+    assert parameter.isnan().tolist() == [True] * 4 + [False] * 2
+    assert parameter.tolist()[4:] == [math.inf, -math.inf]
 
 
 def test_parameters_and_steps_round_differently_and_no_random_number_of_yours_is_drawn():

@@ -13,6 +13,7 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._messages import explain
 
 UPDATES = ("kahan", "stochastic")
+_NAN = 0x7FC00000  # float32's usual one, in bits
 _LOW, _DRAW = "low_bits", "draw"  # our keys in a parameter's state
 _APART = 15_485_863  # from the draws of one parameter to those of the next: a prime, as seeds count to 2³² on a CPU
 
@@ -100,6 +101,8 @@ class LowPrecisionUpdates(Optimizer):
         if not is_low:
             return
         bits = whole.detach().view(torch.int32)
+        # A NaN of which bits are cut off may become infinite, or 0 where it is rounded up: CUDA's have all bits set.
+        bits.masked_fill_(whole.isnan() & (bits & 0xFFFF != 0), _NAN)
         if self.updates == "kahan":
             high = (bits + 0x8000) >> 16  # half of the last place, so that what is cut off fits into 16 bits
             self.state[parameter][_LOW] = (bits - (high << 16)).to(torch.int16)
