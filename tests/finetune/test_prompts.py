@@ -195,6 +195,8 @@ def test_a_prefix_is_never_left_out_of_what_is_generated(make):
         prompted.generate(**given, max_new_tokens=2, use_cache=False)
     with ft.finetune.base_model(prompted):
         prompted.generate(**given, max_new_tokens=2, use_cache=False)
+    with pytest.raises(ValueError, match="the prefix is in the cache"):
+        prompted.generate(**given, max_new_tokens=2, use_cache=False)
     assert len(add(seeded(make), "prompt").generate(**given, max_new_tokens=2, use_cache=False)) == 4
 
 

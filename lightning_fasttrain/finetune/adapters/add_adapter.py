@@ -2,7 +2,7 @@
 
 import copy
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -26,6 +26,7 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
 )
 from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
 from lightning_fasttrain.finetune.adapters._starts import Batches, check_start, finish_start_, prepare_start
+from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt, switches
 from lightning_fasttrain.finetune.parts._float32_adapters import keep_adapter_in_float32_
 from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, base_names, held_child
@@ -228,11 +229,6 @@ def use_adapter_(model: nn.Module, name: str | list[str]) -> None:
             set_adapter(root, names)
 
 
-def has_prompt(module: nn.Module) -> bool:
-    """Whether this is a ``PeftModel`` that puts virtual tokens before the input of the model inside."""
-    return is_a(module, "PeftModel") and bool(adapters_on(module))
-
-
 def use_prompt_(root: Any, name: str, trainable: bool = True) -> None:
     """Let the forward put in the virtual tokens of this name, and only them train, or none."""
     root.set_adapter(name, inference_mode=not trainable)
@@ -272,38 +268,6 @@ def refuse_merged(model: nn.Module, what: str) -> None:
     if merged:
         why = f"{', '.join(merged)} is merged into the weights already"
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
-
-
-def switches(model: nn.Module) -> Iterator[Any]:
-    """All in ``model`` that can be switched on and off: PEFT's layers and wrappers, and virtual tokens."""
-    for module in model.modules():
-        if is_a(module, "BaseTunerLayer") or is_a(module, "AuxiliaryTrainingWrapper"):
-            yield module
-        if has_prompt(module):
-            yield _PromptSwitch(module)
-
-
-class _PromptSwitch:
-    """Switches virtual tokens on and off, with the methods of PEFT's layers."""
-
-    def __init__(self, prompted: Any) -> None:
-        self.prompted = prompted
-
-    @property
-    def disable_adapters(self) -> bool:
-        return self.prompted._adapters_disabled
-
-    def enable_adapters(self, on: bool) -> None:
-        """As PEFT's ``disable_adapter`` does for a ``with``, and for generation of encoder-decoders as well."""
-        for name in ("forward", "generate", "prepare_inputs_for_generation"):
-            vars(self.prompted).pop(name, None)
-            if not on and hasattr(self.prompted.base_model, name):
-                setattr(self.prompted, name, getattr(self.prompted.base_model, name))
-        self.prompted._adapters_disabled = not on
-
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """Name of an adapter → the encoder of its virtual tokens."""
-        return self.prompted.prompt_encoder.named_children()
 
 
 def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:

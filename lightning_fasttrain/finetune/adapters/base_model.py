@@ -11,8 +11,8 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,
     refuse_merged,
-    switches,
 )
+from lightning_fasttrain.finetune.parts._adapter_switches import switches
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, changes_base, first_few
 
 

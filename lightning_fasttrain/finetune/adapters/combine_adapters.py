@@ -16,9 +16,9 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     add_adapter_,
     refuse_merged,
     refuse_unknown,
-    switches,
     use_adapter_,
 )
+from lightning_fasttrain.finetune.parts._adapter_switches import switches
 from lightning_fasttrain.finetune.parts.targets import require_peft
 
 

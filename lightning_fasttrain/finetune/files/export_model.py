@@ -18,10 +18,10 @@ from lightning_fasttrain._checks import require
 from lightning_fasttrain._files import TEMPORARY, sync_folder
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
-from lightning_fasttrain.finetune.adapters.add_adapter import switches
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
+from lightning_fasttrain.finetune.parts._adapter_switches import switches
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
     adapter_holders,
     adapters_on,

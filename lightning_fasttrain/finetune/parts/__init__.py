@@ -3,5 +3,5 @@
 Nothing here adds a parameter but ``swap_head``.
 
 From the bottom up: ``_float32_adapters``, ``freezing``, ``swap_head``, ``_unreached_weights``, ``base_fingerprint``,
-``gradual_unfreezing``, ``targets``.
+``_adapter_switches``, ``gradual_unfreezing``, ``targets``.
 """

@@ -15,7 +15,8 @@ from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._late_parameters import notices_late_parameters
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
-from lightning_fasttrain.finetune.adapters.add_adapter import has_prompt, train_mode, use_prompt_
+from lightning_fasttrain.finetune.adapters.add_adapter import train_mode, use_prompt_
+from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.parts._float32_adapters import keep_in_float32_
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.freezing import freeze_

@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._messages import explain
-from lightning_fasttrain.finetune.adapters.add_adapter import has_prompt
 from lightning_fasttrain.finetune.adapters.lora import Adapter
+from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 from lightning_fasttrain.finetune.parts.targets import require_peft
 from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
