@@ -14,7 +14,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.optimization.automatic import Closure
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -185,6 +185,13 @@ def surround_teardown(trainer: L.Trainer, run: Callable[[Callable[[], None]], No
         run(own)
 
     restore = patch(trainer, "_teardown", teardown)
+
+
+def replicates(strategy: Strategy) -> bool:
+    """Whether every process has the whole model, as on one device and under DDP."""
+    # Both of those left out are subclasses of DDPStrategy.
+    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    return whole and not isinstance(strategy, DeepSpeedStrategy | XLAStrategy)
 
 
 def wrap_again(strategy: DDPStrategy) -> None:

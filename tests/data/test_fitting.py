@@ -1,11 +1,14 @@
 """When a step runs out of memory: what is tried next, by all ranks alike, and that it is the same training."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.data.fitting._alone_then_together import together_of
 from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
 
@@ -178,6 +181,14 @@ def test_a_rank_that_is_gone_is_an_error_at_once(found):
 def test_what_would_leave_ranks_waiting_is_refused_on_all(found, net, match):
     for rank in found:
         assert match in rank[net]
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ft.ZeROStrategy])
+def test_strategies_that_gather_in_a_forward_are_refused(strategy):
+    """DeepSpeed's are subclasses of DDP's, and as unfit."""
+    trainer = SimpleNamespace(world_size=2, strategy=strategy())
+    with pytest.raises(ValueError, match=rf"'auto'\) with {strategy.__name__} on 2 processes: .*Give a number"):
+        together_of(trainer)
 
 
 def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_it_says(found):

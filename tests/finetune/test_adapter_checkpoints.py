@@ -2,11 +2,13 @@
 
 import re
 import sys
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -118,6 +120,14 @@ def test_a_checkpoint_holds_what_trains_and_little_else(tmp_path):
     fit([lora(checkpoint="full"), every(tmp_path / "full", every_n_epochs=1)])
     full = torch.load(tmp_path / "full" / "epoch=2-step=15.ckpt", weights_only=True)
     assert set(full["state_dict"]) == set(module.state_dict())
+
+
+@pytest.mark.parametrize("strategy", [DeepSpeedStrategy, FSDPStrategy])
+def test_strategies_with_files_of_their_own_are_left_alone(strategy):
+    """DeepSpeed's is a subclass of DDP's, of whose checkpoints one process writes one file."""
+    t = SimpleNamespace(strategy=strategy(), world_size=2, callbacks=[])
+    LoRA(rank=2).attach(t, TinyLM())
+    assert not {"lightning_module_state_dict", "load_model_state_dict"} & vars(t.strategy).keys()
 
 
 def test_its_size_does_not_grow_with_the_base(tmp_path):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
+from lightning_fasttrain._host import replicates
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.data.fitting._agreement import Agreement
@@ -94,7 +95,7 @@ def together_of(trainer: L.Trainer) -> Together:
     """
     if trainer.world_size == 1:
         return Together()
-    if isinstance(trainer.strategy, DDPStrategy):
+    if isinstance(trainer.strategy, DDPStrategy) and replicates(trainer.strategy):
         return DDPTogether(trainer.strategy)
     own: Callable[[], Together] | None = getattr(trainer.strategy, "try_together", None)
     if own is not None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +16,7 @@ from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._guarded_loading import guard_loading
 from lightning_fasttrain._heads import is_a
+from lightning_fasttrain._host import replicates
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain._surgery import Undo
@@ -117,8 +118,8 @@ class Adapter(Technique):
         undo.callback(guard_loading(trainer.strategy))
         if self.checkpoint == "full":
             return undo.close
-        in_one_file = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
-        if not in_one_file and not hasattr(trainer.strategy, "names_to_load"):  # which the suite's own have
+        chooses = hasattr(trainer.strategy, "names_to_load")  # one of the suite's own
+        if not replicates(trainer.strategy) and not chooses:
             strategy = type(trainer.strategy).__name__
             note_once(f"{type(self).__name__}: checkpoints hold the whole model, since {strategy} writes its own")
             return undo.close

@@ -5,14 +5,14 @@ from itertools import chain
 from typing import Any, ClassVar
 
 import lightning as L
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
 from lightning_fasttrain._blocks import Blocks, find_blocks
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
-from lightning_fasttrain._host import wrap_again
+from lightning_fasttrain._host import replicates, wrap_again
 from lightning_fasttrain._messages import explain, note_once, say, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
@@ -316,9 +316,7 @@ class GradualUnfreezing(Technique):
 
 
 def _refuse_sharded(strategy: Strategy) -> None:
-    replicates = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
-    # Both are subclasses of DDPStrategy.
-    if not replicates or isinstance(strategy, DeepSpeedStrategy | XLAStrategy):
+    if not replicates(strategy):
         why = "it takes the parameters over, and settles which of them train, before the run starts"
         way_out = "Use one device or DDP, or fit once for each group with freeze_except_"
         raise ValueError(explain(f"GradualUnfreezing with {type(strategy).__name__}", why, way_out))

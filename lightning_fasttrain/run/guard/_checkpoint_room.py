@@ -9,13 +9,14 @@ from typing import Any
 
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checkpoint_choice import sweep
 from lightning_fasttrain._files import TEMPORARY, free_disk_bytes
 from lightning_fasttrain._free_memory import GIB
+from lightning_fasttrain._host import replicates
 from lightning_fasttrain._messages import explain, log, warn
 from lightning_fasttrain._reading import is_remote
 from lightning_fasttrain._surgery import Undo, patch
@@ -66,7 +67,7 @@ def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     # As if state had the dtype of the weights.
     moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
-    if isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy):
+    if replicates(trainer.strategy):
         values = trainer.strategy.lightning_module_state_dict().values()
         # Tied weights are written once.
         storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}

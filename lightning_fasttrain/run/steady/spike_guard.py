@@ -8,13 +8,14 @@ from typing import Any, ClassVar, Literal
 import lightning as L
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._counts import number_of
+from lightning_fasttrain._host import replicates
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain._surgery import Undo
@@ -301,7 +302,6 @@ class SpikeGuard(Technique):
 
 
 def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -> None:
-    whole = isinstance(trainer.strategy, SingleDeviceStrategy | DDPStrategy)
     unfit = [
         (
             not module.automatic_optimization,
@@ -316,7 +316,7 @@ def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -
             "Use precision='bf16-mixed'",
         ),
         (
-            then == "rewind" and not whole,
+            then == "rewind" and not replicates(trainer.strategy),
             f"then='rewind' under {type(trainer.strategy).__name__}",
             "it loads a checkpoint by itself, into the model as it was before it was sharded",
             "Use then='skip', or DDP",
