@@ -72,17 +72,11 @@ NAMES = {
     "_Sync": (f"{CONNECTORS}.logger_connector.result", ["run/resume/_running_metrics"]),
     "_callback_metrics": (f"{CONNECTORS}.logger_connector.logger_connector", ["run/resume/_running_metrics"]),
     "_results": (f"{LOOPS}.training_epoch_loop", ["run/resume/_running_metrics"]),
-    "_computed": ("torchmetrics.metric", ["data/_part_logs", "data/trial/_put_back", "run/resume/_running_metrics"]),
-    "_copy_state_dict": (
-        "torchmetrics.metric",
-        ["data/_part_logs", "data/trial/_put_back", "run/resume/_running_metrics"],
-    ),
-    "_forward_cache": ("torchmetrics.metric", ["data/_part_logs"]),
-    "_reduce_states": ("torchmetrics.metric", ["data/_part_logs"]),
-    "_update_count": (
-        "torchmetrics.metric",
-        ["data/_part_logs", "data/trial/_put_back", "run/resume/_running_metrics"],
-    ),
+    "_computed": ("torchmetrics.metric", ["_metric_state"]),
+    "_copy_state_dict": ("torchmetrics.metric", ["_metric_state"]),
+    "_forward_cache": ("torchmetrics.metric", ["_metric_state"]),
+    "_reduce_states": ("torchmetrics.metric", ["_metric_state"]),
+    "_update_count": ("torchmetrics.metric", ["_metric_state", "run/resume/_running_metrics"]),
     # what checkpoints forget
     "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/resume/_uncheckpointed_state"]),
     "_every_n_train_steps": (f"{PYTORCH}.callbacks.model_checkpoint", ["plan/rehearsal/checkpoint_places"]),

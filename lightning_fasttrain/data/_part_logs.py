@@ -12,6 +12,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_fasttrain._host import logging_as
 from lightning_fasttrain._messages import warn
+from lightning_fasttrain._metric_state import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
 
@@ -66,7 +67,7 @@ class PartLogs:
                 for name, seen in calls.items():
                     self._log_one(pl_module, name, seen, weights_of if several else None, earlier)
             for key, state in earlier.items():
-                _put_back(self._metrics[key], state)
+                add_to_metric_(self._metrics[key], state)
 
         restore = patch(pl_module, "log", collect)
         try:
@@ -80,7 +81,7 @@ class PartLogs:
         name: str,
         seen: list[tuple[int, Any, dict[str, Any]]],
         weights_of: Callable[[tuple[int, ...]], PartWeights] | None,
-        earlier: dict[int, tuple[Any, int]],
+        earlier: dict[int, MetricState],
     ) -> None:
         """Log what all parts logged under a name; ``weights_of`` is None for a single part, which is passed on."""
         _, value, kwargs = seen[-1]
@@ -97,12 +98,12 @@ class PartLogs:
         how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
         pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
 
-    def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: tuple[Any, int] | None) -> None:
+    def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: MetricState | None) -> None:
         """Make the metric's step value that of the whole batch."""
         if state is not None:
             value = metric.compute()
-            _put_back(metric, state)
-            metric._forward_cache = value  # which Lightning logs by step
+            add_to_metric_(metric, state)
+            show_step_value_(metric, value)
         elif id(metric) in self._metrics:
             return  # logged under a second name; already done
         elif not _can_merge(pl_module, metric):
@@ -111,9 +112,8 @@ class PartLogs:
                 "of the last micro-batch (the epoch value is exact). Log it with on_step=False."
             )
         else:
-            if metric._update_count <= self.part + 1:  # nothing before this batch: the state is the batch's
-                metric._forward_cache = metric.compute()
-                metric._computed = None
+            if read_metric(metric).updates <= self.part + 1:  # nothing before this batch: the state is the batch's
+                show_step_value_(metric, metric.compute())
             self._metrics[id(metric)] = metric
 
 
@@ -125,18 +125,10 @@ def _can_merge(pl_module: L.LightningModule, metric: Metric) -> bool:
     return not (metric.full_state_update or metric.dist_sync_on_step)
 
 
-def _set_aside(metric: Metric) -> tuple[dict[str, Any], int]:
-    state, count = metric._copy_state_dict(), metric._update_count
+def _set_aside(metric: Metric) -> MetricState:
+    state = read_metric(metric)
     metric.reset()
-    return state, count
-
-
-def _put_back(metric: Metric, state: tuple[dict[str, Any], int]) -> None:
-    earlier, count = state
-    if count:
-        metric._update_count += count  # first, since means among the states are divided by it
-        metric._reduce_states(earlier)
-    metric._computed = None
+    return state
 
 
 def _combine(

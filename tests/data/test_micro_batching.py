@@ -7,6 +7,7 @@ from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning_utilities.core.rank_zero import WarningCache
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
@@ -106,6 +107,44 @@ def test_logs_and_outputs_are_those_of_the_unsplit_step():
         assert b["twice"].item() == pytest.approx(a["twice"].item(), rel=1e-5)
         assert torch.equal(b["rows"], a["rows"])
         assert b["name"] == "x"
+
+
+class MeanId(Metric):
+    """The mean of token numbers, each update weighed the same."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("mean", torch.tensor(0.0), dist_reduce_fx="mean")
+
+    def update(self, ids):
+        self.mean = ids.float().mean()
+
+    def compute(self):
+        return self.mean
+
+
+class LogsAMean(TinyLM):
+    def __init__(self):
+        super().__init__()
+        self.mean_id = MeanId()
+
+    def training_step(self, batch, batch_idx):
+        self.mean_id(batch["input_ids"])
+        self.log("mean_id", self.mean_id, on_step=True, on_epoch=True)
+        return self.loss(batch)
+
+
+def test_metrics_whose_states_are_means_are_those_of_the_unsplit_step():
+    plain, split = Watch(), Watch()
+    runs = [trainer([plain]), trainer([split, ft.MicroBatching(3)])]
+    for t in runs:
+        t.fit(LogsAMean(), as_loader(lm_batches(4)))
+    for a, b in zip(plain.steps, split.steps, strict=True):
+        assert b == pytest.approx(a, rel=1e-5)
+    epochs = [float(t.callback_metrics["mean_id_epoch"]) for t in runs]
+    assert epochs[1] == pytest.approx(epochs[0], rel=1e-5)
 
 
 def test_the_graph_of_a_part_is_gone_before_the_next():

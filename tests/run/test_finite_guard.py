@@ -264,3 +264,11 @@ def test_on_a_gpu_the_skipped_step_never_was(fused):
         run(net, spoil(BATCHES, 2), ft.FiniteGuard(), accelerator="gpu", devices=1)
     run(other, without(BATCHES, 2), accelerator="gpu", devices=1)
     assert largest_difference(weights(net), weights(other)) == 0
+
+
+def test_a_rank_without_gradients_answers_from_the_device_of_its_parameters():
+    """Where the others do, or a collective of a device's own kind would wait for it."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device="meta"))], lr=0.1)
+    finite, steady = ft.run.FiniteSteps(), ft.run.SteadySteps()
+    steady.look(optimizer)
+    assert [finite._look(optimizer).device.type, steady._seen.device.type] == ["meta", "meta"]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from lightning_fasttrain._metric_state import MetricState, read_metric, write_metric_
 from lightning_fasttrain._random_state import random_state, set_random_state
 
 _OF_MODULES = frozenset(vars(nn.Module()))  # hooks and the like are not results of a step
@@ -35,7 +36,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     modules = list({id(module): module for model in models for module in model.modules()}.values())
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers(recurse=False)]
     metrics = [module for module in modules if isinstance(module, Metric)]
-    states = [(metric, metric._copy_state_dict(), metric._update_count) for metric in metrics]
+    states = [(metric, read_metric(metric)) for metric in metrics]
     attributes = [(module, dict(_attributes(module))) for module in modules if not isinstance(module, Metric)]
 
     def put_back() -> None:
@@ -43,11 +44,9 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
         with torch.no_grad():
             for buffer, before in buffers:
                 buffer.copy_(before)  # in place: DDP and others hold the same tensor
-        for metric, state, updates in states:
-            for name, value in state.items():
-                setattr(metric, name, _copy_values(value))  # a copy, as it may be put back again
-            metric._update_count = updates
-            metric._computed = None
+        for metric, state in states:
+            copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be put back again
+            write_metric_(metric, MetricState(copies, state.updates))
         for module, before in attributes:
             _put_back_attributes(module, before)
 

@@ -8,6 +8,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_fasttrain._metric_state import MetricState, read_metric, write_metric_
 from lightning_fasttrain.run.resume._loop_progress import SavePoint
 
 # What a checkpoint can hold of Lightning's metadata. How to reduce and sync are functions, saved as words and flags.
@@ -35,7 +36,8 @@ def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoin
     metrics = {}
     for name, metric in module.named_modules():
         if isinstance(metric, Metric) and id(metric) not in about_to_be_reset:
-            metrics[name] = {"states": _copy_value(metric._copy_state_dict()), "updates": metric._update_count}
+            states, updates = read_metric(metric)
+            metrics[name] = {"states": _copy_value(states), "updates": updates}
     return {
         "callback_metrics": _copy_value(dict(trainer.callback_metrics)),
         "logged": {} if point is SavePoint.EPOCH else _logged_values(training),
@@ -71,10 +73,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
     for name in metrics.keys() & state["metrics"].keys():
         metric, saved = metrics[name], state["metrics"][name]
-        for key, value in _copy_value(saved["states"], metric.device).items():
-            setattr(metric, key, value)
-        # Else compute() answers with the value of before.
-        metric._update_count, metric._computed = saved["updates"], None
+        write_metric_(metric, MetricState(_copy_value(saved["states"], metric.device), saved["updates"]))
     for key, saved in state["logged"].items():
         meta = _Metadata(**saved["meta"])
         if not saved["sums"] and meta.metric_attribute not in metrics:

@@ -153,6 +153,11 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
+def device_of(optimizer: Optimizer) -> torch.device:
+    """Where its parameters are: of a rank without gradients too, which takes part in collectives all the same."""
+    return optimizer.param_groups[0]["params"][0].device
+
+
 def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
     """Whether an entry is NaN or infinite: a 0-d float32 of 0 or 1, on the device, of the pieces that lie here.
 

@@ -24,6 +24,7 @@ from lightning_fasttrain.run.steady._first_unfinite import first_layer_in_forwar
 from lightning_fasttrain.run.steady._schedules import hold_schedules_
 from lightning_fasttrain.run.steady._step_gate import (
     agree,
+    device_of,
     has_room_for_nan,
     has_unfinite,
     hold_steps_,
@@ -134,7 +135,7 @@ class FiniteSteps:
         """[2]: whether the step is bad, and whether a loss is."""
         parameters = parameters_with_gradient(optimizer)
         gradients: list[Any] = [parameter.grad for parameter in parameters]
-        bad = has_unfinite(gradients)
+        bad = has_unfinite(gradients).to(device_of(optimizer))
         losses = [flag.to(bad.device) for _, flag in self.losses]
         bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have noted no loss
         return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both

@@ -23,7 +23,7 @@ from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.steady._running_limit import RunningLimit
 from lightning_fasttrain.run.steady._schedules import hold_schedules_
-from lightning_fasttrain.run.steady._step_gate import hold_steps_, parameters_with_gradient
+from lightning_fasttrain.run.steady._step_gate import device_of, hold_steps_, parameters_with_gradient
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 
@@ -101,7 +101,7 @@ class SteadySteps:
         gradients: list[Any] = [parameter.grad for parameter in parameters_with_gradient(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
         # A collective: the ranks hold pieces of the gradients.
-        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+        norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
         loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
         self._losses = []
         numbers = torch.stack([loss, norm])
