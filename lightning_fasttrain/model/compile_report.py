@@ -50,7 +50,8 @@ class CompileWatch:
         self._breaks = Counter(utils.counters["graph_break"])
         self._compiled = len(self._durations())
         # By identity: torch keeps the list, of the whole process, and drops the oldest when it is full.
-        self._known = {id(metrics) for metrics in utils.get_compilation_metrics()}
+        # Held, since torch forgets old ones, whose ids new ones may then have.
+        self._known = list(utils.get_compilation_metrics())
 
     def _durations(self) -> list[float]:
         return self._utils.compilation_time_metrics.get("_compile.compile_inner", [])
@@ -58,7 +59,8 @@ class CompileWatch:
     def report(self) -> CompileReport:
         durations = self._durations()[self._compiled :]
         # The backward graph has an entry of its own, and is no second compilation.
-        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in self._known and m.is_forward]
+        known = set(map(id, self._known))
+        new = [m for m in self._utils.get_compilation_metrics() if id(m) not in known and m.is_forward]
         ids = [m.compile_id or "" for m in new]  # "frame/attempt"
         again = [compile_id for compile_id in ids if "/" in compile_id and not compile_id.endswith("/0")]
         breaks = Counter(self._utils.counters["graph_break"]) - self._breaks

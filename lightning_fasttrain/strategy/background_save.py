@@ -118,6 +118,8 @@ def to_host(state: Any) -> Any:
         return state.detach().to("cpu", copy=True)
     if isinstance(state, Mapping):
         return {key: to_host(value) for key, value in state.items()}
+    if isinstance(state, tuple) and hasattr(state, "_fields"):  # a named tuple takes its items one by one
+        return type(state)(*(to_host(value) for value in state))
     if isinstance(state, list | tuple):
         return type(state)(to_host(value) for value in state)
     return state

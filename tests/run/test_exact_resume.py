@@ -14,7 +14,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, SubsetRandomSampler
 
 import lightning_fasttrain as ft
 from lightning_fasttrain._surgery import patch
@@ -513,6 +513,10 @@ def test_an_iterator_as_loader_is_warned_about(tmp_path):
         ({"accumulate_grad_batches": 2}, "accumulate_grad_batches = 1, this run has 2"),
         ({"net": SGD}, r"optimizers = \['AdamW'\], this run has \['SGD'\]"),
         ({"loader": lambda: DataLoader(Rows(), 2)}, "shuffle = True, this run has False"),
+        (
+            {"loader": lambda: DataLoader(Rows(), 2, sampler=SubsetRandomSampler(range(8)))},
+            "shuffle = True, this run has SubsetRandomSampler",
+        ),
         ({"loader": lambda: shuffled(drop_last=True)}, "drop_last = False, this run has True"),
         ({"loader": lambda: DataLoader(OtherRows(), 2, shuffle=True)}, "training data = .*Rows, this run has .*OtherR"),
         ({"gradient_clip_val": 0.1}, "gradient_clip_val = none, this run has 0.1"),

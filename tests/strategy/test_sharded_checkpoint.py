@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import threading
+from collections import namedtuple
 
 import pytest
 import torch
@@ -351,6 +352,8 @@ def test_copies_share_no_memory():
     copied = to_host({"a": [tensor, (tensor, "x")], "b": None})
     assert copied["a"][0].data_ptr() != tensor.data_ptr() != copied["a"][1][0].data_ptr()
     assert copied["a"][1][1] == "x"
+    Pair = namedtuple("Pair", "one other")
+    assert to_host(Pair(tensor, 2)).other == 2
 
 
 def test_state_that_each_rank_keeps_of_its_own_shard_is_named():

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
-from torch.utils.data import ConcatDataset, RandomSampler, Subset
+from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.data import TokenWeightedAccumulation
@@ -61,9 +61,9 @@ def _shuffles(sampler: object) -> bool | str | None:
     told = getattr(sampler, "shuffle", None)  # DistributedSampler's
     if isinstance(told, bool):
         return told
-    if type(sampler).__module__ == "torch.utils.data.sampler":
+    if type(sampler) in (RandomSampler, SequentialSampler):
         return isinstance(sampler, RandomSampler)
-    return type(sampler).__qualname__  # a class that is not torch's: its name is compared
+    return type(sampler).__qualname__  # of others the name is compared
 
 
 def _hash_data(dataset: Any, where: str) -> dict[str, str]:
