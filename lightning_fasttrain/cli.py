@@ -3,11 +3,11 @@
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from lightning_fasttrain._version import __version__
-from lightning_fasttrain.commands import plan, rehearse, schedule, verify, why_not
-from lightning_fasttrain.commands.target import BAD_INPUT, Commands, add_target, refuse
+from lightning_fasttrain.commands import memory, plan, rehearse, schedule, shard, verify, why_not
+from lightning_fasttrain.commands.target import BAD_INPUT, Commands, refuse
 
 INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
@@ -32,13 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_ladder(commands)
-    _add_memory(commands)
+    memory.add(commands)
     verify.add(commands)
     rehearse.add(commands)
     plan.add(commands)
     why_not.add(commands)
     schedule.add(commands)
-    _add_shard(commands)
+    shard.add(commands)
     _add_consolidate(commands)
     _add_doctor(commands)
     _add_techniques(commands)
@@ -128,131 +128,6 @@ def _ladder(options: argparse.Namespace) -> int:
     # Without naive and at least one rung there is nothing to compare.
     worked = naive.error is None and any(row.error is None for row in others)
     return 0 if worked else 1
-
-
-def _add_memory(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "memory",
-        help="predict the peak memory of a training step, without the memory",
-        description="Predict the peak memory of one training step, by category, on a machine that need not fit it. "
-        "TARGET is imported and called, which runs its code.",
-    )
-    add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
-    parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
-    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
-    parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    parser.set_defaults(run=_memory)
-
-
-def _memory(options: argparse.Namespace) -> int:
-    import dataclasses
-    import json
-
-    from rich.console import Console
-
-    from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench import zoo
-    from lightning_fasttrain.bench.sizes import size_named
-    from lightning_fasttrain.plan import predict_memory
-    from lightning_fasttrain.plan.subject import load_subject, techniques_named
-
-    if (options.target is None) == (options.size is None):
-        return refuse("memory", "give either TARGET or --size. See fasttrain memory --help.")
-    console = wide_enough(Console())
-    try:
-        with Console(stderr=True).status("Predicting…"):
-            if options.size is not None:
-                batch = size_named(options.size).batch if options.batch is None else options.batch
-                specimen = zoo.gpt(options.size, positive_int("batch", batch))
-                subject: Any = (specimen.module, specimen.batch())
-            else:
-                subject = load_subject(options.target, options.arg)
-            predicted = predict_memory(
-                *subject,
-                techniques=techniques_named(options.techniques),
-                precision=options.precision,
-                device=options.device,
-            )
-    except (ValueError, TypeError) as error:
-        return refuse("memory", error)
-    if options.json:
-        print(json.dumps(dataclasses.asdict(predicted), indent=2))
-    else:
-        console.print(predicted.as_table())
-    return 0
-
-
-def _add_shard(commands: Commands) -> None:
-    parser = commands.add_parser(
-        "shard",
-        help="compare DDP, FSDP2 and ZeRO for a model on any number of devices, without them",
-        description="Predict what a model takes on each device under DDP, FSDP2 and the stages of ZeRO, what each "
-        "sends in a step, and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, "
-        "which runs its code.",
-    )
-    add_target(parser)
-    parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
-    parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
-    parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")
-    parser.add_argument("--host", type=float, metavar="GIB", help="GiB of each node for offload; default: enough")
-    parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
-    parser.add_argument(
-        "--optimizer", metavar="NAME", help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own"
-    )
-    parser.add_argument(
-        "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"
-    )
-    parser.add_argument("--activations", type=float, metavar="GIB", help="GiB of activations, instead of a prediction")
-    parser.add_argument("--json", action="store_true", help="print JSON, in bytes")
-    parser.set_defaults(run=_shard)
-
-
-def _shard(options: argparse.Namespace) -> int:
-    import json
-
-    from rich.console import Console
-
-    from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench import zoo
-    from lightning_fasttrain.plan.subject import load_subject
-    from lightning_fasttrain.strategy.choose_strategy import choose_strategy
-    from lightning_fasttrain.strategy.sizes._optimizer_state import optimizer_named
-
-    if (options.target is None) == (options.size is None):
-        return refuse("shard", "give either TARGET or --size. See fasttrain shard --help.")
-    if options.size is None and options.batch is not None:
-        return refuse("shard", "--batch goes with --size; TARGET brings its own batch.")
-    console = wide_enough(Console())
-    try:
-        with Console(stderr=True).status("Predicting…"):
-            optimizer = optimizer_named(options.optimizer) if options.optimizer else None
-            if options.size is not None:
-                specimen = zoo.gpt(options.size, positive_int("batch", 1 if options.batch is None else options.batch))
-                subject: Any = (specimen.module, specimen.batch() if options.batch is not None else None)
-            else:
-                subject = load_subject(options.target, options.arg)
-            choice = choose_strategy(
-                subject[0],
-                optimizer,
-                options.devices,
-                memory_gib=options.memory,
-                batch=subject[1] if options.activations is None else None,
-                nodes=options.nodes,
-                precision=options.precision,
-                activation_gib=options.activations,
-                host_gib=options.host,
-            )
-    except (ValueError, TypeError, ModuleNotFoundError) as error:
-        return refuse("shard", error)
-    if options.json:
-        print(json.dumps(choice.as_dict(), indent=2))
-    else:
-        console.print(choice.as_table())
-    return 0
 
 
 def _add_consolidate(commands: Commands) -> None:

@@ -3,7 +3,14 @@
 import argparse
 from typing import Any
 
-from lightning_fasttrain.commands.target import Commands, add_target, load_target, refuse
+from lightning_fasttrain.commands.target import (
+    BAD_INPUT,
+    Commands,
+    add_target,
+    find_report,
+    load_target,
+    show_report,
+)
 
 
 def add(commands: Commands) -> None:
@@ -30,37 +37,29 @@ def add(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import json
+    from lightning_fasttrain.planner import Plan, make_plan
 
-    from rich.console import Console
+    def find(status: Any) -> Plan:
+        module, batch = load_target(options)
+        return make_plan(
+            module,
+            batch,
+            _number_or_word(options.memory),
+            options.devices,
+            nodes=options.nodes,
+            keep=options.keep,
+            precision=options.precision,
+            device=options.device,
+            steps=options.steps,
+            seconds=options.seconds,
+            tell=status.update,
+        )
 
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.planner import make_plan
-
-    console = wide_enough(Console())
-    try:
-        memory_gib = _number_or_word(options.memory)
-        with Console(stderr=True).status("looking at the model") as status:  # stdout has the plan alone
-            module, batch = load_target(options)
-            plan = make_plan(
-                module,
-                batch,
-                memory_gib,
-                options.devices,
-                nodes=options.nodes,
-                keep=options.keep,
-                precision=options.precision,
-                device=options.device,
-                steps=options.steps,
-                seconds=options.seconds,
-                tell=status.update,
-            )
-    except (ValueError, TypeError) as error:
-        return refuse("plan", error)
-    if options.json:
-        print(json.dumps(plan.as_dict(), indent=2))
-    else:
-        console.print(plan.as_table())
+    plan = find_report("plan", "looking at the model", find)
+    if plan is None:
+        return BAD_INPUT
+    console = show_report(plan, options.json)
+    if not options.json:
         console.print(plan.code(), markup=False, highlight=False, soft_wrap=True)
     if options.out:
         _write(plan, options.out)

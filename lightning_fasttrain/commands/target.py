@@ -1,8 +1,14 @@
-"""What subcommands share: the model that is asked about, and how they refuse."""
+"""What subcommands share: the model that is asked about, how they refuse, and how they show what they found."""
 
 import argparse
+import json
 import sys
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.status import Status
 
 # Also the exit code for arguments that argparse itself refuses.
 BAD_INPUT = 2
@@ -41,13 +47,75 @@ def load_target(options: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         ValueError, TypeError: there is none, or it cannot be had.
     """
-    from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain.bench import zoo
     from lightning_fasttrain.plan.subject import load_subject
 
-    if (options.target is None) == (options.size is None):
-        raise ValueError("give either TARGET or --size, see --help.")
+    _refuse_both_or_none(options)
     if options.size is None:
         return load_subject(options.target, options.arg, fake=False)
-    specimen = zoo.gpt(options.size, positive_int("batch", 4 if options.batch is None else options.batch))
+    specimen = _reference(options.size, 4 if options.batch is None else options.batch)
     return specimen.module(), specimen.batch()
+
+
+def load_target_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
+    """The model, or what makes it, without its memory, and a batch; of a reference GPT by default the size's own.
+
+    Raises:
+        ValueError, TypeError: there is none, or it cannot be had.
+    """
+    from lightning_fasttrain.bench.sizes import size_named
+    from lightning_fasttrain.plan.subject import load_subject
+
+    _refuse_both_or_none(options)
+    if options.size is None:
+        return load_subject(options.target, options.arg)
+    specimen = _reference(options.size, size_named(options.size).batch if options.batch is None else options.batch)
+    return specimen.module, specimen.batch()
+
+
+def _refuse_both_or_none(options: argparse.Namespace) -> None:
+    if (options.target is None) == (options.size is None):
+        raise ValueError("give either TARGET or --size, see --help.")
+
+
+def _reference(size: str, batch: int) -> Any:
+    from lightning_fasttrain._checks import positive_int
+    from lightning_fasttrain.bench import zoo
+
+    return zoo.gpt(size, positive_int("batch", batch))
+
+
+class Report(Protocol):
+    """What a subcommand finds."""
+
+    def as_dict(self) -> dict[str, Any]: ...
+
+    def as_table(self) -> Any: ...
+
+
+Found = TypeVar("Found", bound=Report)
+
+
+def find_report(command: str, says: str, find: Callable[["Status"], Found]) -> Found | None:
+    """Run ``find`` while a line on stderr ``says`` so; None where it refuses, which is then said."""
+    from rich.console import Console
+
+    try:
+        with Console(stderr=True).status(says) as status:  # stdout has the report alone
+            return find(status)
+    except (ValueError, TypeError, ModuleNotFoundError) as error:
+        refuse(command, error)
+        return None
+
+
+def show_report(report: Report, in_json: bool) -> "Console":
+    """Print it; returns what more can be printed on."""
+    from rich.console import Console
+
+    from lightning_fasttrain._messages import wide_enough
+
+    console = wide_enough(Console())
+    if in_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        console.print(report.as_table())
+    return console

@@ -2,7 +2,14 @@
 
 import argparse
 
-from lightning_fasttrain.commands.target import Commands, add_target, load_target, refuse
+from lightning_fasttrain.commands.target import (
+    BAD_INPUT,
+    Commands,
+    add_target,
+    find_report,
+    load_target,
+    show_report,
+)
 
 
 def add(commands: Commands) -> None:
@@ -25,31 +32,22 @@ def add(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import json
-
-    from rich.console import Console
-
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.plan import verify
+    from lightning_fasttrain.plan import Verification, verify
     from lightning_fasttrain.plan.subject import techniques_named
 
-    console = wide_enough(Console())
-    try:
-        # On stderr, so that stdout has nothing but the JSON, if that is asked for.
-        with Console(stderr=True).status("Running the same steps without and with techniques…"):
-            module, batch = load_target(options)
-            verified = verify(
-                module,
-                batch,
-                techniques_named(options.techniques) or None,
-                precision=options.precision,
-                steps=options.steps,
-                accelerator=options.accelerator,
-            )
-    except (ValueError, TypeError) as error:
-        return refuse("verify", error)
-    if options.json:
-        print(json.dumps(verified.as_dict(), indent=2))
-    else:
-        console.print(verified.as_table())
+    def find(_: object) -> Verification:
+        module, batch = load_target(options)
+        return verify(
+            module,
+            batch,
+            techniques_named(options.techniques) or None,
+            precision=options.precision,
+            steps=options.steps,
+            accelerator=options.accelerator,
+        )
+
+    verified = find_report("verify", "Running the same steps without and with techniques…", find)
+    if verified is None:
+        return BAD_INPUT
+    show_report(verified, options.json)
     return 0 if verified.ok else 1

@@ -1,9 +1,15 @@
 """``fasttrain why-not``: every technique that is not in use, and why."""
 
 import argparse
-from typing import Any
 
-from lightning_fasttrain.commands.target import Commands, add_target, refuse
+from lightning_fasttrain.commands.target import (
+    BAD_INPUT,
+    Commands,
+    add_target,
+    find_report,
+    load_target_without_memory,
+    show_report,
+)
 
 
 def add(commands: Commands) -> None:
@@ -23,34 +29,16 @@ def add(commands: Commands) -> None:
 
 
 def _run(options: argparse.Namespace) -> int:
-    import json
+    from lightning_fasttrain.plan import UnusedReport, why_not
+    from lightning_fasttrain.plan.subject import techniques_named
 
-    from rich.console import Console
+    def find(_: object) -> UnusedReport:
+        module, batch = load_target_without_memory(options)
+        techniques = techniques_named(options.techniques) or None
+        return why_not(module, batch, techniques, precision=options.precision)
 
-    from lightning_fasttrain._checks import positive_int
-    from lightning_fasttrain._messages import wide_enough
-    from lightning_fasttrain.bench import zoo
-    from lightning_fasttrain.bench.sizes import size_named
-    from lightning_fasttrain.plan import why_not
-    from lightning_fasttrain.plan.subject import load_subject, techniques_named
-
-    if (options.target is None) == (options.size is None):
-        return refuse("why-not", "give either TARGET or --size. See fasttrain why-not --help.")
-    console = wide_enough(Console())
-    try:
-        with Console(stderr=True).status("Asking each technique…"):  # stdout has the report alone
-            if options.size is not None:
-                batch = size_named(options.size).batch if options.batch is None else options.batch
-                specimen = zoo.gpt(options.size, positive_int("batch", batch))
-                subject: Any = (specimen.module, specimen.batch())
-            else:
-                subject = load_subject(options.target, options.arg)
-            techniques = techniques_named(options.techniques) or None
-            report = why_not(subject[0], subject[1], techniques, precision=options.precision)
-    except (ValueError, TypeError) as error:
-        return refuse("why-not", error)
-    if options.json:
-        print(json.dumps(report.as_dict(), indent=2))
-    else:
-        console.print(report.as_table())
+    report = find_report("why-not", "Asking each technique…", find)
+    if report is None:
+        return BAD_INPUT
+    show_report(report, options.json)
     return 0

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from io import StringIO
 from typing import Any
 
@@ -37,7 +37,7 @@ class Holder:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of one training step, in bytes; ``dataclasses.asdict`` makes it plain JSON.
+    """The memory of one training step, in bytes.
 
     Args:
         peak_bytes: the most that is in memory at once.
@@ -62,6 +62,10 @@ class MemoryReport:
     device: str
     precision: str
     notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain JSON's kinds."""
+        return asdict(self)
 
     def as_table(self) -> Table:
         """For ``rich``: the categories, and what holds the most."""
