@@ -1,20 +1,31 @@
 """Floor: the door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
 
-What only one place asks for stays there: positions in loops in ``run/resume/_loop_progress.py``, logged metrics in
-``run/resume/_running_metrics.py``, and what subclasses of its strategies override in ``strategy/``. All private names
-are listed in ``tests/test_host.py``, which fails when Lightning lacks one, or when another file uses one.
+Resuming has its own: positions in loops in ``run/resume/_loop_progress.py``, logged metrics in
+``run/resume/_running_metrics.py``. What subclasses of its strategies override is in ``strategy/``, and torchmetrics'
+door is ``_metric_state.py``. All private names are listed in ``tests/test_host.py``, which fails when Lightning lacks
+one, or when another file uses one.
 """
 
-from collections.abc import Callable, Iterator
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import lightning as L
-from lightning.fabric.plugins.environments import ClusterEnvironment
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _Stateful
 from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core.optimizer import _configure_optimizers
 from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer import call
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import nn
@@ -23,6 +34,8 @@ from torch.optim import Optimizer
 from lightning_fasttrain._surgery import Undo, patch
 
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
+BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
+move_optimizers, note_device = _optimizers_to_device, _update_properties
 
 
 # What is going on
@@ -185,6 +198,48 @@ def surround_teardown(trainer: L.Trainer, run: Callable[[Callable[[], None]], No
         run(own)
 
     restore = patch(trainer, "_teardown", teardown)
+
+
+def started_processes(strategy: Strategy) -> Sequence[subprocess.Popen[bytes]] | None:
+    """The other ranks of this machine, if Lightning itself starts them: on rank zero, which does so; elsewhere none.
+
+    Under torchrun and SLURM they are siblings: None.
+    """
+    launcher: Any = strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return None
+    return launcher.procs if isinstance(launcher.cluster_environment, LightningEnvironment) else None
+
+
+def child_watchers() -> Iterator[tuple[threading.Thread, list[subprocess.Popen[bytes]]]]:
+    """Lightning's threads that watch the other ranks, and end this process if one fails; and whom each watches."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            yield thread, list(thread._child_processes)
+
+
+def signal_connector(trainer: L.Trainer) -> Any:
+    """What registers Lightning's handlers of signals, when all is set up."""
+    return trainer._signal_connector
+
+
+def keep_sigterm_from_ranks(trainer: L.Trainer) -> Undo:
+    """Lightning has ranks tell one another of SIGTERM after each batch; in the run, they do not."""
+    return patch(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def saves_every(writer: ModelCheckpoint) -> tuple[int, timedelta | None]:
+    """Steps, 0 for none, and time after which it saves within an epoch."""
+    return writer._every_n_train_steps, writer._train_time_interval
+
+
+def last_save(writer: ModelCheckpoint) -> tuple[int, str]:
+    """The step of its last save, and the file."""
+    return writer._last_global_step_saved, writer._last_checkpoint_saved
+
+
+def set_last_save(writer: ModelCheckpoint, step: int, file: str) -> None:
+    writer._last_global_step_saved, writer._last_checkpoint_saved = step, file
 
 
 def replicates(strategy: Strategy) -> bool:

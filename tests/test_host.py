@@ -78,24 +78,24 @@ NAMES = {
     "_reduce_states": ("torchmetrics.metric", ["_metric_state"]),
     "_update_count": ("torchmetrics.metric", ["_metric_state", "run/resume/_running_metrics"]),
     # what checkpoints forget
-    "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/resume/_uncheckpointed_state"]),
-    "_every_n_train_steps": (f"{PYTORCH}.callbacks.model_checkpoint", ["plan/rehearsal/checkpoint_places"]),
-    "_train_time_interval": (f"{PYTORCH}.callbacks.model_checkpoint", ["plan/rehearsal/checkpoint_places"]),
-    "_last_global_step_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["run/resume/_uncheckpointed_state"]),
+    "_last_checkpoint_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["_host"]),
+    "_every_n_train_steps": (f"{PYTORCH}.callbacks.model_checkpoint", ["_host"]),
+    "_train_time_interval": (f"{PYTORCH}.callbacks.model_checkpoint", ["_host"]),
+    "_last_global_step_saved": (f"{PYTORCH}.callbacks.model_checkpoint", ["_host"]),
     # signals and processes
-    "_ChildProcessObserver": (f"{FABRIC}.strategies.launchers.subprocess_script", ["run/guard/preemption_flag"]),
-    "_SubprocessScriptLauncher": (f"{PYTORCH}.strategies.launchers.subprocess_script", ["run/guard/hang_watch"]),
-    "_broadcast_sigterm_tensor": (f"{LOOPS}.training_epoch_loop", ["run/guard/preemption"]),
-    "_child_processes": (f"{FABRIC}.strategies.launchers.subprocess_script", ["run/guard/preemption_flag"]),
-    "_signal_connector": (f"{PYTORCH}.trainer.trainer", ["run/guard/preemption"]),
+    "_ChildProcessObserver": (f"{FABRIC}.strategies.launchers.subprocess_script", ["_host"]),
+    "_SubprocessScriptLauncher": (f"{PYTORCH}.strategies.launchers.subprocess_script", ["_host"]),
+    "_broadcast_sigterm_tensor": (f"{LOOPS}.training_epoch_loop", ["_host"]),
+    "_child_processes": (f"{FABRIC}.strategies.launchers.subprocess_script", ["_host"]),
+    "_signal_connector": (f"{PYTORCH}.trainer.trainer", ["_host"]),
     # functions and types of strategies
     "_BackwardSyncControl": (
         f"{FABRIC}.strategies.strategy",
-        ["strategy/fsdp2/fsdp2_fabric", "strategy/zero/zero_fabric"],
+        ["_host"],
     ),
-    "_Stateful": (f"{FABRIC}.utilities.types", ["strategy/fsdp2/fsdp2_fabric"]),
-    "_optimizers_to_device": (f"{FABRIC}.utilities.optimizer", ["strategy/fsdp2/fsdp2_strategy"]),
-    "_update_properties": (f"{FABRIC}.utilities.device_dtype_mixin", ["strategy/fsdp2/fsdp2_strategy"]),
+    "_Stateful": (f"{FABRIC}.utilities.types", ["_host"]),
+    "_optimizers_to_device": (f"{FABRIC}.utilities.optimizer", ["_host"]),
+    "_update_properties": (f"{FABRIC}.utilities.device_dtype_mixin", ["_host"]),
 }
 
 # the same, for what subclasses of its strategies override or call on themselves

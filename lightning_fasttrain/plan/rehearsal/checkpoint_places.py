@@ -16,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_fasttrain._checkpoint_folder import mark_folder
 from lightning_fasttrain._files import TEMPORARY, find_existing, free_disk_bytes
 from lightning_fasttrain._free_memory import GIB
+from lightning_fasttrain._host import saves_every
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import is_remote
 from lightning_fasttrain.run.guard._checkpoint_room import check_folders
@@ -46,7 +47,7 @@ def writers_of(trainer: L.Trainer) -> list[ModelCheckpoint]:
 
 def saves_within_epochs(writers: list[ModelCheckpoint]) -> bool:
     """Whether checkpoints are taken after batches too, rather than at the ends of epochs and validations."""
-    return any(writer._every_n_train_steps > 0 or writer._train_time_interval is not None for writer in writers)
+    return any(steps > 0 or time is not None for steps, time in map(saves_every, writers))
 
 
 def refuse_bad_folders(trainer: L.Trainer) -> None:
@@ -82,9 +83,10 @@ def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
 
 def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
     steps = float(trainer.estimated_stepping_batches)  # infinite for a run without an end
-    if writer._every_n_train_steps > 0:
-        return steps // writer._every_n_train_steps
-    if writer._train_time_interval is not None:
+    every, time = saves_every(writer)
+    if every > 0:
+        return steps // every
+    if time is not None:
         return math.inf
     epochs = math.inf
     if trainer.max_epochs is not None and trainer.max_epochs >= 0:

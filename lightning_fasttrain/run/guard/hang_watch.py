@@ -10,11 +10,9 @@ from contextlib import suppress
 from typing import Any, ClassVar
 
 import lightning as L
-from lightning.fabric.plugins.environments import LightningEnvironment
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_fasttrain._host import surround_teardown
+from lightning_fasttrain._host import started_processes, surround_teardown
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.run.guard.progress_watch import ProgressWatch, positive_times, write_to_stderr
 from lightning_fasttrain.technique import Technique
@@ -60,16 +58,12 @@ class HangWatch(Technique):
         self._watch: ProgressWatch | None = None
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
-        launcher: Any = trainer.strategy.launcher
-        # Only Lightning's own launcher starts the other ranks of this machine. Under torchrun and SLURM they are
-        # siblings.
-        lightnings = isinstance(launcher, _SubprocessScriptLauncher)
-        lightnings = lightnings and isinstance(launcher.cluster_environment, LightningEnvironment)
-        children = launcher.procs if lightnings else ()
-        parent_rank = trainer.global_rank - trainer.local_rank if lightnings and trainer.local_rank > 0 else None
+        children = started_processes(trainer.strategy)
+        is_child = children is not None and trainer.local_rank > 0
+        parent_rank = trainer.global_rank - trainer.local_rank if is_child else None
         launched = parent_rank is not None or "TORCHELASTIC_RUN_ID" in os.environ
         parent = os.getppid() if launched else None
-        watch = ProgressWatch(self.timeout_s, self.first_timeout_s, self.folder, children, parent, parent_rank)
+        watch = ProgressWatch(self.timeout_s, self.first_timeout_s, self.folder, children or (), parent, parent_rank)
         self._watch = watch.__enter__()
         if watch.parent is not None:
             _die_with_parent(signal.SIGKILL)

@@ -12,7 +12,7 @@ from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._host import cluster_environment, step_goes_on
+from lightning_fasttrain._host import cluster_environment, keep_sigterm_from_ranks, signal_connector, step_goes_on
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, a_code, check_signals, name_of
@@ -83,7 +83,7 @@ class Preemption(Technique):
         self._going = False
         # A new one for each run: its group belongs to the ranks of now.
         self._flag = flag = PreemptionFlag(self.signals, self.every, self.exit_code)
-        connector, fit_loop = trainer._signal_connector, trainer.fit_loop
+        connector, fit_loop = signal_connector(trainer), trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
         lightnings, after_batch, after_epoch = (
             connector.register_signal_handlers,
@@ -117,7 +117,7 @@ class Preemption(Technique):
         undo.callback(patch(epoch_loop, "on_advance_end", on_batch_over))
         undo.callback(patch(fit_loop, "on_advance_end", on_epoch_over))
         if signal.SIGTERM in self.signals:
-            undo.callback(patch(epoch_loop, "_broadcast_sigterm_tensor", lambda: None))
+            undo.callback(keep_sigterm_from_ranks(trainer))
         return undo.close
 
     def _leave(self, trainer: L.Trainer) -> None:

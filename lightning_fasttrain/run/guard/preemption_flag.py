@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
 
 from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._host import child_watchers
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._ranks import rank_count
 
@@ -177,18 +177,16 @@ def a_code(value: int) -> int:
 
 
 def _let_children_exit(exit_code: int, patience_s: float = 60.0) -> None:
-    for observer in threading.enumerate():
-        if isinstance(observer, _ChildProcessObserver):  # Lightning's thread that watches the other ranks
-            # The observer ends the main process when a child exits with anything but 0.
-            children = list(observer._child_processes)
-            observer._run = _unless_meant(observer, children, exit_code)
-            atexit.register(_wait_for, children, patience_s)
+    watcher: Any
+    for watcher, children in child_watchers():
+        # It ends the main process when a child exits with anything but 0.
+        watcher._run = _unless_meant(watcher._run, children, exit_code)
+        atexit.register(_wait_for, children, patience_s)
 
 
 def _unless_meant(
-    observer: _ChildProcessObserver, children: list[subprocess.Popen], exit_code: int
+    original: Callable[[], bool], children: list[subprocess.Popen[bytes]], exit_code: int
 ) -> Callable[[], bool]:
-    original = observer._run
 
     def run() -> bool:
         codes = [child.poll() for child in children]

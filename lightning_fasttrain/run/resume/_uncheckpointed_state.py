@@ -7,14 +7,15 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from lightning_fasttrain._host import last_save, set_last_save
+
 
 def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
     """The same on all processes, as plain values."""
     saves = {}
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
-            step, last = callback._last_global_step_saved, callback._last_checkpoint_saved
-            saves[callback.state_key] = [step, last, _on_cpu(callback.current_score)]
+            saves[callback.state_key] = [*last_save(callback), _on_cpu(callback.current_score)]
     reloaded = [getattr(*loop) for loop in _reloading_loops(trainer)]
     return {"should_stop": trainer.should_stop, "reloaded": reloaded, "saves": saves}
 
@@ -32,7 +33,7 @@ def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
             if path in {os.path.abspath(name) for name in made}:  # it was in the middle of this save, which is made
                 step, last = trainer.global_step, path
-            callback._last_global_step_saved, callback._last_checkpoint_saved = step, last
+            set_last_save(callback, step, last)
 
 
 def _reloading_loops(trainer: L.Trainer) -> list[tuple[object, str]]:

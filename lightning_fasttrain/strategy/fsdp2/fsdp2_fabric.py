@@ -10,13 +10,12 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
-from lightning.fabric.utilities.types import _Stateful
 from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
+from lightning_fasttrain._host import BackwardSyncControl, Stateful
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import local_path
 from lightning_fasttrain._run_mark import KEY, mark_of, step_in
@@ -160,7 +159,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         rest = {}
         for k, v in state.items():
             if k != key and k not in optimizers:
-                rest[k] = v.state_dict() if isinstance(v, _Stateful) else v
+                rest[k] = v.state_dict() if isinstance(v, Stateful) else v
         states = (model.state_dict(), optimizers, rest)
         path = local_path(self.broadcast(path))
         rest[KEY] = mark_of(self).facts(step_in(rest))
@@ -192,14 +191,14 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         for k in asked:
             if k in rest:
                 value = rest.pop(k)
-                if isinstance(state[k], _Stateful):
+                if isinstance(state[k], Stateful):
                     state[k].load_state_dict(value)
                 else:
                     state[k] = value
         return rest
 
 
-class _SyncControl(_BackwardSyncControl):
+class _SyncControl(BackwardSyncControl):
     def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager:
         return without_gradient_reduction(module) if enabled else nullcontext()
 

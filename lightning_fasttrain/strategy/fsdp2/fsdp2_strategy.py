@@ -10,8 +10,6 @@ from typing import Any, ClassVar
 import lightning as L
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -22,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
 from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._host import step_goes_on
+from lightning_fasttrain._host import move_optimizers, note_device, step_goes_on
 from lightning_fasttrain._messages import explain, warn
 from lightning_fasttrain._reading import local_path
 from lightning_fasttrain._run_mark import KEY, mark_of, step_in
@@ -144,7 +142,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         self.setup_precision_plugin()
         # Under offload the optimizer stays with its shards, in host memory.
         if fitting and self.sharding.offload is None:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            move_optimizers(self.optimizers, self.root_device)
         check_sharded(model, self.optimizers)
         if fitting:
             probe_folders(trainer, self.optimizers)
@@ -163,7 +161,7 @@ class FSDP2Strategy(ModelParallelStrategy):
         for module in model.modules():
             if not any(True for _ in module.parameters()):
                 module.to(self.root_device)
-        _update_properties(model, device=self.root_device)
+        note_device(model, device=self.root_device)
 
     def _run_gathered(self, model: nn.Module, name: str) -> None:
         """A step uses parameters outside of ``forward`` too, as a fused loss does its head's."""

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from lightning.fabric.strategies import DeepSpeedStrategy
-from lightning.fabric.strategies.strategy import _BackwardSyncControl
 from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain._free_memory import GIB
+from lightning_fasttrain._host import BackwardSyncControl
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
@@ -233,7 +233,7 @@ class FabricZeROStrategy(DeepSpeedStrategy):
             return super().load_checkpoint(folder, state, strict, weights_only)
 
 
-class _Windows(_BackwardSyncControl):
+class _Windows(BackwardSyncControl):
     """``fabric.no_backward_sync``: backward passes that are added up."""
 
     def __init__(self, strategy: FabricZeROStrategy) -> None:
