@@ -199,13 +199,13 @@ def _techniques(options: argparse.Namespace) -> int:
         return refuse("techniques", error)
     try:
         measured = Climbed.read(options.ladder) if options.ladder else None
-        if options.name is None:
-            print(markdown_table(measured))
-        else:
-            print(card(known[options.name], measured, facts_of_machine()))
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
         return refuse("techniques", f"{options.ladder}: {reason}")
+    if options.name is None:
+        print(markdown_table(measured))
+    else:
+        print(card(known[options.name], measured, facts_of_machine()))
     return 0
 
 

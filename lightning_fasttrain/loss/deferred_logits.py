@@ -141,8 +141,10 @@ class DeferredLogits:
         if isinstance(index, Tensor):
             leaves_classes = index.ndim < self.ndim > 1
         elif all(isinstance(part, slice | int) or part is Ellipsis for part in parts):
-            reached = len(parts) == self.ndim or Ellipsis in parts
-            leaves_classes = not reached or parts[-1] is Ellipsis or parts[-1] == slice(None)
+            named = [part for part in parts if part is not Ellipsis]
+            # The last part is the classes' own if all axes are named, or if those in between are left to the `...`.
+            reaches = len(named) == self.ndim or (Ellipsis in parts and parts[-1] is not Ellipsis)
+            leaves_classes = not reaches or named[-1] == slice(None)
         else:
             leaves_classes = False
         if not leaves_classes:
@@ -193,9 +195,9 @@ class DeferredLogits:
             return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
         if function is F.nll_loss and isinstance(args[0], DeferredLogits) and args[0].normalised:
             return args[0]._cross_entropy(*args[1:], **(kwargs or {}))
-        if function in (F.log_softmax, torch.log_softmax):
+        if function in (F.log_softmax, torch.log_softmax) and args:
             return args[0].log_softmax(*args[1:], **(kwargs or {}))
-        if function is torch.tanh:
+        if function is torch.tanh and args:
             return args[0].tanh()
         if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return args[0] + args[1] if isinstance(args[0], DeferredLogits) else args[1] + args[0]

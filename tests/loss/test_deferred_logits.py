@@ -76,6 +76,7 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: z.flatten(), ".flatten(0, -1)"),
         (lambda z: z[..., :-1], "an index into the classes"),
         (lambda z: z[0, 0, 0], "an index into the classes"),
+        (lambda z: z[0][1, 2, ...], "an index into the classes"),
         (lambda z: z[:, :, TARGETS[0]], "an index into the classes"),
         (lambda z: z[0, 0][TARGETS[0, 0]], "an index into the classes"),
         (lambda z: torch.tanh(torch.tanh(z)), "tanh of the tanh"),
