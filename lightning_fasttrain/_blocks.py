@@ -55,7 +55,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.
     if not found:
         what = "no repeated blocks" if blocks is None else f"blocks={blocks!r} matches nothing"
         raise ValueError(
-            f"{what} in {type(model).__name__}: candidates are {_candidates(model)}. "
+            f"{what} in {type(model).__name__}: candidates are {list_kinds(model)}. "
             "Name the blocks yourself, with blocks= a class, a class name or a pattern such as 'model.layers.*'."
         )
     return found
@@ -220,12 +220,13 @@ def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
-        if any(_matches(name, module, one) for one in wanted):
+        if any(is_wanted(name, module, one) for one in wanted):
             found[name] = module
     return keep_outermost(found)
 
 
-def _matches(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+def is_wanted(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    """Whether a class, or a name or pattern, means this module."""
     if isinstance(wanted, type):
         return isinstance(module, wanted)
     if type(module).__name__ == wanted:
@@ -248,7 +249,8 @@ def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
     return kept
 
 
-def _candidates(model: nn.Module) -> str:
+def list_kinds(model: nn.Module) -> str:
+    """What there is to name: the most frequent classes of modules, for a message."""
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         if name and has_parameters(module):  # "" is the model itself, which does not repeat

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from lightning_fasttrain._blocks import Blocks, _candidates, _matches, find_blocks
+from lightning_fasttrain._blocks import Blocks, find_blocks, is_wanted, list_kinds
 from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain._surgery import told_heads
 
@@ -75,9 +75,9 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
         if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
             why = "it is no pattern and no class of modules"
             raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
-        found = [name for name, module in modules.items() if _matches(name, module, wanted)]
+        found = [name for name, module in modules.items() if is_wanted(name, module, wanted)]
         if not found:
-            why = f"candidates are {_candidates(model)}"
+            why = f"candidates are {list_kinds(model)}"
             way_out = "Give a class, a class name or a pattern such as '**.router'"
             raise ValueError(explain(f"skip={wanted!r} matches nothing in {type(model).__name__}", why, way_out))
         outer += found

@@ -100,7 +100,7 @@ class PeakMemory:
         self._at_entry = 0
         self._counted: set[int] = set()
         # One for each address: tied weights and views share it.
-        for storage in {storage.data_ptr(): storage for storage in _storages(held)}.values():
+        for storage in {storage.data_ptr(): storage for storage in find_storages(held)}.values():
             if storage.device.type == "cpu":
                 self._counted.add(storage.data_ptr())
                 self._at_entry += storage.nbytes()
@@ -119,7 +119,7 @@ class PeakMemory:
         if self._profile is not None:
             # Addresses and sizes alone, so that the batch can be freed. What the block itself allocated is known at its
             # end.
-            self._late.append({s.data_ptr(): s.nbytes() for s in _storages(batch) if s.device.type == "cpu"})
+            self._late.append({s.data_ptr(): s.nbytes() for s in find_storages(batch) if s.device.type == "cpu"})
 
     def mark(self) -> None:
         """End one segment of the block and begin another; on CUDA without waiting for the device."""
@@ -208,19 +208,20 @@ def _peaks(changes: list[_Change], marks: Sequence[int]) -> list[int]:
     return peaks + [now] * (len(marks) + 1 - len(peaks))
 
 
-def _storages(held: Any) -> Iterator[torch.UntypedStorage]:
+def find_storages(held: Any) -> Iterator[torch.UntypedStorage]:
+    """The memory of all tensors in an object, however they are packed."""
     if isinstance(held, Tensor):
         yield from _storages_of_tensor(held)
         return
     for part in _parts_of(held):
-        yield from _storages(part)
+        yield from find_storages(part)
 
 
 def _storages_of_tensor(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     if is_traceable_wrapper_subclass(tensor):  # a sharded or quantised tensor is made of others
-        yield from _storages([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
+        yield from find_storages([getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]])
     elif tensor.layout is torch.sparse_coo:
-        yield from _storages((tensor._indices(), tensor._values()))
+        yield from find_storages((tensor._indices(), tensor._values()))
     elif tensor.layout is torch.strided and not is_lazy(tensor):
         yield tensor.untyped_storage()
 

@@ -512,7 +512,9 @@ def test_features_of_one_width(others):
 def test_what_a_head_makes_is_a_feature_too():
     teacher, student = a_teacher(), TinyLM()
     still = copy.deepcopy(teacher).eval()
-    expected = by_hand(student, teacher, BATCHES, extra=lambda batch: feature_loss(student, still, "head", "head", batch))
+    expected = by_hand(
+        student, teacher, BATCHES, extra=lambda batch: feature_loss(student, still, "head", "head", batch)
+    )
     module = fit(TinyLM(), BATCHES, [Distillation(teacher, features={"head": "head"})])
     assert largest_difference(weights(expected), weights(module)) <= 1e-5
 

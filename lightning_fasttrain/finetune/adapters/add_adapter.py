@@ -33,9 +33,9 @@ from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, bas
 from lightning_fasttrain.finetune.parts.freezing import freeze_
 from lightning_fasttrain.finetune.parts.targets import (
     Targets,
-    _kinds,
     find_target_parameters,
     find_targets,
+    list_layer_kinds,
     refuse_tied,
     require_peft,
     shortest_ends,
@@ -150,7 +150,7 @@ def add_adapter_(
         besides += told_without_adapter(model, [*found, *tensors])
     say(
         "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
-        config.peft_type.value, name, len(found), _kinds(found), besides,
+        config.peft_type.value, name, len(found), list_layer_kinds(found), besides,
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return [*found, *tensors]

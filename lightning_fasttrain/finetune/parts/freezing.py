@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_fasttrain._blocks import _candidates, _matches
+from lightning_fasttrain._blocks import is_wanted, list_kinds
 from lightning_fasttrain._messages import explain, note_once
 from lightning_fasttrain._surgery import Undo
 
@@ -221,8 +221,8 @@ def choose(model: nn.Module, *wanted: Named) -> Chosen:
     for one in wanted:
         if not isinstance(one, str | type):
             raise TypeError(explain(f"{one!r}", "a pattern or a class is needed", "Name the module by a string"))
-        found = {name for name, module in modules.items() if _matches(name, module, one)}
-        found |= {name for name in parameters if _matches(name, modules[name.rpartition(".")[0]], one)}
+        found = {name for name, module in modules.items() if is_wanted(name, module, one)}
+        found |= {name for name in parameters if is_wanted(name, modules[name.rpartition(".")[0]], one)}
         if not found:
             raise ValueError(_nothing_like(one, model, [*modules, *parameters]))
         names |= found
@@ -246,6 +246,6 @@ def _nothing_like(one: Named, model: nn.Module, names: list[str]) -> str:
     near = difflib.get_close_matches(word, [*filter(None, names), *kinds], n=4, cutoff=0.5)
     return explain(
         f"{word!r} matches nothing in {type(model).__name__}",
-        f"candidates are {_candidates(model)}",
+        f"candidates are {list_kinds(model)}",
         f"Near names: {', '.join(near) or 'none'}. Give a name, a pattern such as 'blocks.*', or a class",
     )

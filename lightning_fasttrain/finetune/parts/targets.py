@@ -50,7 +50,9 @@ def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, n
         found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
         if not found:
             why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
-            raise ValueError(explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {_kinds(layers)}"))
+            raise ValueError(
+                explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {list_layer_kinds(layers)}")
+            )
         return found
     wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
     if not wanted:
@@ -149,11 +151,12 @@ def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Modu
     return explain(
         f"targets={target!r}",
         f"no layer of {type(model).__name__} has that name" + (f"; near is {', '.join(near)}" if near else ""),
-        f"Candidates: {_kinds(layers)}; or use '{ALL_LINEAR}'",
+        f"Candidates: {list_layer_kinds(layers)}; or use '{ALL_LINEAR}'",
     )
 
 
-def _kinds(layers: dict[str, nn.Module]) -> str:
+def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
+    """Which layers there are, by the last part of their names, for a message."""
     kinds: Counter[str] = Counter()
     for name, layer in layers.items():
         if has_parameters(layer, recurse=False):

@@ -24,7 +24,7 @@ from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.run.memory.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.memory.memory_files import check_kinds, save_memory_record
 from lightning_fasttrain.run.memory.memory_record import Allocation, MemoryRecord
-from lightning_fasttrain.run.memory_meter import _storages
+from lightning_fasttrain.run.memory_meter import find_storages
 
 
 class MemoryRecording:
@@ -177,7 +177,7 @@ class MemoryRecording:
 
     def _see(self, category: str, name: str, held: Any, watch: bool = False) -> None:
         now = time.time_ns()  # the clock of the profiler's events
-        for storage in _storages(held):
+        for storage in find_storages(held):
             if storage.device == self.device and storage.nbytes():
                 address = storage.data_ptr()
                 self._notes.append(_Seen(now, address, storage.nbytes(), category, name, watch))
