@@ -1,7 +1,7 @@
 """Chooses among DDP, FSDP2 and the stages of ZeRO: what fits, and of that what moves the fewest bytes."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,7 +18,7 @@ from lightning_fasttrain.plan import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.sizes._limits import check_limits, explain_shortage, gib, name_leaner_ways
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
+from lightning_fasttrain.strategy.sizes._model_sizes import Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, unfit_family
 from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
@@ -222,38 +222,26 @@ def choose_strategy(
         Ours; see :func:`~lightning_fasttrain.strategy.predict_model_states` and
         :func:`~lightning_fasttrain.strategy.predict_traffic`.
     """
-    positive_int("devices", devices)
-    if devices % positive_int("nodes", nodes):
-        why = "every node has as many devices as the others"
-        raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
+    _check_devices(devices, nodes)
     check_limits(headroom, memory_gib=memory_gib, host_gib=host_gib)
-    if activation_gib is not None and not activation_gib >= 0:
-        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
-    if batch is not None and activation_gib is not None:
-        raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
+    _check_activations(activation_gib, batch)
     usable = int(_memory_of(memory_gib) * (1 - headroom))
-    deepspeed = held_by(module, optimizer, devices, precision)
-    own = deepspeed.as_torch_does(precision)
-    left_out, note = unfit_family(deepspeed.optimizer)
-    sizes = usual_sizes(deepspeed)
+    held = held_by(module, optimizer, devices, precision)
+    left_out, note = unfit_family(held.optimizer)
+    sizes = usual_sizes(held)
     names = [name for name in CANDIDATES if not (left_out and name.startswith(left_out))]
-    moved = Moved(deepspeed, own, precision, micro_batches=1, sizes=sizes)
-    rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
-    stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
-    by_name = {row.stage: row for row in rows}
-    by_name.update({f"zero-{row.stage}": row for row in states_of(deepspeed, stages, sizes)})
     activations = None if activation_gib is None else int(activation_gib * GIB)
     if batch is not None:
         activations = _activations(module, batch, loss, precision)
     candidates = tuple(
         Candidate(
-            states=by_name[traffic.strategy],
+            states=states,
             traffic=traffic,
-            short=max(0, by_name[traffic.strategy].device + (activations or 0) - usable),
-            short_of_host=_find_excess(by_name[traffic.strategy].host * devices // nodes, host_gib),
+            short=max(0, states.device + (activations or 0) - usable),
+            short_of_host=_find_excess(states.host * devices // nodes, host_gib),
             rounds=precision == "bf16-mixed" and traffic.strategy.startswith("zero") and devices > 1,
         )
-        for traffic in map(moved.predict, names)
+        for states, traffic in _predict(held, names, precision, sizes)
     )
     best = _pick_best(candidates)
     if best is None:
@@ -264,6 +252,32 @@ def choose_strategy(
     return StrategyChoice(
         best.name, candidates, why, devices, nodes, precision, activations, usable, sizes, tuple(notes)
     )
+
+
+def _check_devices(devices: int, nodes: int) -> None:
+    positive_int("devices", devices)
+    if devices % positive_int("nodes", nodes):
+        why = "every node has as many devices as the others"
+        raise ValueError(explain(f"devices={devices} in nodes={nodes}", why, f"Use a multiple of {nodes} devices"))
+
+
+def _check_activations(activation_gib: float | None, batch: Any) -> None:
+    if activation_gib is not None and not activation_gib >= 0:
+        raise ValueError(explain(f"activation_gib={activation_gib}", "it cannot be negative", "Give GiB"))
+    if batch is not None and activation_gib is not None:
+        raise ValueError(explain("batch= and activation_gib=", "both say what activations take", "Leave one out"))
+
+
+def _predict(held: Held, names: list[str], precision: str, sizes: ZeROSizes) -> Iterator[tuple[ModelStates, Traffic]]:
+    """What each strategy keeps on a device and moves in a step."""
+    own = held.as_torch_does(precision)
+    moved = Moved(held, own, precision, micro_batches=1, sizes=sizes)
+    rows = [ddp_states(own), *(fsdp2_states(own, moved.groups, precision, offload=away) for away in (False, True))]
+    by_name = {row.stage: row for row in rows}
+    stages = [name.removeprefix("zero-") for name in names if name.startswith("zero")]
+    by_name.update({f"zero-{row.stage}": row for row in states_of(held, stages, sizes)})
+    for name in names:
+        yield by_name[name], moved.predict(name)
 
 
 def _memory_of(memory_gib: float | None) -> float:

@@ -110,9 +110,7 @@ def add_adapter_(
     wanted = targets if targets is not None else (config.target_modules or default)
     found = {} if tensors and wanted == [] else find_targets(model, wanted)
     whole = find_targets(model, list(train)) if train else {}
-    for target in found:
-        if target in whole or is_inside(target, whole):
-            raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
+    _refuse_both(found, whole)
     refuse_tied(model, found)
     refuse_tied(model, whole)
     check_layers(found, config)
@@ -127,33 +125,47 @@ def add_adapter_(
     refuse_namesake(name, (one for one, _ in root.named_modules()))
     check_start(config, found, batches)
     heads = [head for head in find_heads(model) if head not in found and head not in whole]
-    with ExitStack() as on_error:
-        # PEFT freezes only the module that it is given, and lets running statistics go on.
-        on_error.callback(freeze_(model))
-        # PEFT replaces layers one by one, so a failure in the middle would leave some adapted.
-        for one in (*found, *dict.fromkeys(tensors.values()), *whole):
-            parent, _, last = one.rpartition(".")
-            holder = model.get_submodule(parent)
-            on_error.callback(setattr, holder, last, getattr(holder, last))
-        prepare_start(model, root, config, batches)
-        _inject(peft, config, root, name)
-        finish_start_(model, root, config, name, batches)
-        keep_adapter_in_float32_(switches(root), name)  # after EVA, which makes matrices of other ranks
-        see_adapters_(model, on_error)
-        on_error.pop_all()
+    replaced = (*found, *dict.fromkeys(tensors.values()), *whole)
+    _put_in(model, root, config, name, replaced, batches)
     train_mode(root)
-    trained, total = count_parameters(model)
     besides = f", {len(tensors)} tensors ({', '.join(config.target_parameters)})" if tensors else ""
     besides += f", and {', '.join(whole)} whole" if whole else ""
     if targets in (None, "all-linear"):
         besides += f"; heads left as they are: {', '.join(heads)}" if heads else ""
         besides += told_without_adapter(model, [*found, *tensors])
+    trained, total = count_parameters(model)
     say(
         "%s '%s': %d layers (%s)%s; trains %s of %s parameters (%.2f%%)",
         config.peft_type.value, name, len(found), list_layer_kinds(found), besides,
         f"{trained:,}", f"{total:,}", 100 * trained / total,
     )  # fmt: skip
     return [*found, *tensors]
+
+
+def _refuse_both(found: Iterable[str], whole: Collection[str]) -> None:
+    for target in found:
+        if target in whole or is_inside(target, whole):
+            raise ValueError(explain(f"'{target}'", "it is in train= and a target as well", "Leave it out of one"))
+
+
+def _put_in(
+    model: nn.Module, root: nn.Module, config: Any, name: str, replaced: Iterable[str], batches: Batches | None
+) -> None:
+    """Freeze ``model`` and add the adapter; what goes wrong on the way leaves all as it was."""
+    with ExitStack() as on_error:
+        # PEFT freezes only the module that it is given, and lets running statistics go on.
+        on_error.callback(freeze_(model))
+        # PEFT replaces layers one by one, so a failure in the middle would leave some adapted.
+        for one in replaced:
+            parent, _, last = one.rpartition(".")
+            holder = model.get_submodule(parent)
+            on_error.callback(setattr, holder, last, getattr(holder, last))
+        prepare_start(model, root, config, batches)
+        _inject(config, root, name)
+        finish_start_(model, root, config, name, batches)
+        keep_adapter_in_float32_(switches(root), name)  # after EVA, which makes matrices of other ranks
+        see_adapters_(model, on_error)
+        on_error.pop_all()
 
 
 def _fill_in_(
@@ -270,7 +282,8 @@ def refuse_merged(model: nn.Module, what: str) -> None:
         raise ValueError(explain(what, why, "Call unmerge_adapters_(model) first"))
 
 
-def _inject(peft: Any, config: Any, root: nn.Module, name: str) -> None:
+def _inject(config: Any, root: nn.Module, name: str) -> None:
+    peft = require_peft()
     with ExitStack() as stack, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")  # several are meant
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # and put right, for GPT-2's layers

@@ -179,32 +179,53 @@ def _hints(kind: Any) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
+_CONTAINERS = (list, set, tuple, dict)
+
+
 def _fits(value: Any, hint: Any, field: Any = None) -> bool:
     """Whether what was read from JSON is of the type that a config declares."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(value, float) and not math.isfinite(value):
         return False
-    if field is not None and (value is None or value == field.default):
+    if field is not None:
+        if value is None or value == field.default:
+            return True
+        if field.name.endswith("alpha") and hint is int:
+            hint = float  # PEFT declares int, and floats are common
+    kind = typing.get_origin(hint) or hint
+    if kind in (typing.Union, types.UnionType):
+        return any(_fits(value, one, field) for one in typing.get_args(hint))
+    if kind is typing.Literal:
+        return _is_one_of(value, typing.get_args(hint))
+    if kind in _CONTAINERS or dataclasses.is_dataclass(hint):
+        return _holds(value, kind, typing.get_args(hint))
+    return _is_plain(value, hint)
+
+
+def _is_one_of(value: Any, words: tuple[Any, ...]) -> bool:
+    if isinstance(value, str) and any("[" in str(word) for word in words):  # such as pissa_niter_[number]
         return True
-    if field is not None and field.name.endswith("alpha") and hint is int:
-        hint = float  # PEFT declares int, and floats are common
-    if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one, field) for one in arguments)
-    if origin is typing.Literal:
-        free = isinstance(value, str) and any("[" in str(one) for one in arguments)  # such as pissa_niter_[number]
-        return free or (isinstance(value, str | int) and value in arguments)
-    if origin in (list, set, tuple) or hint in (list, set, tuple):
+    return isinstance(value, str | int) and value in words
+
+
+def _holds(value: Any, kind: Any, arguments: tuple[Any, ...]) -> bool:
+    """JSON has lists and mappings alone: sets, tuples and dataclasses are written as these."""
+    if kind in (list, set, tuple):
         inner = arguments[0] if arguments else typing.Any
         return isinstance(value, list) and all(_fits(one, inner) for one in value)
-    if origin is dict or hint is dict or dataclasses.is_dataclass(hint):
-        inner = arguments[1] if len(arguments) == 2 else typing.Any
-        return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
-    if hint in (bool, int, float):
-        allowed = {bool: bool, int: int, float: (int, float)}[hint]
-        return isinstance(value, allowed) and (hint is bool or not isinstance(value, bool))  # a bool is an int
+    inner = arguments[1] if len(arguments) == 2 else typing.Any
+    return isinstance(value, dict) and all(_fits(one, inner) for one in value.values())
+
+
+def _is_plain(value: Any, hint: Any) -> bool:
+    if hint is typing.Any:
+        return True
+    if hint is bool or isinstance(value, bool):  # a bool is an int
+        return hint is bool and isinstance(value, bool)
+    if hint in (int, float):
+        return isinstance(value, int) or (hint is float and isinstance(value, float))
     if isinstance(hint, type) and issubclass(hint, str):
         return isinstance(value, str)
-    return hint is typing.Any or (hint in (None, type(None)) and value is None)
+    return hint in (None, type(None)) and value is None
 
 
 def _name_of_type(hint: Any) -> str:

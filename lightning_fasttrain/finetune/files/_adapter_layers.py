@@ -353,23 +353,32 @@ def refuse_sizes_beyond_the_layers(place: Place, config: Any, file: Any, what: s
     Raises:
         ValueError: a rank above that of each layer, or another number above all sizes in the model and in the file.
     """
-    layers, tensors = plain_modules(place.root), list(file.keys())
-    shapes = [list(p.shape) for name in place.targets for p in layers[name].parameters(recurse=False)]
-    for name in set(place.tensors.values()):
-        shapes += [list(p.shape) for p in _tensors_without_numbers(layers[name]).parameters()]
-    axes = [size for key in tensors for size in file.get_slice(key).get_shape()]
-    features = [1, *(getattr(layers[n], f"{end}_features", 1) for n in place.targets for end in ("in", "out"))]
-    most = max([*axes, *features, *(size for shape in shapes for size in shape)], default=1)
-    most_rank = max((max(features), *(max(shape) for shape in shapes if shape)), default=1)
+    most_in_layers, most_in_file = _largest_size(place), 1
+    for key in file.keys():  # noqa: SIM118 (it is no mapping)
+        most_in_file = max([most_in_file, *file.get_slice(key).get_shape()])
     for setting in dataclasses.fields(config):
         value = getattr(config, setting.name)
         if _NO_SIZE.search(setting.name) or value == setting.default or setting.name == "trainable_token_indices":
             continue
-        limit = most_rank if setting.name == "r" or "rank" in setting.name else most
+        is_rank = setting.name == "r" or "rank" in setting.name
+        limit = most_in_layers if is_rank else max(most_in_layers, most_in_file)
         beyond = [number for number in _whole_numbers(value) if number > limit]
         if beyond:
             why = f"{setting.name}={str(beyond[0])[:30]} is more than {limit}, the size of the largest layer it is for"
             raise ValueError(explain(f"the adapter in {what} is for another model", why, "Do not use it"))
+
+
+def _largest_size(place: Place) -> int:
+    """Of all axes of the layers and tensors that the adapter is for."""
+    layers, sizes = plain_modules(place.root), [1]
+    for name in place.targets:
+        # A quantised weight is packed, so the layer is asked for its sizes too.
+        sizes += [getattr(layers[name], f"{end}_features", 1) for end in ("in", "out")]
+        sizes += [size for parameter in layers[name].parameters(recurse=False) for size in parameter.shape]
+    for name in set(place.tensors.values()):
+        tensors = _tensors_without_numbers(layers[name])
+        sizes += [size for parameter in tensors.parameters() for size in parameter.shape]
+    return max(sizes)
 
 
 def _whole_numbers(value: object) -> list[int]:

@@ -141,29 +141,30 @@ def describe(mine: Position, others: dict[int, Position] | None, silent: Collect
         holder = "the launcher" if "TORCHELASTIC_RUN_ID" in os.environ else "rank 0"
         return f"{mine}\nThe process group's store does not answer: {holder}, which holds it, has stopped or ended."
     everyone = {**others, mine.rank: mine}
-    absent = [rank for rank in range(size) if rank not in everyone]
-    # The most telling first: an error explains a silence, a silence explains an absence.
-    failed = [rank for rank, position in sorted(everyone.items()) if position.error]
     lines = []
     for rank in range(size):
         lines.append(str(everyone[rank]) if rank in everyone else f"rank {rank}: not there")
+    return "\n".join([*lines, *_find_who_is_waited_for(everyone, silent, size)])
+
+
+def _find_who_is_waited_for(everyone: dict[int, Position], silent: Collection[int], size: int) -> list[str]:
+    """The most telling first: an error explains a silence, a silence explains an absence."""
+    failed = [rank for rank, position in sorted(everyone.items()) if position.error]
+    absent = [rank for rank in range(size) if rank not in everyone]
     if failed:
-        lines += [f"rank {rank} has failed with {everyone[rank].error}. The others wait for it." for rank in failed]
-        lines += [f"It is at\n{everyone[rank].stack}" for rank in failed if everyone[rank].stack]
-    elif silent:
+        lines = [f"rank {rank} has failed with {everyone[rank].error}. The others wait for it." for rank in failed]
+        return [*lines, *(f"It is at\n{everyone[rank].stack}" for rank in failed if everyone[rank].stack)]
+    if silent:
         why = "stopped, ended, or holding Python's lock in native code. What it said last is above"
-        lines.append(f"{_ranks(silent)} silent: {why}. The others wait for it.")
-    elif absent:
-        lines.append(f"{_ranks(absent)} not in the loop: left it, or never began. The others wait for it.")
-    else:
-        places = {rank: (p.run, p.step, p.beats) for rank, p in sorted(everyone.items())}
-        behind = [rank for rank, place in places.items() if place == min(places.values())]
-        if len(behind) == size:
-            lines.append("All ranks are at the same place: their stacks tell which of them waits for no other.")
-        else:
-            lines.append(f"{_ranks(behind)} the furthest behind: the others wait for it.")
-            lines += [f"rank {rank} is at\n{everyone[rank].stack}" for rank in behind if everyone[rank].stack]
-    return "\n".join(lines)
+        return [f"{_ranks(silent)} silent: {why}. The others wait for it."]
+    if absent:
+        return [f"{_ranks(absent)} not in the loop: left it, or never began. The others wait for it."]
+    places = {rank: (p.run, p.step, p.beats) for rank, p in sorted(everyone.items())}
+    behind = [rank for rank, place in places.items() if place == min(places.values())]
+    if len(behind) == size:
+        return ["All ranks are at the same place: their stacks tell which of them waits for no other."]
+    stacks = [f"rank {rank} is at\n{everyone[rank].stack}" for rank in behind if everyone[rank].stack]
+    return [f"{_ranks(behind)} the furthest behind: the others wait for it.", *stacks]
 
 
 def _ranks(ranks: Collection[int]) -> str:
