@@ -90,7 +90,7 @@ def test_what_is_planned_is_the_same_training_and_leaves_no_trace():
 
 
 def test_with_room_for_everything_nothing_is_recomputed():
-    found = plan(1.0, keep="exact")
+    found = plan(1.0, keep="exact", device="cuda")  # that is not here: times are estimated, and always the same
     assert found.chosen.choice.recompute == ""
     assert found.chosen.choice.parts == 1
 
