@@ -24,7 +24,7 @@ class LateParameters:
 
     That an optimizer exists is no error yet: it may be one of an earlier training. It is one as soon as it steps while
     new parameters have gradients and no optimizer has any of them. Until then this costs one look at a gradient a
-    step, of these optimizers only; afterwards nothing.
+    step, of these optimizers only; afterwards an empty call.
 
     Args:
         model: before it is changed.

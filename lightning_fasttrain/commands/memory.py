@@ -20,8 +20,7 @@ def add(commands: Commands) -> None:
         description="Predict the peak memory of one training step, by category, on a machine that need not fit it. "
         "TARGET is imported and called, which runs its code.",
     )
-    add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
+    add_target(parser, "sequences of that GPT's batch; default: the size's own")
     parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument; default: none")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu; none is touched")

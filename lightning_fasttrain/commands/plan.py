@@ -21,8 +21,7 @@ def add(commands: Commands) -> None:
         description="Measure a model, predict what each mix of techniques takes, and choose the fastest that fits, for "
         "the same global batch. Prints a table, reasons and code. TARGET is imported and called, which runs its code.",
     )
-    add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
+    add_target(parser, "sequences of that GPT's batch; default: 4")
     parser.add_argument("--memory", metavar="GIB", default="fit", help="limit in GiB; default: what is free here")
     parser.add_argument("--devices", type=int, default=1, metavar="N", help="that train together; default: 1")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")

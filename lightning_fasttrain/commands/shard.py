@@ -22,7 +22,7 @@ def add(commands: Commands) -> None:
         "sends in a step, and choose. No GPU is needed, and the model is not allocated. TARGET is imported and called, "
         "which runs its code.",
     )
-    add_target(parser)
+    add_target(parser, "with --size: sequences on each device, to predict activations from")
     parser.add_argument("--devices", type=int, required=True, metavar="N", help="devices, on all nodes together")
     parser.add_argument("--nodes", type=int, default=1, metavar="M", help="machines they are in; default: 1")
     parser.add_argument("--memory", type=float, required=True, metavar="GIB", help="GiB of each device")
@@ -30,9 +30,6 @@ def add(commands: Commands) -> None:
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument(
         "--optimizer", metavar="NAME", help="known to ft.build_optimizer: adamw, muon, adamw8bit; default: TARGET's own"
-    )
-    parser.add_argument(
-        "--batch", type=int, metavar="N", help="with --size: sequences on each device, to predict activations from"
     )
     parser.add_argument("--activations", type=float, metavar="GIB", help="GiB of activations, instead of a prediction")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")

@@ -26,8 +26,8 @@ def refuse(command: str, reason: object) -> int:
     return BAD_INPUT
 
 
-def add_target(parser: argparse.ArgumentParser) -> None:
-    """Let ``parser`` take a model by its import path, or a reference GPT by its size."""
+def add_target(parser: argparse.ArgumentParser, batch: str) -> None:
+    """Let ``parser`` take a model by its import path, or a reference GPT by its size; ``batch`` is the help for it."""
     parser.add_argument(
         "target",
         nargs="?",
@@ -39,6 +39,7 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
     )
     parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
+    parser.add_argument("--batch", type=int, metavar="N", help=batch)
 
 
 def load_target(options: argparse.Namespace) -> tuple[Any, Any]:

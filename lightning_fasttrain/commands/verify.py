@@ -21,8 +21,7 @@ def add(commands: Commands) -> None:
         "updates and evaluation with what rounding alone does. The exit code is 0 if every technique keeps what it "
         "promises, 1 if not. TARGET is imported and called, which runs its code.",
     )
-    add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: 4")
+    add_target(parser, "sequences of that GPT's batch; default: 4")
     parser.add_argument("--techniques", default="", metavar="A,B=8", help="after = the first argument")
     parser.add_argument("--precision", default="32-true", help="as for the Trainer; default: 32-true")
     parser.add_argument("--steps", type=int, default=1, metavar="N", help="optimizer steps; default: 1")

@@ -20,8 +20,7 @@ def add(commands: Commands) -> None:
         description="Say of every technique that is not in use why it cannot, or need not, act on a model on this "
         "machine, and predict what it would bring in memory. TARGET is imported and called, which runs its code.",
     )
-    add_target(parser)
-    parser.add_argument("--batch", type=int, metavar="N", help="sequences of that GPT's batch; default: the size's own")
+    add_target(parser, "sequences of that GPT's batch; default: the size's own")
     parser.add_argument("--techniques", default="", metavar="A,B=8", help="in use; after = the first argument")
     parser.add_argument("--precision", default="32-true", help="32-true (default), bf16-mixed or bf16-true")
     parser.add_argument("--json", action="store_true", help="print JSON, in bytes")

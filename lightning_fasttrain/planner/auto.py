@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
 from lightning_fasttrain._checks import one_of
@@ -17,10 +17,10 @@ from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain._host import training_loader
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.plan.rehearsal.reading_ahead import reading_ahead
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
-from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -150,18 +150,15 @@ class Auto(L.Callback):
 
 
 def first_batch(loader: Any) -> Any:
-    """What a loader gives first. Neither the global generators nor the loader's own move on."""
+    """What a loader gives first; the run then finds it as if nobody had looked."""
     try:
         if loader is None or isinstance(loader, Iterator):
             raise TypeError("the loader can be gone through once only")
-        generators = generators_of(loader)
-        states = list(map(generator_state, generators))
-        try:
-            with isolate_rng():
-                return next(iter(loader))
-        finally:  # the run's first epoch has the order that it has without this look
-            for generator, state in zip(generators, states, strict=True):
-                set_generator_state(generator, state)
+        loaders = loader if isinstance(loader, CombinedLoader) else CombinedLoader(loader, "max_size_cycle")
+        with reading_ahead(loaders) as batches:
+            for batch in batches:
+                return batch
+        raise TypeError("the loader gives none")
     except Exception as error:
         why = f"no batch could be taken at the start: {type(error).__name__}: {error}"
         raise ValueError(explain("Auto()", why, "Give one: Auto(batch=...)")) from error

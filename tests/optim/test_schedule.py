@@ -401,6 +401,18 @@ def test_without_a_trainer_a_module_knows_nothing_but_memory_can_be_predicted():
         optimizer.step()
 
 
+def test_where_the_first_group_is_empty_it_is_so_too():
+    class EmptyGroup(Scheduled):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD([{"params": []}, {"params": list(self.parameters())}], lr=0.1)
+            return ft.build_schedule(optimizer, "linear", module=self).to_lightning()
+
+    module = EmptyGroup("linear")
+    assert ft.predict_memory(module, BATCHES[0], device="cpu").peak_bytes > 0
+    with pytest.raises(RuntimeError, match="Give total=10_000 instead"):
+        module.configure_optimizers()["optimizer"].step()
+
+
 TWO_RANKS = """
 import torch
 from tests.nets import as_loader, lm_batches, trainer

@@ -274,14 +274,23 @@ def test_auto_plans_once_trains_the_same_and_keeps_the_plan(tmp_path):
     assert other.plan is not None
 
 
+class Augmented(list):
+    def __getitem__(self, index):
+        return float(super().__getitem__(index) + torch.rand(()))
+
+
 @pytest.mark.parametrize("own", [False, True])
-def test_a_look_at_the_first_batch_leaves_the_order_of_the_run(own):
-    loader = DataLoader(range(64), shuffle=True, generator=torch.Generator() if own else None)
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_look_at_the_first_batch_leaves_the_run_as_it_was(own, workers):
     orders = []
     for look in (lambda loader: None, first_batch):
+        settings = {"num_workers": workers, "persistent_workers": workers > 0}
+        generator = torch.Generator() if own else None
+        loader = DataLoader(Augmented(range(16)), shuffle=True, generator=generator, **settings)
+        torch.manual_seed(2)
         (loader.generator or torch.default_generator).manual_seed(3)
         look(loader)
-        orders.append([int(batch) for batch in loader])
+        orders.append([float(batch) for batch in loader])
     assert orders[0] == orders[1]
 
 

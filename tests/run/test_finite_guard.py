@@ -268,7 +268,8 @@ def test_on_a_gpu_the_skipped_step_never_was(fused):
 
 def test_a_rank_without_gradients_answers_from_the_device_of_its_parameters():
     """Where the others do, or a collective of a device's own kind would wait for it."""
-    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2, device="meta"))], lr=0.1)
+    groups = [{"params": []}, {"params": [nn.Parameter(torch.ones(2, device="meta"))]}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
     finite, steady = ft.run.FiniteSteps(), ft.run.SteadySteps()
     steady.look(optimizer)
     assert [finite._look(optimizer).device.type, steady._seen.device.type] == ["meta", "meta"]

@@ -228,7 +228,7 @@ class Schedule(LRScheduler):
             return
         if self.plan is not None:
             self._set_rates()
-        elif not isinstance(optimizer.param_groups[0]["params"][0], FakeTensor):  # a prediction needs no rate
+        elif not _is_predicted(optimizer):  # a prediction needs no rate
             why = "no Trainer fits the module, and only it knows how long the run is"
             raise RuntimeError(explain("a schedule with module= in a loop", why, "Give total=10_000 instead"))
 
@@ -265,3 +265,7 @@ def count_by_engine(optimizer: Optimizer) -> list[Schedule]:
 
 def _copy(rate: float | Tensor) -> float | Tensor:
     return rate.clone() if isinstance(rate, Tensor) else rate
+
+
+def _is_predicted(optimizer: Optimizer) -> bool:
+    return any(isinstance(parameter, FakeTensor) for group in optimizer.param_groups for parameter in group["params"])

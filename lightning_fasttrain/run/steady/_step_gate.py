@@ -155,7 +155,7 @@ def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
 
 def device_of(optimizer: Optimizer) -> torch.device:
     """Where its parameters are: of a rank without gradients too, which takes part in collectives all the same."""
-    return optimizer.param_groups[0]["params"][0].device
+    return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
 
 
 def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
