@@ -9,12 +9,14 @@ From the bottom up: ``loading``, ``_part_weights``, ``split_batch``, ``_part_log
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
-from lightning_fasttrain.data.count_targets import count_next_tokens, count_targets
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
 from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetch, prefetch_to_device
 from lightning_fasttrain.data.loading.even_epochs import EvenEpochs, even_epochs
 from lightning_fasttrain.data.loading.sample_guard import SampleGuard, guard_samples
 from lightning_fasttrain.data.micro_batching import MicroBatching
+from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens, count_targets
+from lightning_fasttrain.data.normalizer.find_split import find_count
+from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
 from lightning_fasttrain.data.sizes.batch_size_warmup import BatchSizeWarmup, grow_windows
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
@@ -22,4 +24,3 @@ from lightning_fasttrain.data.sizes.scale_rates import scale_rates_
 from lightning_fasttrain.data.sizes.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
-from lightning_fasttrain.data.trial.find_count import find_count

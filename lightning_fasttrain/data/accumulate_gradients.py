@@ -3,19 +3,24 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain.data._part_weights import PartWeights
-from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, is_sum, named_count, weights_of
+from lightning_fasttrain.data.find_trunk import Trunk, find_trunk
+from lightning_fasttrain.data.micro_batch_forward import refuse_batch_statistics
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split_of, stage_of
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
+from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
+from lightning_fasttrain.data.normalizer.step_function import key_of, loss_of, models_of
+from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.split_batch import split_batch
-from lightning_fasttrain.data.trial._step_parts import key_of, loss_of
-from lightning_fasttrain.data.trial.find_count import find_count
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]
@@ -45,7 +50,7 @@ def accumulate_gradients(
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
         n: number of parts.
         count: what c_i is. ``"auto"`` finds it in the first call with this step, by comparing gradients: see
-            :func:`~lightning_fasttrain.data.trial.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
+            :func:`~lightning_fasttrain.data.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
             ``"sum"`` (the parts' losses are added), or a function: batch → the number of terms its mean loss averages
             over, or the sum of their weights.
         check: refuse, in the first call, a loss that cannot be split by ``count``. False goes on, and says with
@@ -74,8 +79,28 @@ def accumulate_gradients(
     """
     parts = split_batch(batch, n)
     most = n if rank_count() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
-    counted = _find_weights(step, batch, n, count, check, no_sync, most)
-    return _accumulate(step, parts, counted, backward, no_sync, ranks=1)
+    found = _find(step, batch, n, count, check, no_sync, most, may_use_trunk=True)
+    for _ in range(_TRIES):
+        if isinstance(found, Trunk):
+            return _run_through(found, step, batch, n, backward)
+        gradients = StepGradients(found.parameters)
+        try:
+            return _accumulate(step, parts, found, backward, no_sync, 1, gradients)
+        except OtherSplitError as error:
+            gradients.discard(error)
+            found = _find_another(step, batch, n, found, error)
+            _found[_key(step, named_count(count), True)] = found
+    raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
+
+
+def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backward) -> Tensor:
+    _, undo = trunk.install(n)
+    try:
+        loss = loss_of(step(batch))
+    finally:
+        undo()
+    backward(loss)
+    return loss.detach()
 
 
 def accumulate_window(
@@ -116,48 +141,114 @@ def accumulate_window(
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = rank_count()
     # Where there are other ranks, a single part is one of several.
-    counted = _find_weights(step, held[0], n, count, check, no_sync, len(parts) * ranks)
-    return _accumulate(step, parts, counted, backward, no_sync, ranks)
+    found = _find(step, held[0], n, count, check, no_sync, len(parts) * ranks)
+    assert isinstance(found, LossSplit)  # the trunk of several batches cannot run as one
+    try:
+        return _accumulate(step, parts, found, backward, no_sync, ranks, StepGradients(found.parameters))
+    except OtherSplitError as error:
+        raise CannotSplitError(f"in a window of several batches {error}") from error
 
 
-_found: OrderedDict[Any, CountTargets] = OrderedDict()  # by step and count: what the first call found
+_found: OrderedDict[Any, LossSplit | Trunk] = OrderedDict()  # by step and count: what the first call found
+_TRIES = 3  # what was found, what this batch shows, and that without the counting rule
 _MOST_FOUND = 64  # a program that makes model after model would fill it without end
 
 
-def _find_weights(
-    step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, parts: int
-) -> CountTargets:
-    """What the parts are weighed by, found in the first call with more than one: a single part weighs 1."""
+def _find(
+    step: Step,
+    batch: Any,
+    n: int,
+    count: Count,
+    check: bool,
+    no_sync: NoSync,
+    parts: int,
+    may_use_trunk: bool = False,
+) -> LossSplit | Trunk:
+    """How the loss is split, found in the first call with more than one part: a single part weighs 1."""
     count = named_count(count)
     if callable(count) and not check:
-        return count
-    key = key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count)
+        return LossSplit(None, count)
+    key = _key(step, count, may_use_trunk)
     if key not in _found and parts > 1:
-        _found[key] = find_count(step, batch, n, count=count, check=check, no_sync=no_sync)
+        if check:
+            for model in models_of(step):
+                refuse_batch_statistics(model)
+        _found[key] = _find_on(step, batch, n, count, check, no_sync, may_use_trunk)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
     # A part that is alone weighs 1: by "sum" nothing is looked for in the batch.
-    return _found.get(key, count if callable(count) else CountRule("sum"))
+    return _found.get(key, LossSplit(None, count if callable(count) else CountRule("sum")))
+
+
+def _find_on(
+    step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, may_use_trunk: bool
+) -> LossSplit | Trunk:
+    try:
+        return find_split_of(step, batch, n, count=count, check=check, no_sync=no_sync)
+    except CannotSplitError as error:
+        trial = error.trial
+        if not may_use_trunk or count != "auto" or trial is None or not trial.splits or not trial.splits[0].parameters:
+            raise
+        trunk = find_trunk(stage_of(step, no_sync), trial)
+        if isinstance(trunk, Trunk):
+            say("accumulate_gradients: %s runs in micro-batches, since %s", trunk, error.why)
+            return trunk
+        if error.otherwise is not None:
+            return error.otherwise
+        raise CannotSplitError(f"{error.why}, and {trunk}", trial, nearest=error.nearest) from None
+
+
+def _find_another(step: Step, batch: Any, n: int, before: LossSplit, error: OtherSplitError) -> LossSplit | Trunk:
+    """For a batch whose loss is not split as those before it: none of its gradients has been used."""
+    found = _find_on(step, batch, n, "auto", True, nullcontext, may_use_trunk=True)
+    if found != before:
+        return found
+    if before.count is None or before.read is None:
+        raise CannotSplitError(f"{error}") from error
+    return replace(before, count=None)  # the rule does not count what is read: it is read alone
+
+
+def _key(step: Step, count: Count, may_use_trunk: bool) -> tuple[Any, ...]:
+    return key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count), may_use_trunk
 
 
 def _accumulate(
-    step: Step, parts: Sequence[Any], count: CountTargets, backward: Backward, no_sync: NoSync, ranks: int
+    step: Step,
+    parts: Sequence[Any],
+    split: LossSplit,
+    backward: Backward,
+    no_sync: NoSync,
+    ranks: int,
+    gradients: StepGradients,
 ) -> Tensor:
-    counts, total = weights_of(count, parts)
-    if ranks > 1 and not is_sum(count):
-        device = counts[0].device if isinstance(counts[0], Tensor) else _any_device(parts[0])
-        total = torch.as_tensor(total, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    weights = StepWeights(split, parts)
+    if weights.known is not None and ranks > 1 and not split.is_sum:
         # All ranks come here or none: they have found the same rule.
-        dist.all_reduce(total)
-    weights = PartWeights(counts, total)
-    loss_sum: Any = 0.0
+        weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))
+    if weights.known is None:
+        gradients.set_aside()
+    total = None if weights.known is None else weights.known.total
     for i, part in enumerate(parts):
-        with no_sync() if i < len(parts) - 1 else nullcontext():
+        last = i == len(parts) - 1
+        with nullcontext() if last else no_sync():
             loss = weights.weigh(loss_of(step(part)), i)
+            if last and weights.known is None:
+                total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
+                loss = gradients.finish(loss, weights.settle(total))
+            check = DeferredCheck(weights.disagreement()) if last else None
             backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
-        loss_sum = loss_sum + loss.detach()
+            if check is not None:
+                check.refuse()
         del loss  # and with it the part's graph, before the next one is built
-    return loss_sum
+    return weights.loss(total)
+
+
+def _sum_over_ranks(number: Number, part: Any) -> Tensor:
+    device = number.device if isinstance(number, Tensor) else _any_device(part)
+    total = torch.as_tensor(number, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
+    total = total.clone()
+    dist.all_reduce(total)
+    return total
 
 
 def _any_device(part: Any) -> torch.device:

@@ -9,13 +9,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain._messages import explain, list_some, warn
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data._closure import BatchClosures
-from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, named_count, rule_in, rule_state
+from lightning_fasttrain.data.find_trunk import Through
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
+from lightning_fasttrain.data.micro_batch_closure import BatchClosures
+from lightning_fasttrain.data.micro_batch_forward import list_batch_statistics
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.technique import techniques_of
@@ -43,10 +46,13 @@ class MicroBatching(Technique):
             it on the first batch, and logs it in one line.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
         check: stop on the first batch if ``count`` does not split the loss exactly; see
-            :func:`~lightning_fasttrain.data.trial.find_count`.
+            :func:`~lightning_fasttrain.data.find_count`.
         then: with ``"auto"``, what else to use once single samples do not fit either, one after another and only then:
             ``[ActivationCheckpointing(), ActivationOffload()]``. After each the search begins again with one part.
             What was taken is kept, also in checkpoints.
+        through: the submodule, several of them or a class that runs in micro-batches, such as ``"encoder"``, while the
+            loss sees the whole batch; see :func:`~lightning_fasttrain.data.micro_batch_forward_`. By default it is
+            found where a loss cannot be split.
 
     Raises:
         TypeError: n is not a whole number; ``then`` holds no technique.
@@ -79,6 +85,7 @@ class MicroBatching(Technique):
         split: Callable[[Any, int], list[Any]] | None = None,
         check: bool = True,
         then: Sequence[Technique] = (),
+        through: Through | None = None,
     ) -> None:
         self.adaptive = n == "auto"
         self.n = 1 if self.adaptive else positive_int("n", n)
@@ -87,12 +94,13 @@ class MicroBatching(Technique):
         self.count: Count = named_count(count)
         self.split = split or split_batch
         self.check = check
+        self.through = through
         self.then = list(then)
         self.savings = FurtherSavings(then)
         if then and not self.adaptive:
             why, way_out = "a given number is never tried again", "List them among the callbacks, or use n='auto'"
             raise ValueError(explain(f"then={self.then} with n={n}", why, way_out))
-        self.found: CountTargets | None = None
+        self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
         self.parts = 0  # of the last batch
         self.together = Together()
@@ -142,13 +150,8 @@ class MicroBatching(Technique):
         if self.adaptive or self.n > 1:
             _refuse_static_graph(trainer.strategy.model)
         self.savings.try_on(pl_module)
-        norms = (m for m in pl_module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm))
-        if (self.adaptive or self.n > 1) and any(norm.training for norm in norms):
-            parts = "auto" if self.adaptive else self.n
-            warn(
-                f"MicroBatching({parts}) with BatchNorm: statistics are taken over micro-batches, so this is not the "
-                "same training. Use GroupNorm or LayerNorm, freeze the BatchNorm layers (.eval()), or fewer parts."
-            )
+        if self.through is None and (self.adaptive or self.n > 1):
+            _refuse_batch_statistics("auto" if self.adaptive else self.n, pl_module, self.check)
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the checkpoint is read."""
@@ -157,7 +160,7 @@ class MicroBatching(Technique):
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: what was found is worth keeping."""
         state = {"n": self.n, "then": self.savings.taken} if self.adaptive else {}
-        checkpoint["MicroBatching"] = {**state, **rule_state(self.found)}
+        checkpoint["MicroBatching"] = {**state, **rule_state(self.found and self.found.count)}
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
         """Hook: begin with what was found before."""
@@ -167,6 +170,19 @@ class MicroBatching(Technique):
             # The run that wrote it may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
+
+
+def _refuse_batch_statistics(n: int | str, model: nn.Module, check: bool) -> None:
+    """Raises: ValueError: BatchNorm takes statistics of the batch; with ``check=False`` a warning."""
+    layers = list(list_batch_statistics(model))
+    if not layers:
+        return
+    what = f"MicroBatching({n}) with BatchNorm in training mode ({list_some(list(map(repr, layers)))})"
+    why = "statistics are taken over micro-batches, so this is not the same training"
+    way_out = "Use GroupNorm or LayerNorm, freeze the BatchNorm layers with .eval()"
+    if not check:
+        return warn(explain(what, why, way_out))
+    raise ValueError(explain(what, why, f"{way_out}, or accept it with check=False"))
 
 
 def _refuse_static_graph(replica: nn.Module | None) -> None:

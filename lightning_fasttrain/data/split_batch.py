@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -40,9 +41,19 @@ def split_batch(batch: Any, n: int) -> list[Any]:
     """
     positive_int("n", n)
     size = batch_size(batch)
-    share, rest = divmod(size, min(n, size))
-    stops = [share * (i + 1) + min(i + 1, rest) for i in range(min(n, size))]
+    stops = list(itertools.accumulate(split_sizes(size, n)))
     return [_rows(batch, start, stop, size) for start, stop in zip([0, *stops[:-1]], stops, strict=True)]
+
+
+def split_sizes(size: int, n: int) -> list[int]:
+    """The numbers of samples of ``n`` parts, which differ by one at most; one for each sample where there are fewer.
+
+    Example:
+        >>> split_sizes(5, 2), split_sizes(2, 4)
+        ([3, 2], [1, 1])
+    """
+    share, rest = divmod(size, min(n, size))
+    return [share + (part < rest) for part in range(min(n, size))]
 
 
 def take_rows(batch: Any, start: int, stop: int) -> Any:
@@ -54,6 +65,26 @@ def take_rows(batch: Any, start: int, stop: int) -> Any:
         (tensor([1, 2]), 'train')
     """
     return _rows(batch, start, stop, batch_size(batch))
+
+
+def pick_rows(batch: Any, rows: list[int]) -> Any:
+    """The samples with these numbers, in their order, by the rule of :func:`split_batch`; a sample may come twice.
+
+    Example:
+        >>> import torch
+        >>> pick_rows((torch.arange(5), ["a", "b", "c", "d", "e"]), [4, 0, 4])
+        (tensor([4, 0, 4]), ['e', 'a', 'e'])
+    """
+    size = batch_size(batch)
+
+    def pick(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim > 0:
+            return leaf[rows]
+        if isinstance(leaf, list | tuple) and len(leaf) == size:
+            return type(leaf)(leaf[row] for row in rows)
+        return leaf
+
+    return walk_leaves(batch, pick, "batch")
 
 
 def reverse_rows(batch: Any) -> Any:

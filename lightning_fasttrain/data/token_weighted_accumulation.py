@@ -16,17 +16,16 @@ from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain.data._closure import BatchClosures, own_scaling, scale_gradients_
-from lightning_fasttrain.data._part_weights import Number
-from lightning_fasttrain.data.count_targets import (
+from lightning_fasttrain.data.micro_batch_closure import BatchClosures, own_scaling, scale_gradients_
+from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,
-    CountTargets,
-    is_sum,
     named_count,
     rule_in,
     rule_state,
 )
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.technique import Technique
 
 
@@ -84,7 +83,7 @@ class TokenWeightedAccumulation(Technique):
         self.by = one_of("by", by, ("epoch", "step"))
         self.count: Count = named_count(count)
         self.check = check
-        self.found: CountTargets | None = None
+        self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
         self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
         self._trainer: L.Trainer | None = None
@@ -207,12 +206,13 @@ class TokenWeightedAccumulation(Technique):
             for optimizer in trainer.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
-    def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None:
+    def take_reference(self, trainer: L.Trainer, size: Number) -> None:
         """Called by the closure before each batch; the first of a run gives the size of sums."""
         if self.reference is None:
-            here = torch.as_tensor(count(batch), dtype=torch.float32, device=trainer.strategy.root_device)
+            here = torch.as_tensor(size, dtype=torch.float32, device=trainer.strategy.root_device)
             mean = float(trainer.strategy.reduce(here, reduce_op="mean"))  # waits for the device, once a run
-            self.reference = max(1.0, mean)  # the first batch may count nothing, and all is divided by it
+            # The first batch may count nothing, and all is divided by it.
+            self.reference = mean if mean > 0 else 1.0
 
     def add(self, targets: Number, optimizer: Optimizer) -> None:
         """Called by the closure after each batch: count it, and finish the gradient if the window is full."""
@@ -221,7 +221,7 @@ class TokenWeightedAccumulation(Technique):
         self._batches += 1
         if self._window_goes_on():
             return
-        if is_sum(self.found):
+        if self.found is not None and self.found.is_sum:
             self._targets = 1 / self._trainer.world_size  # of the mean over ranks, the sum
         elif self._trainer.world_size > 1:  # DDP's gradients are means over ranks, so the mean of the counts divides
             strategy = self._trainer.strategy
@@ -244,7 +244,12 @@ class TokenWeightedAccumulation(Technique):
         # after a resume the window starts over.
         alone = trainer.interrupted and trainer.world_size > 1
         batches = 0 if alone or own_scaling(trainer.strategy) else self._batches
-        state = {"reference": self.reference, "batches": batches, "factor": self._factor, **rule_state(self.found)}
+        state = {
+            "reference": self.reference,
+            "batches": batches,
+            "factor": self._factor,
+            **rule_state(self.found and self.found.count),
+        }
         if batches > 0:
             state["targets"] = mean(self._targets)
             state["grads"] = {name: mean(p.grad) for name, p in pl_module.named_parameters() if p.grad is not None}

@@ -1,6 +1,8 @@
 """Logits that are described instead of made: hidden states that remember what becomes of them."""
 
+import functools
 import math
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,8 @@ class DeferredLogits:
     r"""Stands for the logits :math:`z = f · \mathrm{head}(h) + b`, or :math:`z = c \tanh(f · \mathrm{head}(h) + b)`.
 
     It has their shape, dtype and device, but no numbers. It goes through what models do between head and loss: casts,
-    reshapes and slices that leave the classes last and whole, factors, one number added to each class, soft-capping,
-    and at last ``log_softmax``. Its ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of``
+    reshapes, slices and splits that leave the classes last and whole, a permutation that puts the classes second (also
+    einops'), factors, one number added to each class, soft-capping, and at last ``log_softmax``. Its ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of``
     returns. Whatever else would need the numbers is refused. It is no ``Tensor``, so that the hooks
     of strategies, which cast, detach or gather the tensors of an output, let it pass.
 
@@ -30,6 +32,7 @@ class DeferredLogits:
         cap: c; None for no tanh.
         bias: b (V,); None for none.
         normalised: whether ``log_softmax`` was called, which changes no loss.
+        classes_second: whether the shape is (B, V, ...), as ``cross_entropy`` wants it, instead of (B, ..., V).
 
     Raises:
         RuntimeError, AttributeError: something needs the numbers.
@@ -57,10 +60,15 @@ class DeferredLogits:
         cap: float | None = None,
         bias: Tensor | None = None,
         normalised: bool = False,
+        classes_second: bool = False,
     ) -> None:
         self.hidden, self.classes, self.dtype, self.loss_of = hidden, classes, dtype, loss_of
         self.factor, self.cap, self.bias, self.normalised = factor, cap, bias, normalised
-        self.shape, self.ndim, self.device = torch.Size((*hidden.shape[:-1], classes)), hidden.ndim, hidden.device
+        self.classes_second, self.ndim, self.device = classes_second, hidden.ndim, hidden.device
+        rows = hidden.shape[:-1]
+        self.shape = torch.Size((rows[0], classes, *rows[1:]) if classes_second else (*rows, classes))
+        if "einops" in sys.modules:
+            _register_with_einops()
 
     def __repr__(self) -> str:
         return f"DeferredLogits(shape={tuple(self.shape)})"
@@ -74,7 +82,7 @@ class DeferredLogits:
     def _copy_with(self, **changes: Any) -> "DeferredLogits":
         same = {"hidden": self.hidden, "classes": self.classes, "dtype": self.dtype, "loss_of": self.loss_of}
         done = {"factor": self.factor, "cap": self.cap, "bias": self.bias, "normalised": self.normalised}
-        return DeferredLogits(**{**same, **done, **changes})
+        return DeferredLogits(**{**same, **done, "classes_second": self.classes_second, **changes})
 
     def _cross_entropy(
         self,
@@ -89,7 +97,8 @@ class DeferredLogits:
         old = size_average is not None or reduce is not None
         if old or weight is not None or target.is_floating_point():
             raise _refusal("cross_entropy with class weights, with probabilities for targets or with old options")
-        if self.ndim > 2:  # there cross_entropy takes the second axis for the classes, which are last here
+        # With more than two axes, cross_entropy takes the second one for the classes.
+        if self.ndim > 2 and not self.classes_second:
             raise _refusal(f"cross_entropy over the second dimension of {tuple(self.shape)}")
         cap = 1.0 if self.cap is None else self.cap
         factor = self.factor * cap
@@ -131,9 +140,43 @@ class DeferredLogits:
     def _reshape_rows(self, name: str, *args: Any) -> "DeferredLogits":
         # torch's own rules for -1, tuples and ranges of axes, on a tensor that takes no memory.
         shape = getattr(torch.empty(self.shape, device="meta"), name)(*args).shape
-        if shape[-1] != self.classes:  # rows stay rows as long as their length does
+        if shape == self.shape:
+            return self
+        if self.classes_second or shape[-1] != self.classes:  # rows stay rows as long as their length does
             raise _refusal(f".{name}{args}")
         return self._copy_with(hidden=self.hidden.reshape(*shape[:-1], self.hidden.shape[-1]))
+
+    def permute(self, *dims: Any) -> "DeferredLogits":
+        """Any order of the axes in which the classes are last or second."""
+        # torch's own rules for negative axes and tuples, on a tensor whose axes differ in length.
+        lengths = torch.empty(range(self.ndim), device="meta").permute(*dims).shape
+        classes_at = 1 if self.classes_second else self.ndim - 1
+        # The classes are last in `hidden`, so the axes between move down by one.
+        rows = [axis - (axis > classes_at) for axis in lengths if axis != classes_at]
+        place = lengths.index(classes_at)
+        if place not in (1, self.ndim - 1):
+            raise _refusal(f".permute{dims}")
+        hidden = self.hidden.permute(*rows, self.ndim - 1)
+        return self._copy_with(hidden=hidden, classes_second=place != self.ndim - 1)
+
+    def transpose(self, dim0: int, dim1: int) -> "DeferredLogits":
+        axes = list(range(self.ndim))
+        axes[dim0], axes[dim1] = axes[dim1], axes[dim0]
+        return self.permute(axes)
+
+    def movedim(self, source: int, destination: int) -> "DeferredLogits":
+        axes = list(range(self.ndim))
+        axes.insert(destination % self.ndim, axes.pop(source))
+        return self.permute(axes)
+
+    @property
+    def mT(self) -> "DeferredLogits":
+        return self.transpose(-2, -1)
+
+    def split(self, split_size: int | list[int], dim: int = 0) -> tuple["DeferredLogits", ...]:
+        if self.classes_second or dim in (-1, self.ndim - 1):
+            raise _refusal(f".split(dim={dim})")
+        return tuple(self._copy_with(hidden=rows) for rows in self.hidden.split(split_size, dim))
 
     def __getitem__(self, index: Any) -> "DeferredLogits":
         """A mask or numbers of rows, or slices that do not reach the classes."""
@@ -147,7 +190,7 @@ class DeferredLogits:
             leaves_classes = not reaches or named[-1] == slice(None)
         else:
             leaves_classes = False
-        if not leaves_classes:
+        if not leaves_classes or self.classes_second:
             raise _refusal("an index into the classes")
         return self._copy_with(hidden=self.hidden[index])
 
@@ -161,7 +204,7 @@ class DeferredLogits:
     __rmul__ = mul = __mul__
 
     def __add__(self, bias: object) -> "DeferredLogits":
-        one_a_class = isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
+        one_a_class = not self.classes_second and isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
         if not one_a_class or bias.numel() != self.classes or self.cap is not None or self.normalised:
             raise _refusal(f"add of {type(bias).__name__}")
         bias = bias.reshape(-1)
@@ -184,7 +227,7 @@ class DeferredLogits:
 
     def log_softmax(self, dim: int, dtype: torch.dtype | None = None, **_: Any) -> "DeferredLogits":
         # `_` is what F.log_softmax adds for its warnings: how deep in the stack its caller is.
-        if dim not in (-1, self.ndim - 1):
+        if dim not in ((1, 1 - self.ndim) if self.classes_second else (-1, self.ndim - 1)):
             raise _refusal(f"log_softmax over dimension {dim}")
         return self._copy_with(normalised=True, dtype=dtype or self.dtype)
 
@@ -216,3 +259,26 @@ def _refusal(what: str) -> RuntimeError:
             "Call the model under torch.no_grad() for its logits, as validation does, or leave FusedLossHead out",
         )
     )
+
+
+@functools.cache
+def _register_with_einops() -> None:
+    """einops takes what a subclass of its ``AbstractBackend`` knows."""
+    try:
+        from einops._backends import AbstractBackend  # noqa: PLC0415  # optional, and imported by whoever uses it
+    except ImportError:
+        return
+
+    class DeferredLogitsBackend(AbstractBackend):
+        framework_name = __name__  # einops asks for it once this module is imported
+
+        def is_appropriate_type(self, tensor: object) -> bool:
+            return isinstance(tensor, DeferredLogits)
+
+        def transpose(self, x: DeferredLogits, axes: Any) -> DeferredLogits:
+            return x.permute(axes)
+
+    _einops_backends.append(DeferredLogitsBackend)
+
+
+_einops_backends: list[type] = []  # einops finds the class by a weak reference

@@ -12,7 +12,7 @@ from lightning_fasttrain._checks import one_of
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.count_targets import Count
+from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.scale_rates import RULES, scale_rates_

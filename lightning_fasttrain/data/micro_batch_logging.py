@@ -14,7 +14,7 @@ from lightning_fasttrain._host import logging_as
 from lightning_fasttrain._messages import warn
 from lightning_fasttrain._metric_state import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 
 
 class PartLogs:
@@ -41,16 +41,16 @@ class PartLogs:
         return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
     @contextmanager
-    def of_parts(self, pl_module: L.LightningModule, counts: Sequence[Number]) -> Iterator[Callable[[], None]]:
-        """Within it, ``pl_module.log`` is collected; call what it yields, after it, to log the combined values."""
+    def of_parts(
+        self, pl_module: L.LightningModule, parts: Sequence[Any]
+    ) -> Iterator[Callable[[Sequence[int], Sequence[Number]], None]]:
+        """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards.
+
+        That takes the parts that gave a loss, and by how much each counts.
+        """
         self._sums.clear()  # addresses of the last batch, at which there may be other values by now
         calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
-        several = len(counts) > 1
-
-        @functools.cache  # most names are logged in every part, and share one division
-        def weights_of(parts: tuple[int, ...]) -> PartWeights:
-            logged = [counts[part] for part in parts]
-            return PartWeights(logged, add_counts(logged))
+        several = len(parts) > 1
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             # The order of LightningModule.log.
@@ -62,7 +62,14 @@ class PartLogs:
         # Emptied before the batch, so that what they compute after it is of this batch alone.
         earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
 
-        def pass_on() -> None:
+        def pass_on(held: Sequence[int], counts: Sequence[Number]) -> None:
+            count_of = dict(zip(held, counts, strict=True))
+
+            @functools.cache  # most names are logged in every part, and share one division
+            def weights_of(logging: tuple[int, ...]) -> MicroBatchWeights:
+                logged = [count_of.get(part, 0) for part in logging]
+                return MicroBatchWeights(logged, add_counts(logged))
+
             with logging_as(pl_module, "training_step"):
                 for name, seen in calls.items():
                     self._log_one(pl_module, name, seen, weights_of if several else None, earlier)
@@ -80,7 +87,7 @@ class PartLogs:
         pl_module: L.LightningModule,
         name: str,
         seen: list[tuple[int, Any, dict[str, Any]]],
-        weights_of: Callable[[tuple[int, ...]], PartWeights] | None,
+        weights_of: Callable[[tuple[int, ...]], MicroBatchWeights] | None,
         earlier: dict[int, MetricState],
     ) -> None:
         """Log what all parts logged under a name; ``weights_of`` is None for a single part, which is passed on."""
@@ -132,7 +139,7 @@ def _set_aside(metric: Metric) -> MetricState:
 
 
 def _combine(
-    seen: list[tuple[int, Any, dict[str, Any]]], weights_of: Callable[[tuple[int, ...]], PartWeights], how: str
+    seen: list[tuple[int, Any, dict[str, Any]]], weights_of: Callable[[tuple[int, ...]], MicroBatchWeights], how: str
 ) -> Any:
     values = [value for _, value, _ in seen]
     if how == "sum":

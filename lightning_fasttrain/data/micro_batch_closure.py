@@ -9,7 +9,7 @@ import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import lightning as L
@@ -27,18 +27,23 @@ from lightning_fasttrain._host import (
     replaced_closures,
     zero_grad_of_batch,
 )
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data._part_logs import PartLogs
-from lightning_fasttrain.data._part_weights import Number, PartWeights, add_counts
-from lightning_fasttrain.data.count_targets import Count, CountRule, CountTargets, count_targets, is_sum, weights_of
+from lightning_fasttrain.data.find_trunk import Through, Trunk, find_trunk, name_trunk
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch, Together
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
+from lightning_fasttrain.data.micro_batch_forward import MicroBatchedForward
+from lightning_fasttrain.data.micro_batch_logging import PartLogs
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
+from lightning_fasttrain.data.normalizer.sample_rows import Sample, first_micro_batch, sample_rows
+from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
+from lightning_fasttrain.data.normalizer.step_function import loss_of
+from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
+from lightning_fasttrain.data.normalizer.trial import Stage
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trial._split_trial import Sample, Stage, first_part, some_rows
-from lightning_fasttrain.data.trial._step_parts import loss_of
-from lightning_fasttrain.data.trial.find_count import find_on, is_sharded
 
 _MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
 
@@ -48,7 +53,7 @@ class Counting(Protocol):
 
     count: Count
     check: bool
-    found: CountTargets | None
+    found: LossSplit | None
     found_before: CountRule | None
 
 
@@ -61,6 +66,7 @@ class Splitter(Counting, Protocol):
     split: Callable[[Any, int], list[Any]]
     savings: FurtherSavings
     together: Together
+    through: Through | None
 
 
 class Window(Counting, Protocol):
@@ -71,7 +77,7 @@ class Window(Counting, Protocol):
     @property
     def holds_one_batch(self) -> bool: ...
 
-    def take_reference(self, trainer: L.Trainer, batch: Any, count: CountTargets) -> None: ...
+    def take_reference(self, trainer: L.Trainer, size: Number) -> None: ...
 
     def add(self, targets: Number, optimizer: Optimizer) -> None: ...
 
@@ -82,13 +88,11 @@ class _Parts:
 
     Attributes:
         weights: of the parts.
-        outputs: of ``training_step``, one a part.
         output: what the unsplit step would have returned.
         pass_on_logs: logs what the parts logged, once.
     """
 
-    weights: PartWeights
-    outputs: list[Any]
+    weights: StepWeights
     output: Any
     pass_on_logs: Callable[[], None]
 
@@ -101,7 +105,10 @@ class BatchClosures:
         self.micro: Splitter | None = None
         self.window: Window | None = None
         self.logs = PartLogs()
-        self.counted: CountTargets | None = None  # what the first batch showed
+        self.split: LossSplit | None = None  # what the first batch showed
+        self.trunk: Trunk | None = None  # what runs in micro-batches where the loss cannot be split
+        self._trunk_forwards: list[MicroBatchedForward] = []
+        self._undo_trunk: Undo = _do_nothing
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -132,6 +139,8 @@ class BatchClosures:
         def leave() -> None:
             closures.micro = None if micro is not None else closures.micro
             closures.window = None if window is not None else closures.window
+            if micro is not None:
+                closures.leave_trunk()
             if closures.micro is None and closures.window is None:
                 closures._restore()
 
@@ -157,28 +166,117 @@ class BatchClosures:
             why = "the module fetches its batches itself, so there is none to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
-        if self.counted is None:
-            self.counted = self._find_count(batch, rest)
-            for technique in self._techniques:
-                technique.found = self.counted
+        if self.split is None:
+            self._find_split(batch, rest)
+        try:
+            return self._run_batch(batch, rest, optimizer)
+        except OtherSplitError as error:
+            self._find_another(batch, rest, error, is_first=zero_grad is not None)
+            if zero_grad is not None:
+                zero_grad()
+            return self._run_batch(batch, rest, optimizer)
+
+    def _run_batch(self, batch: Any, rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         if self.window is not None:
-            self.window.take_reference(self.trainer, batch, self.counted or count_targets)
+            self.window.take_reference(self.trainer, self._size_of(batch))
         if self.micro is None:
             return self._finish(self._run_parts([batch], rest, optimizer), optimizer)
         if self.micro.adaptive:
             return self._finish(self._run_until_it_fits(self.micro, batch, rest, optimizer), optimizer)
-        parts = self.micro.split(batch, self.micro.n)
-        self.micro.parts = len(parts)
-        return self._finish(self._run_parts(parts, rest, optimizer), optimizer)
+        return self._finish(self._run_in(self.micro, self.micro.n, batch, rest, optimizer), optimizer)
+
+    def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+        """Run a batch in ``n`` micro-batches: the whole step of each, or the trunk alone."""
+        if self.trunk is None:
+            parts = micro.split(batch, n)
+            micro.parts = len(parts)
+            return self._run_parts(parts, rest, optimizer)
+        for forward in self._trunk_forwards:
+            forward.n = n
+        micro.parts = n
+        return self._run_parts([batch], rest, optimizer)
+
+    def _size_of(self, batch: Any) -> Number:
+        """About what the loss of a batch is divided by."""
+        split = self.split or LossSplit(None, count_targets)
+        if split.is_sum:
+            return 1
+        return split.count(batch) if split.count is not None else split.per_sample * batch_size(batch)
+
+    def _find_split(self, batch: Any, rest: list[Any], together: bool = True) -> None:
+        through = None if self.micro is None else self.micro.through
+        if through is not None and self.trunk is None:
+            self._enter_trunk(name_trunk([self.trainer.lightning_module], through), "as through= says")
+        if self.trunk is not None and self.window is None:
+            self.split = LossSplit(None, CountRule("sum"))  # of a single part
+        else:
+            try:
+                self.split = self._try_batch(batch, rest, together)
+            except CannotSplitError as error:
+                self._use_trunk(error, rest, together)
+        for technique in self._techniques:
+            technique.found = self.split
+
+    def _use_trunk(self, error: CannotSplitError, rest: list[Any], together: bool) -> None:
+        """For a loss that cannot be split: run the submodules in which samples are independent in micro-batches."""
+        if self.micro is None or self.window is not None or self._counting.count != "auto":
+            raise error
+        trunk: Trunk | str = "nothing could be tried"
+        if error.trial is not None and error.trial.splits and error.trial.splits[0].parameters:
+            trunk = find_trunk(self._stage(rest, CollectivesWatch()), error.trial)
+        found = sorted(trunk.modules) if isinstance(trunk, Trunk) else trunk
+        others = from_all_ranks([found]) if together else [found]
+        unlike = next((other for other in others if other != found), found)
+        if not isinstance(trunk, Trunk) or unlike != found:
+            if error.otherwise is not None and not isinstance(unlike, str | list):
+                self.split = error.otherwise
+                return
+            raise CannotSplitError(f"{error.why}, and {unlike}", error.trial, nearest=error.nearest) from None
+        self._enter_trunk(trunk, f"since {error.why}")
+        self.split = LossSplit(None, CountRule("sum"))
+
+    def _enter_trunk(self, trunk: Trunk, why: str) -> None:
+        self.trunk = trunk
+        self._trunk_forwards, self._undo_trunk = trunk.install(1)
+        say(
+            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees the "
+            "whole batch, %s",
+            trunk,
+            why,
+        )
+
+    def leave_trunk(self) -> None:
+        """At the end of the run."""
+        self._undo_trunk()
+        self.trunk, self._trunk_forwards, self._undo_trunk = None, [], _do_nothing
+
+    def _find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, is_first: bool) -> None:
+        """For a batch whose loss is not split as those before it: none of its gradients has been used."""
+        if not is_first:
+            what = "MicroBatching inside an accumulation window"
+            why = f"this batch is not split as those before it, whose gradients are in the sum: {error}"
+            raise ValueError(
+                explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
+            ) from error
+        before = self.split
+        self._find_split(batch, rest, together=False)
+        if self.trunk is not None:
+            return
+        if self.split == before and before is not None:
+            if before.count is None or before.read is None:
+                raise CannotSplitError(f"{error}") from error
+            self.split = replace(before, count=None)  # the rule does not count what is read: it is read alone
+        say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, self.split)
 
     def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
         most = batch_size(batch) if micro.split is split_batch else _MANY
 
         def attempt(n: int) -> _Parts:
-            return self._run_parts(micro.split(batch, n), rest, optimizer)
+            return self._run_in(micro, n, batch, rest, optimizer)
 
         def run_one() -> _Parts:
-            return self._run_parts(micro.split(batch, most)[:1], rest, optimizer)
+            one = micro.split(batch, most)[0]
+            return self._run_in(micro, 1, one, rest, optimizer)
 
         module, together = self.trainer.lightning_module, micro.together
         left = functools.partial(micro.savings.list_left, module)
@@ -189,37 +287,55 @@ class BatchClosures:
         together.join()
         return parts
 
-    def _find_count(self, batch: Any, rest: list[Any]) -> CountTargets | None:
-        """By what parts are weighed, found on this batch; None where it is one part of one sample, and weighs 1."""
+    def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
+        """How the loss of this batch is split; None where it is one part of one sample, and weighs 1."""
         split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
         if split is not split_batch:
-            return self._find_on(rest, first_part(batch, n, split))
+            return self._find_on(rest, first_micro_batch(batch, n, split), together)
         if self.micro is None and not _can_be_cut(batch):
             # Nothing can be compared, but the losses that the step computes may tell the rule.
-            return self._find_on(rest, iter([Sample(batch, 1, [])]))
+            return self._find_on(rest, iter([Sample(batch, 1, [])]), together)
         size = batch_size(batch)
         if size < 2 and self.window is None and self.trainer.world_size == 1:  # else the other ranks would wait
             return None
-        return self._find_on(rest, some_rows(batch, -(-size // n)))
+        return self._find_on(rest, sample_rows(batch, -(-size // n)), together)
 
-    def _find_on(self, rest: list[Any], samples: Iterator[Sample]) -> CountTargets | None:
+    def _find_on(self, rest: list[Any], samples: Iterator[Sample], together: bool) -> LossSplit | None:
+        watch = CollectivesWatch()
+        stage = self._stage(rest, watch)
+        technique = self._counting
+        found = find_split(
+            stage,
+            samples,
+            technique.count,
+            check=technique.check,
+            preferred=technique.found_before,
+            together=together,
+        )
+        if self.micro is not None and self.micro.adaptive and stage.gradients:  # there each forward communicates
+            watch.refuse()
+        if found is not None and found.count is None and not found.is_sum and not self._can_scale:
+            why = f"{type(self.trainer.strategy).__name__} sums gradients over ranks before their total is known"
+            raise CannotSplitError(f"{why}, and no rule counts {found} beforehand")
+        return found
+
+    @property
+    def _can_scale(self) -> bool:
+        """Whether gradients of this rank can be multiplied before they are synchronised."""
+        return self.window is not None or own_scaling(self.trainer.strategy) is None
+
+    def _stage(self, rest: list[Any], watch: CollectivesWatch) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
         sharded = is_sharded(module)
         # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
         training_step = strategy.training_step if sharded else module.training_step
-        watch = CollectivesWatch()
-        stage = Stage(
+        return Stage(
             watch.wrap(lambda rows: training_step(rows, *rest)),
             [module],
             strategy.precision_plugin.train_step_context,
             gradients=not sharded,
             may_skip=True,
         )
-        technique = self._counting
-        found = find_on(stage, samples, technique.count, check=technique.check, preferred=technique.found_before)
-        if self.micro is not None and self.micro.adaptive and not sharded:  # there each forward communicates
-            watch.refuse()
-        return found
 
     @property
     def _counting(self) -> Counting:
@@ -232,54 +348,67 @@ class BatchClosures:
         return [technique for technique in (self.micro, self.window) if technique is not None]
 
     def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
-        counts, total = weights_of(self.counted or count_targets, parts)
-        means = counts
-        if is_sum(self.counted):
-            means = [batch_size(part) for part in parts]
-        weights = PartWeights(counts, total)
-        with self.logs.of_parts(self.trainer.lightning_module, means) as pass_on_logs:
+        reference = None
+        if self.window is not None:
+            # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
+            reference = self.window.reference
+        weights = StepWeights(self.split or LossSplit(None, count_targets), parts, reference)
+        with self.logs.of_parts(self.trainer.lightning_module, parts) as pass_on_logs:
             outputs = self._forward_backward(parts, rest, weights, optimizer)
-        return _Parts(weights, outputs, _combine(outputs, weights, means), pass_on_logs)
+        means = weights.counts
+        if weights.split.is_sum:
+            means = [batch_size(parts[part]) for part in weights.held]
+        output = _combine(outputs, weights, means)
+        return _Parts(weights, output, functools.partial(pass_on_logs, weights.held, means))
 
     def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
         """What may wait for other ranks, and is done once, when all parts have fitted."""
         parts.pass_on_logs()
-        weights = parts.weights
-        self._forget_missing(parts.outputs, list(weights.counts), weights.total, optimizer)
         if self.window is not None:
-            pairs = zip(weights.counts, parts.outputs, strict=True)
-            self.window.add(add_counts([count for count, output in pairs if output is not None]), optimizer)
+            self.window.add(parts.weights.total, optimizer)
         return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
 
     def _forward_backward(
-        self, parts: list[Any], rest: list[Any], weights: PartWeights, optimizer: Optimizer
+        self, parts: list[Any], rest: list[Any], weights: StepWeights, optimizer: Optimizer
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
-        if self.window is not None:
-            # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
-            weights = PartWeights(weights.counts, self.window.reference)
+        gradients = StepGradients(trainer.lightning_module.parameters())
+        scaled_here = weights.known is None and self.window is None
+        if scaled_here:
+            gradients.set_aside()
         for i, part in enumerate(parts):
             # block_backward_sync is a method of these strategies only: others have no ranks to wait for.
-            inner = i < len(parts) - 1 and isinstance(strategy, ParallelStrategy)
-            with strategy.block_backward_sync() if inner else nullcontext():
+            last = i == len(parts) - 1
+            with strategy.block_backward_sync() if self._has_sync and not last else nullcontext():
                 self.logs.part = i
                 output = call_strategy(trainer, "training_step", part, *rest)
                 if output is None:
                     self._refuse_none()
-                    outputs.append(None)
                     continue
                 loss = loss_of(output)
-                if is_sum(self.counted):
+                if weights.split.is_sum:
                     self.logs.note_sum(loss)
                 outputs.append(_detach(output))
                 weighed = weights.weigh(loss, i)
                 if self.window is None and trainer.accumulate_grad_batches > 1:
                     # As Lightning's ClosureResult does with the loss of a whole batch.
                     weighed = weighed / trainer.accumulate_grad_batches
+                check = None
+                if last:
+                    check = DeferredCheck(weights.disagreement())
+                    if scaled_here:
+                        weighed = gradients.finish(weighed, weights.settle())
                 call_strategy(trainer, "backward", weighed, optimizer)
+                if check is not None:
+                    check.refuse()
                 del output, loss, weighed  # their graph must be gone before the next part is run
+        self._forget_missing(weights, len(parts), gradients, scaled_here)
         return outputs
+
+    @property
+    def _has_sync(self) -> bool:
+        return isinstance(self.trainer.strategy, ParallelStrategy)
 
     def _refuse_none(self) -> None:
         if self.trainer.world_size > 1:
@@ -287,18 +416,28 @@ class BatchClosures:
             way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
             raise RuntimeError(explain("training_step returned None", why, way_out))
 
-    def _forget_missing(self, outputs: list[Any], counts: list[Number], total: Number, optimizer: Optimizer) -> None:
-        """A part whose step returned None was counted in ``total``: give its weight to the others."""
-        if self.window is not None or is_sum(self.counted) or all(output is not None for output in outputs):
+    def _forget_missing(self, weights: StepWeights, parts: int, gradients: StepGradients, scaled_here: bool) -> None:
+        """Where a part's step returned None: give its weight to the others."""
+        held = weights.held
+        if len(held) == parts or not held or self.window is not None or weights.split.is_sum:
             return
-        held = sum(c for c, output in zip(counts, outputs, strict=True) if output is not None)
-        if float(held) in (0.0, float(total)):  # waits for the device, in a case that is rare
+        if scaled_here:
+            if held[-1] != parts - 1:  # else it was done before the last backward
+                scale_(gradients.parameters, factor) if (factor := weights.settle()) is not None else None
+            return
+        assert weights.known is not None
+        counted, total = weights.total, weights.known.total
+        if float(counted) in (0.0, float(total)):  # waits for the device, in a case that is rare
             return
         if self.trainer.accumulate_grad_batches > 1:
             what = "training_step returned None for one micro-batch inside an accumulation window"
             why = "the parts before it were already weighed as if it counted, and are summed with other batches"
             raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
-        scale_gradients_(optimizer, total, held, self.trainer.strategy)
+        scale_(gradients.parameters, _ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _can_be_cut(batch: Any) -> bool:
@@ -316,16 +455,12 @@ def scale_gradients_(
     A strategy that keeps gradients where ``parameter.grad`` does not show them has a ``scale_gradients_`` of its own.
     """
     own = own_scaling(strategy)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if strategy is not None and own is not None:
         own(_ratio(numerator, denominator, strategy.root_device, torch.float32))
-        return sum(len(group["params"]) for group in optimizer.param_groups)
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    for device in {grad.device for grad in grads}:
-        some = [grad for grad in grads if grad.device == device]
-        dtype = torch.promote_types(some[0].dtype, torch.float32)
-        # By a tensor: the host need not wait for counts that are on the device.
-        torch._foreach_mul_(some, _ratio(numerator, denominator, device, dtype))
-    return len(grads)
+        return len(parameters)
+    device = strategy.root_device if strategy is not None else parameters[0].device
+    return scale_(parameters, _ratio(numerator, denominator, device, torch.float64))
 
 
 def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:
@@ -348,17 +483,14 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], weights: PartWeights, means: Sequence[Number]) -> Any:
+def _combine(outputs: list[Any], weights: StepWeights, means: Sequence[Number]) -> Any:
     """What the unsplit step would have returned: the loss, tensors with an axis joined, other means weighed."""
-    held = [part for part, output in enumerate(outputs) if output is not None]
-    if not held:
+    if not outputs:
         return None
-    outputs = [outputs[part] for part in held]
-    loss = weights.select(held).add_up([loss_of(output) for output in outputs])
+    loss = weights.loss()
     if not isinstance(outputs[0], dict):
         return loss
-    means = [means[part] for part in held]
-    of_means = PartWeights(means, add_counts(means))
+    of_means = MicroBatchWeights(means, add_counts(means))
     extras: dict[str, Any] = {}
     for key, first in outputs[0].items():
         values = [output[key] for output in outputs]

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from lightning_fasttrain.data._part_weights import PartWeights, add_counts
+from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, add_counts
 
 
 def as_tensors(counts):
@@ -15,7 +15,7 @@ def as_tensors(counts):
 @pytest.mark.parametrize("kind", [list, as_tensors])
 def test_losses_and_gradients_are_weighed_by_their_share(kind):
     counts = kind([1, 2, 5])
-    weights = PartWeights(counts, add_counts(counts))
+    weights = MicroBatchWeights(counts, add_counts(counts))
     losses = [torch.tensor(value, requires_grad=True) for value in (8.0, 4.0, 1.6)]
     weighed = [weights.weigh(loss, part) for part, loss in enumerate(losses)]
     torch.stack(weighed).sum().backward()
@@ -26,25 +26,25 @@ def test_losses_and_gradients_are_weighed_by_their_share(kind):
 
 @pytest.mark.parametrize("counts", [[0, 4], [torch.tensor(0), torch.tensor(4)], [torch.tensor(0), 4]])
 def test_a_part_without_targets_is_a_true_zero_and_moves_nothing(counts):
-    weights = PartWeights(counts, add_counts(counts))
+    weights = MicroBatchWeights(counts, add_counts(counts))
     nothing = torch.tensor(math.nan, requires_grad=True)
     weighed = weights.weigh(nothing, 0)
     weighed.backward()
     assert (weighed.item(), nothing.grad.item()) == (0.0, 0.0)
     assert weights.add_up([nothing, torch.tensor(3.0)]).item() == 3.0
-    assert PartWeights([torch.tensor(0)], torch.tensor(0)).add_up([nothing]).item() == 0.0
+    assert MicroBatchWeights([torch.tensor(0)], torch.tensor(0)).add_up([nothing]).item() == 0.0
 
 
 def test_a_loss_that_is_no_number_stays_one():
     for counts in ([1, 1], [torch.tensor(1), torch.tensor(1)]):
-        assert math.isnan(PartWeights(counts, 2).weigh(torch.tensor(math.nan), 1).item())
+        assert math.isnan(MicroBatchWeights(counts, 2).weigh(torch.tensor(math.nan), 1).item())
 
 
 @pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)])
 @pytest.mark.parametrize("kind", [list, as_tensors])
 def test_a_third_is_not_rounded_to_half_precision(kind, dtype, expected):
     loss = torch.tensor(1.0, dtype=dtype, requires_grad=True)
-    weighed = PartWeights(kind([1, 2]), 3).weigh(loss, 0)
+    weighed = MicroBatchWeights(kind([1, 2]), 3).weigh(loss, 0)
     weighed.backward()
     assert weighed.dtype is expected
     assert weighed.item() == pytest.approx(1 / 3, rel=1e-7)
@@ -52,7 +52,7 @@ def test_a_third_is_not_rounded_to_half_precision(kind, dtype, expected):
 
 
 def test_without_some_parts_the_others_share_the_total():
-    weights = PartWeights([1, 2, 5], 8)
+    weights = MicroBatchWeights([1, 2, 5], 8)
     assert weights.select([0, 2]).add_up([torch.tensor(6.0), torch.tensor(0.0)]).item() == pytest.approx(1.0)
     assert weights.select([0, 1, 2]) is weights
 

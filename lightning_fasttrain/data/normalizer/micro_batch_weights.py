@@ -1,4 +1,4 @@
-"""By how much each part of a step counts: worked out for all parts at once, without waiting for the device."""
+"""Weights of the micro-batches of one step, computed together on the device."""
 
 import functools
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from torch import Tensor
 Number = Tensor | float
 
 
-class PartWeights:
+class MicroBatchWeights:
     """The weights ``count / total`` of the parts of a step.
 
     On a GPU each operation on a single number is a launch, as expensive for the host as a large one. So the divisions
@@ -21,7 +21,7 @@ class PartWeights:
         total: what they are divided by.
 
     Example:
-        >>> weights = PartWeights([1, 3], 4)
+        >>> weights = MicroBatchWeights([1, 3], 4)
         >>> weights.weigh(torch.tensor(2.0), part=1)
         tensor(1.5000)
         >>> weights.add_up([torch.tensor(8.0), torch.tensor(4.0)])
@@ -53,12 +53,12 @@ class PartWeights:
         weights, counted = self._on(stacked.device, _dtype_of(stacked))
         return torch.where(counted, stacked * weights, 0.0).sum()
 
-    def select(self, parts: Sequence[int]) -> "PartWeights":
+    def select(self, parts: Sequence[int]) -> "MicroBatchWeights":
         """Those of these parts alone, the others not counted in the total."""
         if len(parts) == len(self.counts):
             return self
         others = [count for part, count in enumerate(self.counts) if part not in parts]
-        return PartWeights([self.counts[part] for part in parts], self.total - add_counts(others))
+        return MicroBatchWeights([self.counts[part] for part in parts], self.total - add_counts(others))
 
     def _on(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The weights as one tensor, and which of them are of a part in which something was counted."""
@@ -69,6 +69,17 @@ class PartWeights:
             counted = counts > 0
             self._tensors[device, dtype] = torch.where(counted, counts / total, 0.0), counted
         return self._tensors[device, dtype]
+
+
+def weigh_loss(loss: Tensor, count: Number, reference: Number) -> Tensor:
+    """``loss · count / reference``, and a true zero where nothing was counted."""
+    if not isinstance(count, Tensor) and not isinstance(reference, Tensor):
+        if count > 0:
+            return loss.to(_dtype_of(loss)) * (count / reference)
+        count = torch.zeros((), device=loss.device)
+    count = torch.as_tensor(count, device=loss.device)
+    weight = (count / reference).to(_dtype_of(loss))
+    return _Weigh.apply(loss, weight, count > 0)  # pyright: ignore[reportReturnType]
 
 
 class _Weigh(torch.autograd.Function):

@@ -1,17 +1,17 @@
-"""A step as a function of its batch alone: no dropout, the same random numbers for the same rows, float32.
+"""Run a step as a function of its batch alone: no dropout, the same random numbers for the same rows, one precision.
 
-Two runs of a step on the same samples, whole and in pieces, can only be compared if nothing but the split differs.
+Two runs of a step on the same samples, unsplit and in pieces, can only be compared if nothing but the split differs.
 """
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 _DROPOUTS = {
     F.dropout,
@@ -37,39 +37,47 @@ _DRAWS = {
     torch.normal,
 }
 _DRAWS_IN_PLACE = {Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_}
+_LOWER = (torch.float32, torch.bfloat16, torch.float16)
+# Functions that are about this very tensor, and not about its values.
+_AS_THEY_ARE = frozenset(
+    [
+        "__get__",
+        "__set__",
+        "grad",
+        "backward",
+        "requires_grad_",
+        "register_hook",
+        "retain_grad",
+        "double",
+        "float",
+        "half",
+        "bfloat16",
+        "to",
+        "type",
+        "is_floating_point",
+        "size",
+        "dim",
+        "numel",
+        "data_ptr",
+    ]
+)
 _MHA_DROPOUT = list(inspect.signature(F.multi_head_attention_forward).parameters).index("dropout_p")
 
 
-@dataclass(frozen=True)
-class SeenLoss:
-    """What a step gave to ``cross_entropy`` or ``nll_loss``."""
-
-    target: Tensor
-    ignore_index: int
-    reduction: str
-    weighted: bool
-    value: Tensor
-
-    @property
-    def is_plain_mean(self) -> bool:
-        """Whether it is a mean over the targets in which each counts the same."""
-        return self.reduction == "mean" and not self.weighted
-
-
-class TrialMode(TorchFunctionMode):
-    """Runs a step with what is random, or mixes samples, taken out of it, and notes which losses it computes.
+class DeterministicStep(TorchFunctionMode):
+    """Runs a step with what is random, or mixes samples, taken out of it.
 
     Dropout does nothing, BatchNorm takes no statistics (it is told apart elsewhere), and a random draw of a piece
-    is the rows that the whole draw had for these samples.
+    is the rows that the unsplit draw had for these samples.
 
     Args:
-        in_float32: switch autocast off around every operation, so that rounding does not hide a difference.
+        precision: ``"float32"`` switches autocast off around every operation, so that rounding does not hide a
+            difference; ``"float64"`` computes every operation in float64, too; ``"as it is"`` changes nothing.
     """
 
-    def __init__(self, in_float32: bool = True) -> None:
+    def __init__(self, precision: str = "float32") -> None:
         super().__init__()
-        self.in_float32 = in_float32
-        self.losses: list[SeenLoss] = []
+        self.precision = precision
         self.autocast = False  # the step switches it on by itself
         self.rounds = False  # something is computed in less than float32
         self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
@@ -81,7 +89,6 @@ class TrialMode(TorchFunctionMode):
     def begin(self, rows: slice | None, size: int) -> None:
         """The next run is of all ``size`` samples (None), or of these rows of them."""
         self._rows, self._size, self._drawn = rows, size, 0
-        self.losses = []
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -91,7 +98,7 @@ class TrialMode(TorchFunctionMode):
         if device is None:
             return self._call(func, args, kwargs)
         self.autocast = True  # of the step's own; switched off here, but not inside of autograd functions
-        if not self.in_float32:
+        if self.precision == "as it is":
             return self._call(func, args, kwargs)
         with torch.autocast(device, enabled=False):
             return self._call(func, args, kwargs)
@@ -109,22 +116,11 @@ class TrialMode(TorchFunctionMode):
             return _without_statistics(args, kwargs)
         if func in _DRAWS or func in _DRAWS_IN_PLACE:
             return self._draw(func, args, kwargs)
-        if func is F.cross_entropy or func is F.nll_loss:
-            return self._note_loss(func, args, kwargs)
+        if self.precision == "float64":
+            args, kwargs = _in_float64(func, args, kwargs)
         result = func(*args, **kwargs)
         self.rounds |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
         return result
-
-    def _note_loss(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        given = inspect.signature(func).bind(*args, **kwargs)
-        given.apply_defaults()
-        value = func(*args, **kwargs)
-        named = given.arguments
-        target, weighted = named["target"], named["weight"] is not None
-        if isinstance(value, Tensor) and not target.is_floating_point():  # floats are probabilities of classes
-            seen = SeenLoss(target.detach(), named["ignore_index"], named["reduction"], weighted, value.detach())
-            self.losses.append(seen)
-        return value
 
     def _draw(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         drawn = func(*args, **kwargs)
@@ -141,6 +137,25 @@ class TrialMode(TorchFunctionMode):
         rows = whole if whole.shape == drawn.shape else _rows_of(whole, self._rows, self._size)
         # In place, since draws in place are of a tensor that the step holds.
         return drawn.copy_(rows) if rows.shape == drawn.shape else drawn
+
+
+def _in_float64(
+    func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The arguments with their floating-point tensors in float64, but for what is changed in place or asked about."""
+    name = getattr(func, "__name__", "")
+    if name in _AS_THEY_ARE:
+        return args, kwargs
+    in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
+    kept = args[:1] if in_place else ()
+    return (*kept, *tree_map_only(Tensor, _to_float64, tuple(args[len(kept) :]))), {
+        key: value if key in ("inputs", "out") else tree_map_only(Tensor, _to_float64, value)
+        for key, value in kwargs.items()
+    }
+
+
+def _to_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype in _LOWER else tensor
 
 
 def autocast_device() -> str | None:

@@ -1,8 +1,8 @@
-"""One step on a few samples, whole and in pieces, without a trace: its losses, and entries of its gradients."""
+"""One step on a few samples, unsplit and in pieces, without a trace: its losses, and entries of its gradients."""
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,18 +14,26 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._surgery import patch, without_rounding
-from lightning_fasttrain.data.split_batch import batch_size, take_rows
-from lightning_fasttrain.data.trial._put_back import remember
-from lightning_fasttrain.data.trial._step_parts import loss_of
-from lightning_fasttrain.data.trial._trial_mode import SeenLoss, TrialMode, autocast_device
+from lightning_fasttrain.data.normalizer.deterministic_step import DeterministicStep, autocast_device
+from lightning_fasttrain.data.normalizer.read_normalizers import Kind, read_normalizers
+from lightning_fasttrain.data.normalizer.restore_state import remember
+from lightning_fasttrain.data.normalizer.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.step_function import loss_of
 
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
-_SAMPLES = 8
 _LOW = (torch.bfloat16, torch.float16)
 # Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
 # pieces: there only what is large shows anything.
 _LOW_FLOOR = 3.0
-_ALONE = "there is no second sample to compare with"
+
+
+@dataclass(frozen=True)
+class ReadTerm:
+    """A term of a loss as plain numbers: what :class:`~.read_normalizers.Term` holds without the graph."""
+
+    kind: Kind
+    name: str
+    slots: tuple[tuple[float, bool], ...]
 
 
 @dataclass
@@ -34,6 +42,9 @@ class Run:
 
     loss: float
     gradient: Tensor
+    terms: tuple[ReadTerm, ...] = ()
+    structure: tuple[str, ...] = ()
+    logged: dict[str, Any] = field(default_factory=dict)
     drawn: tuple[Any, ...] = ()  # where Python's and NumPy's generators stood at its end
 
     @property
@@ -122,67 +133,38 @@ class Stage:
 
 
 @dataclass
-class Sample:
-    """A few samples, and the ways in which they are cut: pieces, each with its rows if they are known."""
-
-    whole: Any
-    size: int
-    cuttings: list[list[tuple[Any, slice | None]]]
-
-
-@dataclass
 class Trial:
     """What was found out about a step.
 
     Attributes:
         sample: what it was tried on.
         splits: empty where there was nothing to compare.
-        losses: the losses that the step computed on the whole sample.
-        value: the loss that it returned.
         rounding: whether low precision hides small differences.
+        precision: in which it ran, as of a :class:`DeterministicStep`.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing can be said yet.
     """
 
     sample: Sample
     splits: list[Split] = field(default_factory=list)
-    losses: list[SeenLoss] = field(default_factory=list)
-    value: float = float("nan")
     rounding: bool = True
+    precision: str = "as it is"
     why_not: str = ""
     is_skipped: bool = False
 
-
-def some_rows(batch: Any, part_size: int) -> Iterator[Sample]:
-    """A few samples of a batch, cut twice, unequally where they are three or more: the first, the last, then two."""
-    size = batch_size(batch)
-    # No more than a part, which is known to fit; two are the least that can be cut.
-    most = min(size, _SAMPLES, max(2, part_size))
-    for start, samples in dict.fromkeys([(0, most), (size - most, most), (0, min(size, 2))]):
-        whole = take_rows(batch, start, start + samples)
-        first, last = max(1, samples // 3), samples - max(1, samples // 4)
-        cuttings: list[list[tuple[Any, slice | None]]] = []
-        for cut in sorted({first, last} - {0, samples}):
-            cuttings.append([(take_rows(whole, r.start, r.stop), r) for r in (slice(0, cut), slice(cut, samples))])
-        yield Sample(whole, samples, cuttings)
+    @property
+    def precise(self) -> bool:
+        """Whether everything ran in float64."""
+        return self.precision == "float64"
 
 
-def first_part(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
-    """The first part of a batch that is split in a way of its own, cut in the same way."""
-    whole = split(batch, n)[0]
-    cuttings: list[list[tuple[Any, slice | None]]] = []
-    for pieces in (2, 3):
-        cuttings.append([(piece, None) for piece in split(whole, pieces)])
-    yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
-
-
-def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
-    """Run the step on a few samples, whole and in pieces, as far as memory and the step allow."""
+def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32") -> Trial:
+    """Run the step on a few samples, unsplit and in pieces, as far as memory and the step allow."""
     trial: Trial | None = None
     if not stage.gradients:
         return _try_in_step(stage, next(samples))
     for sample in samples:
-        trial = _try_either_way(stage, sample)
+        trial = _try_either_way(stage, sample, precision)
         if not trial.why_not or trial.is_skipped:
             return trial
     assert trial is not None
@@ -190,23 +172,19 @@ def try_split(stage: Stage, samples: Iterator[Sample]) -> Trial:
 
 
 def _try_in_step(stage: Stage, sample: Sample) -> Trial:
-    """Where parameters are in pieces every forward gathers them, so all ranks must run the same number: three."""
-    cuttings = sample.cuttings[:1] or [[(sample.whole, None), (sample.whole, None)]]
+    """Where parameters are sharded every forward gathers them, so all ranks must run the same number: three."""
     try:
-        trial = _try(stage, Sample(sample.whole, sample.size, cuttings), in_float32=False)
+        return _try(stage, Sample(sample.whole, sample.size, sample.cuttings[:1]), "as it is")
     except _NoLossError as error:
         return _skip_or_refuse(stage, sample, error)
-    if not sample.cuttings:
-        trial.why_not = _ALONE
-    return trial
 
 
-def _try_either_way(stage: Stage, sample: Sample) -> Trial:
-    """In float32; where the step does not run like that, or not within memory, as it is."""
+def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
+    """In the given precision; where the step does not run like that, or not within memory, as it is."""
     failure = ""
-    for in_float32 in (True, False):
+    for tried in dict.fromkeys((precision, "as it is")):
         try:
-            return _try(stage, sample, in_float32)
+            return _try(stage, sample, tried)
         except _NoLossError as error:
             return _skip_or_refuse(stage, sample, error)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
@@ -223,53 +201,101 @@ def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Tria
     return Trial(sample, why_not="the step returned None", is_skipped=True)
 
 
-def _try(stage: Stage, sample: Sample, in_float32: bool) -> Trial:
-    mode = TrialMode(in_float32)
-    put_back = remember(stage.models)
+def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
+    mode = DeterministicStep(precision)
+    restore = remember(stage.models)
     try:
-        whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
-        losses = mode.losses
-        splits = []
-        for cutting in sample.cuttings:
-            runs: list[Run] = []
-            for piece, rows in cutting:
-                put_back()
-                runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
-            splits.append(Split([piece for piece, _ in cutting], whole, runs, parameters))
+        with _parameters_in_float64(stage.models) if precision == "float64" else nullcontext():
+            parameters, splits = _run_cuttings(stage, mode, sample, restore)
     finally:
-        put_back()
+        restore()
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
-    return Trial(sample, splits, losses, whole.loss, rounding, _why_not(mode, whole, splits, stage))
+    return Trial(sample, splits, rounding, precision, _why_not(mode, splits, stage))
 
 
-def _why_not(mode: TrialMode, whole: Run, splits: list[Split], stage: Stage) -> str:
+def _run_cuttings(
+    stage: Stage, mode: DeterministicStep, sample: Sample, restore: Callable[[], None]
+) -> tuple[list[Tensor], list[Split]]:
+    """The parameters of the step's loss, and its runs on the sample and on all pieces."""
+    whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
+    splits: list[Split] = []
+    for cutting in sample.cuttings:
+        runs: list[Run] = []
+        for piece, rows in cutting:
+            restore()
+            runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
+        splits.append(Split([piece for piece, _ in cutting], whole, runs, parameters))
+    return parameters, splits
+
+
+@contextmanager
+def _parameters_in_float64(models: Iterable[nn.Module]) -> Iterator[None]:
+    """So that their gradients are not rounded to the parameters' own type."""
+    held = {id(parameter): parameter for model in models for parameter in model.parameters()}
+    cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *_LOW)]
+    before = [parameter.data for parameter in cast]
+    try:
+        for parameter in cast:
+            parameter.data = parameter.data.double()
+        yield
+    finally:
+        for parameter, data in zip(cast, before, strict=True):
+            parameter.data = data
+
+
+def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
     if not splits:
-        return _ALONE
+        return "the batch is one sample that cannot be compared with another"
     if mode.redrawn:
         return "the step draws random numbers in recomputed blocks"
-    if any(run.drawn != whole.drawn for split in splits for run in split.runs):
+    if any(run.drawn != split.whole.drawn for split in splits for run in split.runs):
         return "the step draws random numbers with Python or NumPy, more of them for more samples"
-    if not whole.is_finite:
+    if not splits[0].whole.is_finite:
         return "the loss or its gradient is not finite"
     if stage.gradients and not splits[0].norm:
         return "the gradient is zero everywhere"
     return ""
 
 
+def run_again(stage: Stage, trial: Trial, piece: int | None = None) -> Run:
+    """Run the step once more, on the unsplit sample of a trial or on one of its first pieces, for its parameters."""
+    mode = DeterministicStep(trial.precision)
+    sample = trial.sample
+    rows, where = (sample.whole, None) if piece is None else sample.cuttings[0][piece]
+    restore = remember(stage.models)
+    try:
+        with _parameters_in_float64(stage.models) if trial.precise else nullcontext():
+            return _run_once(stage, mode, rows, where, sample.size, trial.splits[0].parameters)[0]
+    finally:
+        restore()
+
+
 def _run_once(
-    stage: Stage, mode: TrialMode, rows: Any, where: slice | None, samples: int, parameters: list[Tensor] | None
+    stage: Stage,
+    mode: DeterministicStep,
+    rows: Any,
+    where: slice | None,
+    samples: int,
+    parameters: list[Tensor] | None,
 ) -> tuple[Run, list[Tensor]]:
     """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
     mode.begin(where, samples)
-    with _without_compiling(), _without_logging(stage.models), stage.context(), torch.set_grad_enabled(stage.gradients):
-        with _without_autocast() if mode.in_float32 else nullcontext(), without_rounding(stage.models), mode:
-            loss = _loss(stage.step(rows))
-            if parameters is None:
-                parameters = _leaves_of(loss)
-            gradients = _gradients(loss, parameters)
+    low = mode.precision != "as it is"
+    with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
+        with torch.set_grad_enabled(stage.gradients), _without_autocast() if low else nullcontext():
+            with without_rounding(stage.models), mode:
+                loss = _loss(stage.step(rows))
+                if parameters is None:
+                    parameters = _leaves_of(loss)
+                read = read_normalizers(loss)
+                terms = tuple(
+                    ReadTerm(t.kind, t.name, tuple((float(s.value), s.divides) for s in t.slots)) for t in read.terms
+                )
+                gradients = _gradients(loss, parameters)
     entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
     # cat refuses an empty list, and a loss may depend on no parameter.
-    return Run(float(loss.detach()), torch.cat([torch.zeros(0).double(), *entries]), _read_randomness()), parameters
+    gradient = torch.cat([torch.zeros(0).double(), *entries])
+    return Run(float(loss.detach()), gradient, terms, read.structure, logged, _read_randomness()), parameters
 
 
 def _read_randomness() -> tuple[Any, ...]:
@@ -316,13 +342,19 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
 
 
 @contextmanager
-def _without_logging(models: Sequence[nn.Module]) -> Iterator[None]:
-    """What a trial finds is no value of the run."""
+def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
+    """What a trial finds is no value of the run; it is compared with that of the pieces."""
+    logged: dict[str, Any] = {}
+
+    def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, Tensor | float | int):
+            logged[name] = float(value)
+
     with ExitStack() as stack:
         for model in models:
             if isinstance(model, L.LightningModule):
-                stack.callback(patch(model, "log", lambda *args, **kwargs: None))
-        yield
+                stack.callback(patch(model, "log", collect))
+        yield logged
 
 
 def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:

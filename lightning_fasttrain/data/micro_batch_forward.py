@@ -1,0 +1,201 @@
+"""Run a submodule in micro-batches with recomputation, for losses that need the whole batch."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_fasttrain._checks import positive_int
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._recomputed_forward import RecomputedForward, recomputed_outside
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.data.split_batch import split_sizes, walk_leaves
+
+
+def micro_batch_forward_(module: nn.Module, n: int) -> Undo:
+    """Run ``module`` in ``n`` micro-batches and recompute each in the backward pass, in place.
+
+    What follows sees the outputs of the whole batch, joined along their first axis, so any loss has the gradient of the
+    unsplit step: contrastive, with several normalizers, or nonlinear in its mean. The activations of one micro-batch at
+    a time are in memory, for one more forward; blocks inside that are recomputed anyway are not recomputed twice. There
+    is one backward, so DDP and FSDP need nothing else. Where gradients are off nothing is split.
+
+    Tensors among the arguments whose first axis is the batch are split; everything else, such as masks of shape
+    (1, T, T) or a table of positions, is given to each micro-batch as it is. In the outputs, tensors are joined; None
+    and equal values are passed on; tuples, lists, mappings and dataclasses keep their type.
+
+    Args:
+        module: one in which samples do not depend on one another, such as an encoder; its inputs are batch-first.
+        n: number of micro-batches; a batch of fewer samples is run one sample at a time.
+
+    Returns:
+        A function that restores the module.
+
+    Raises:
+        ValueError: n is less than 1; in a forward: BatchNorm takes the batch's statistics, or an output cannot be
+            joined.
+
+    Example:
+        >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+        >>> texts, images = torch.randn(6, 4), torch.randn(6, 4)
+        >>> def contrast():
+        ...     scores = encoder(texts) @ encoder(images).T
+        ...     return nn.functional.cross_entropy(scores, torch.arange(6))
+        >>> expected = torch.autograd.grad(contrast(), encoder[0].weight)[0]
+        >>> restore = micro_batch_forward_(encoder, n=3)
+        >>> torch.allclose(torch.autograd.grad(contrast(), encoder[0].weight)[0], expected, atol=1e-6)
+        True
+        >>> restore()
+
+    Source:
+        For one kind of loss: Gao et al. 2021, "Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup"
+        (GradCache), https://arxiv.org/abs/2101.06983. Here autograd recomputes, so that any loss and hook works.
+    """
+    return MicroBatchedForward(module, n).install()
+
+
+class MicroBatchedForward(RecomputedForward):
+    """A forward that runs in micro-batches, each recomputed in the backward pass.
+
+    Attributes:
+        n: number of micro-batches.
+        shared: paths of arguments and outputs whose first axis is not the batch, though it may have its length.
+    """
+
+    def __init__(self, module: nn.Module, n: int) -> None:
+        super().__init__(module)
+        self.n = positive_int("n", n)
+        self.shared: frozenset[str] = frozenset()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.n == 1 or not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        size = find_batch_size((args, kwargs), self.shared)
+        if size < 2:
+            return self.inner(*args, **kwargs)
+        refuse_batch_statistics(self.module)
+        self.ran = True
+        sizes = split_sizes(size, self.n)
+        outputs: list[Any] = []
+        start = 0
+        for rows in sizes:
+            outputs.append(self._run_rows(args, kwargs, start, rows, size))
+            start += rows
+        return self._join(outputs, sizes, "output")
+
+    def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int) -> Any:
+        tensors: list[Tensor] = []
+
+        def take(leaf: Any, path: str) -> Any:
+            if is_batched(leaf, path, size, self.shared):
+                leaf = leaf[start : start + rows]
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            return leaf
+
+        taken = walk_leaves((args, kwargs), take, "input")
+
+        # By position and flat: of other tensors, torch neither finds the device, whose random state is to be restored,
+        # nor lets hooks on saved tensors see them.
+        def run(*tensors: Tensor) -> Any:
+            given = iter(tensors)
+            outside = recomputed_outside.set(True)
+            try:
+                args, kwargs = walk_leaves(taken, lambda x, _: next(given) if isinstance(x, Tensor) else x, "input")
+                return self.inner(*args, **kwargs)
+            finally:
+                recomputed_outside.reset(outside)
+
+        def contexts() -> Any:
+            return self.contexts(nullcontext(), nullcontext())
+
+        return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+
+    def _join(self, outputs: list[Any], sizes: Sequence[int], path: str) -> Any:
+        """What the unsplit forward would have returned."""
+        first = outputs[0]
+        if isinstance(first, Tensor):
+            return self._join_tensors(outputs, sizes, path)
+        if isinstance(first, Mapping):
+            joined = {key: self._join([o[key] for o in outputs], sizes, f"{path}[{key!r}]") for key in first}
+            return type(first)(joined) if type(first) is not dict else joined
+        if isinstance(first, list | tuple):
+            columns = zip(*outputs, strict=True)
+            items = [self._join(list(column), sizes, f"{path}[{i}]") for i, column in enumerate(columns)]
+            return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
+        if dataclasses.is_dataclass(first) and not isinstance(first, type):
+            fields = [field.name for field in dataclasses.fields(first) if field.init]
+            values = {name: self._join([getattr(o, name) for o in outputs], sizes, f"{path}.{name}") for name in fields}
+            return dataclasses.replace(first, **values)
+        if all(output is first or type(output) in _PLAIN and output == first for output in outputs):
+            return first
+        return NotJoined(path, type(first).__name__)
+
+    def _join_tensors(self, outputs: list[Tensor], sizes: Sequence[int], path: str) -> Tensor:
+        if path in self.shared:
+            return outputs[0]
+        multiple = outputs[0].shape[0] // sizes[0] if outputs[0].ndim > 0 else 0
+        # A flattened (B·T, C) has several rows for each sample.
+        if multiple > 0 and all(o.shape[0] == multiple * rows for o, rows in zip(outputs, sizes, strict=True)):
+            return torch.cat(outputs)
+        if not outputs[0].requires_grad and all(output.shape == outputs[0].shape for output in outputs):
+            if outputs[0].device.type != "cpu" or all(torch.equal(output, outputs[0]) for output in outputs):
+                return outputs[0]  # such as a table of positions
+        what = f"{path} of {type(self.module).__name__}, of shape {tuple(outputs[0].shape)}, in micro-batches"
+        why = "its first axis is not the batch, so outputs of several micro-batches cannot be joined"
+        raise ValueError(explain(what, why, "Name a submodule whose outputs are batch-first, with through="))
+
+
+_PLAIN = (int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)
+
+
+class NotJoined:
+    """Stands for an output that cannot be joined, such as a cache of keys and values, which training does not use."""
+
+    def __init__(self, path: str, kind: str) -> None:
+        self._path, self._kind = path, kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        what = f"{self._path}, a {self._kind}"
+        why = "it comes from several micro-batches, and there is no rule to join it"
+        raise AttributeError(explain(what, why, "Name a submodule that does not return it, with through="))
+
+
+def find_batch_size(arguments: Any, shared: frozenset[str] = frozenset()) -> int:
+    """The most frequent first axis of the tensors among arguments, the first of equals; 1 where there is none."""
+    found: dict[int, int] = {}
+
+    def look_at(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] > 1 and path not in shared:
+            found[leaf.shape[0]] = found.get(leaf.shape[0], 0) + 1
+        return leaf
+
+    walk_leaves(arguments, look_at, "input")
+    return max(found, key=lambda size: found[size], default=1)
+
+
+def is_batched(leaf: Any, path: str, size: int, shared: frozenset[str]) -> bool:
+    """Whether an argument has a row for each sample."""
+    return isinstance(leaf, Tensor) and leaf.ndim > 0 and leaf.shape[0] == size and path not in shared
+
+
+def refuse_batch_statistics(module: nn.Module) -> None:
+    """Raises: ValueError: a BatchNorm layer takes the statistics of the batch."""
+    names = list(list_batch_statistics(module))
+    if names:
+        what = f"micro-batches through {type(module).__name__} with BatchNorm in training mode ('{names[0]}')"
+        why = "it takes its statistics over the samples that run together"
+        raise ValueError(explain(what, why, "Use GroupNorm or LayerNorm, or freeze the BatchNorm layers with .eval()"))
+
+
+def list_batch_statistics(module: nn.Module) -> Iterator[str]:
+    """Names of the layers whose outputs for a sample depend on the others of the batch."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.training:
+            yield name

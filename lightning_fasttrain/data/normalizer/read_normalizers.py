@@ -1,0 +1,347 @@
+"""Read from a loss's autograd graph what its sums over samples are divided by."""
+
+import functools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+Number = Tensor | float
+Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
+
+_MOST_TERMS = 64  # a graph in which one scalar is used over and over would unfold without end
+_REDUCED = ("none", "mean", "sum")  # torch's numbers of the `reduction=` argument
+# Nodes that pass on their one number as it is. `nan_to_num` and `where` pass on one branch of a finite loss.
+_PASSED_ON = frozenset(
+    [
+        "Alias",
+        "Clone",
+        "Expand",
+        "Permute",
+        "ReshapeAlias",
+        "Squeeze",
+        "T",
+        "ToCopy",
+        "Transpose",
+        "UnsafeView",
+        "Unsqueeze",
+        "View",
+        "NanToNum",
+        "Where",
+    ]
+)
+_BY_REDUCTION = frozenset(
+    ["MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"]
+)
+_OF_ONE_PARAMETER = frozenset(
+    [
+        "Exp",
+        "Log",
+        "Log1P",
+        "Neg",
+        "Mul",
+        "Div",
+        "Add",
+        "Sub",
+        "Pow",
+        "Sigmoid",
+        "Softplus",
+        "Select",
+        "Clamp",
+        "Reciprocal",
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A number that a term is multiplied with or divided by.
+
+    Attributes:
+        value: a 0-dimensional tensor on its device, or a Python number.
+        divides: whether the term is divided by it.
+    """
+
+    value: Number
+    divides: bool
+
+
+@dataclass(frozen=True)
+class Term:
+    """One of the sums that a loss is made of.
+
+    Attributes:
+        kind: ``"mean"`` and ``"sum"`` are reductions over elements; ``"quotient"`` is a sum that is divided by a number;
+            ``"parameter"`` is a parameter of one element; ``"nonlinear"`` and ``"opaque"`` cannot be split.
+        slots: the numbers on the way from the loss to the reduction.
+        node: the reduction's node in the autograd graph.
+        summed: the node that produced what is summed; None where it is the reduction's own input.
+    """
+
+    kind: Kind
+    slots: tuple[Slot, ...]
+    node: Any
+
+    @property
+    def coefficient(self) -> Number:
+        """The product of the numbers that the term is multiplied with."""
+        return _product(slot.value for slot in self.slots if not slot.divides)
+
+    @property
+    def normalizer(self) -> Number:
+        """The product of the numbers that the term is divided by; 1 for a sum."""
+        return _product(slot.value for slot in self.slots if slot.divides)
+
+    @property
+    def name(self) -> str:
+        """The reduction's operation, as autograd calls it."""
+        return _operation(self.node.name())
+
+
+@dataclass(frozen=True)
+class Normalizers:
+    """The terms of a loss; print it for a table.
+
+    Attributes:
+        terms: in the order of the graph.
+        structure: equal for two losses that were computed by the same operations on scalars.
+    """
+
+    terms: tuple[Term, ...]
+    structure: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        table = Table("term", "coefficient", "normalizer", "reduction", box=box.SIMPLE)
+        for term in self.terms:
+            table.add_row(term.kind, _show(term.coefficient), _show(term.normalizer), term.name)
+        console = Console(width=80)
+        with console.capture() as shown:
+            console.print(table)
+        return shown.get()
+
+
+def read_normalizers(loss: Tensor) -> Normalizers:
+    """Return the terms of a scalar loss, each with the number that its sum over samples is divided by.
+
+    The graph is walked from ``loss.grad_fn`` through all nodes whose output is one number: sums and differences of
+    scalars, products with and quotients by numbers, ``stack(...).mean()``. It ends at the reductions: ``mean``,
+    ``sum``, ``cross_entropy`` (whose number of targets, or sum of class weights, autograd keeps on the loss's device)
+    and the losses with a ``reduction=`` argument. Nothing is computed and no device is waited for.
+
+    Whether a number is a constant factor or counts samples cannot be told from one loss alone. ``MicroBatching`` tells
+    by comparing a few samples with their pieces: what adds up is a normalizer, what stays is a factor.
+
+    Args:
+        loss: a tensor with one element, before its ``backward`` has freed the graph.
+
+    Returns:
+        The terms; printed, a table. A loss without a graph has none.
+
+    Example:
+        >>> import torch
+        >>> scores = torch.zeros(4, 3, requires_grad=True)
+        >>> loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 2, -100, 1])) + scores.square().sum() / 4
+        >>> mean, penalty = read_normalizers(loss).terms
+        >>> mean.kind, mean.normalizer, penalty.kind, penalty.normalizer
+        ('mean', tensor(3.), 'quotient', tensor(4))
+
+    Source:
+        The nodes' attributes are those of torch's ``derivatives.yaml``; checked with torch 2.11 to 2.13.
+    """
+    walk = _Walk()
+    if loss.grad_fn is not None:
+        walk.visit(loss.grad_fn, loss.output_nr, ())
+    return Normalizers(tuple(walk.terms), tuple(walk.structure))
+
+
+class _Walk:
+    def __init__(self) -> None:
+        self.terms: list[Term] = []
+        self.structure: list[str] = []
+
+    def visit(self, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
+        """Add the terms below ``node``, whose output is one number."""
+        if len(self.terms) >= _MOST_TERMS:
+            return self._end("opaque", slots, node)
+        name = _operation(node.name())
+        inputs = [edge for edge in node.next_functions if edge[0] is not None]
+        if name in _PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
+            for edge in inputs:
+                self.visit(*edge, slots)
+        elif name in ("Add", "Sub", "Rsub", "Neg"):
+            self._visit_sum(name, node, slots)
+        elif name == "Mul":
+            self._visit_product(node, slots)
+        elif name == "Div":
+            self._visit_quotient(node, slots)
+        elif name in ("Sum", "Mean"):
+            self._visit_reduction(name, node, slots)
+        else:
+            self._end_at(name, node, output, slots)
+        return None
+
+    def _visit_sum(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+        self.structure.append(name)
+        signs = {"Sub": (1.0, -1.0), "Rsub": (-1.0, 1.0), "Neg": (-1.0,)}.get(name, (1.0, 1.0))
+        scaled = {"Add": 1, "Sub": 1, "Rsub": 0}.get(name)  # the operand that `alpha` multiplies
+        for place, (following, output) in enumerate(node.next_functions):
+            if following is None:
+                continue
+            factor = signs[place]
+            if place == scaled:
+                factor *= float(getattr(node, "_saved_alpha", 1))
+            self.visit(following, output, slots if factor == 1 else (*slots, Slot(factor, divides=False)))
+
+    def _visit_product(self, node: Any, slots: tuple[Slot, ...]) -> None:
+        self.structure.append("Mul")
+        edges = node.next_functions
+        held = [place for place, (following, _) in enumerate(edges) if following is not None]
+        if len(held) == 2:
+            # A learned factor, such as exp(-s) in front of a task's loss, is the same for all micro-batches.
+            held = [place for place in held if not _is_of_one_parameter(edges[place][0])]
+            learned = True
+        else:
+            learned = False
+        if len(held) != 1:
+            return self._end("nonlinear", slots, node)
+        factor = node._saved_self if held == [1] else node._saved_other
+        value = factor.detach() if isinstance(factor, Tensor) else factor
+        self.structure.append("learned" if learned else "")
+        self.visit(*edges[held[0]], (*slots, Slot(_as_scalar(value), divides=False)))
+        return None
+
+    def _visit_quotient(self, node: Any, slots: tuple[Slot, ...]) -> None:
+        self.structure.append("Div")
+        above, below = (*node.next_functions, (None, 0))[:2]  # by a Python number there is one edge alone
+        learned = below[0] is not None and _is_of_one_parameter(below[0])
+        if above[0] is None or (below[0] is not None and not learned):
+            return self._end("nonlinear", slots, node)
+        divisor = node._saved_other
+        value = divisor.detach() if isinstance(divisor, Tensor) else divisor
+        self.visit(*above, (*slots, Slot(_as_scalar(value), divides=True)))
+        return None
+
+    def _visit_reduction(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
+        following, output = node.next_functions[0]
+        if name == "Mean":
+            slots = (*slots, Slot(_number_of_means(node), divides=True))
+        if _is_scalar(following, output):
+            self.structure.append(name)
+            self.visit(following, output, slots)
+        elif _operation(following.name()) in ("Stack", "Cat") and _joins_scalars(following):
+            self.structure.append(f"{name} of {len(following.next_functions)}")
+            for edge in following.next_functions:
+                if edge[0] is not None:
+                    self.visit(*edge, slots)
+        else:
+            self._end("mean" if name == "Mean" else "sum", slots, node)
+
+    def _end_at(self, name: str, node: Any, output: int, slots: tuple[Slot, ...]) -> None:
+        """A reduction of another kind, or an operation that cannot be split."""
+        if name in ("NllLoss", "NllLoss2D"):
+            return self._end_reduced(node, slots, lambda: node._saved_total_weight)
+        if name in _BY_REDUCTION:
+            return self._end_reduced(node, slots, lambda: node._saved_self.numel())
+        if name in ("Dot", "Vdot", "Mv", "Bmm", "Mm"):  # sums of products, as a weighted sum is often written
+            return self._end("sum", slots, node)
+        published = getattr(node, "normalizer", None)
+        if published is not None:
+            kind, value = published
+            return self._end(kind, (*slots, Slot(value, divides=True)) if kind == "mean" else slots, node)
+        if getattr(node, "variable", None) is not None:
+            return self._end("parameter", slots, node)
+        is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
+        return self._end("nonlinear" if is_known and "Compiled" not in name else "opaque", slots, node)
+
+    def _end_reduced(self, node: Any, slots: tuple[Slot, ...], normalizer: Any) -> None:
+        if _REDUCED[node._saved_reduction] == "mean":
+            return self._end("mean", (*slots, Slot(normalizer(), divides=True)), node)
+        return self._end("sum", slots, node)
+
+    def _end(self, kind: Kind, slots: tuple[Slot, ...], node: Any) -> None:
+        if kind == "sum" and any(slot.divides for slot in slots):
+            kind = "quotient"
+        self.structure.append(f"{kind} {_operation(node.name())}")
+        self.terms.append(Term(kind, slots, node))
+
+
+@functools.cache
+def _operation(name: str) -> str:
+    """The operation of a node's name: "Mul" of "MulBackward1".
+
+    Example:
+        >>> _operation("NllLoss2DBackward0"), _operation("torch::autograd::AccumulateGrad")
+        ('NllLoss2D', 'AccumulateGrad')
+    """
+    return re.sub(r"Backward\d*$", "", name.rpartition("::")[2])
+
+
+def _shape(node: Any, output: int) -> torch.Size:
+    """The shape of one of the outputs of a node's operation, which are the inputs of its backward."""
+    metadata = node._input_metadata
+    return torch.Size(metadata[output].shape) if output < len(metadata) else torch.Size([0])
+
+
+def _count_elements(node: Any, output: int) -> int:
+    return _shape(node, output).numel()
+
+
+def _is_scalar(node: Any, output: int) -> bool:
+    """Whether this is a scalar whatever the number of samples: not the vector (B,) of a batch of one sample."""
+    shape = _shape(node, output)
+    if len(shape) == 0 or shape.numel() != 1:
+        return len(shape) == 0
+    only_moved = _operation(node.name()) in _PASSED_ON
+    return only_moved and _joins_scalars(node)
+
+
+def _joins_scalars(node: Any) -> bool:
+    return all(following is None or _is_scalar(following, output) for following, output in node.next_functions)
+
+
+def _number_of_means(node: Any) -> int:
+    if hasattr(node, "_saved_dim"):
+        sizes = node._saved_self_sym_sizes
+        dims = node._saved_dim or range(len(sizes))
+        return int(torch.Size([sizes[dim] for dim in _signed(dims, len(sizes))]).numel())
+    return int(node._saved_self_sym_numel)
+
+
+def _signed(dims: Sequence[int], axes: int) -> Iterator[int]:
+    """Axes as autograd keeps them: negative ones wrap around 2**64."""
+    for dim in dims:
+        yield dim if dim < axes else dim - 2**64
+
+
+def _is_of_one_parameter(node: Any) -> bool:
+    """Whether a scalar is computed from parameters alone, element by element, so that no sample is in it."""
+    waiting, seen = [node], 0
+    while waiting:
+        node = waiting.pop()
+        seen += 1
+        is_parameter = getattr(node, "variable", None) is not None
+        if seen > 16 or not (is_parameter or _operation(node.name()) in _OF_ONE_PARAMETER | _PASSED_ON):
+            return False
+        waiting += [following for following, _ in node.next_functions if following is not None]
+    return True
+
+
+def _as_scalar(value: Any) -> Number:
+    return value.reshape(()) if isinstance(value, Tensor) else value
+
+
+def _product(values: Iterator[Number]) -> Number:
+    result: Number = 1
+    for value in values:
+        result = value if isinstance(result, int) and result == 1 else result * value
+    return result
+
+
+def _show(value: Number) -> str:
+    return f"{float(value):.6g}"

@@ -1,0 +1,97 @@
+"""Choose a few rows of a batch that differ, and cut them, to try out how a loss can be split."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
+
+_ROWS = 6
+_LEAST = 3  # so many are tried although a micro-batch has fewer: a row twice, and another one
+# Values that labels and masks use for entries that do not count.
+_NOT_COUNTED = (-100, 0, -1, 255)
+
+
+@dataclass
+class Sample:
+    """A few samples, and the ways in which they are cut: pieces, each with its rows if they are known."""
+
+    whole: Any
+    size: int
+    cuttings: list[list[tuple[Any, slice | None]]]
+
+
+def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
+    """Yield samples of a batch, each smaller than the one before it, for a step that may not fit in memory.
+
+    The rows are those with the most and with the fewest entries that count in some tensor, so that a rule cannot fit
+    by chance. The first row stands in the sample twice, once in each piece of the first cutting: a count adds up over
+    rows, but the number of distinct labels, say, does not.
+
+    Args:
+        batch: what :func:`~lightning_fasttrain.data.split_batch` takes.
+        micro_batch_size: samples that are known to fit.
+
+    Example:
+        >>> sample = next(sample_rows((torch.zeros(4, 2), torch.tensor([5, 7, 9, 0])), 4))
+        >>> sample.size, [[len(piece[1]) for piece, _ in cutting] for cutting in sample.cuttings]
+        (4, [[1, 3], [2, 2]])
+    """
+    size = batch_size(batch)
+    rows = _rank_rows(batch, size)
+    most = min(size, _ROWS, max(_LEAST, micro_batch_size) - 1)
+    picks = [[rows[0], *rows[: max(most, 1)]], [rows[0], rows[min(1, size - 1)]], [0, size - 1]]
+    for pick in dict.fromkeys(map(tuple, picks)):
+        whole, number = pick_rows(batch, list(pick)), len(pick)
+        cuttings: list[list[tuple[Any, slice | None]]] = []
+        for cut in sorted({1, number - max(1, number // 2) if number > 2 else 1}):
+            slices = (slice(0, cut), slice(cut, number))
+            cuttings.append([(take_rows(whole, some.start, some.stop), some) for some in slices])
+        yield Sample(whole, number, cuttings)
+
+
+def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
+    """Yield the first micro-batch of a batch that is split in a way of its own, cut in the same way."""
+    whole = split(batch, n)[0]
+    cuttings: list[list[tuple[Any, slice | None]]] = []
+    for pieces in (2, 3):
+        cuttings.append([(piece, None) for piece in split(whole, pieces)])
+    yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
+
+
+def _rank_rows(batch: Any, size: int) -> list[int]:
+    """The rows, those first that have the most or the fewest counted entries in some tensor."""
+    order: dict[int, None] = {}
+
+    def look_at(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biuf":
+            leaf = torch.as_tensor(leaf)
+        if isinstance(leaf, Tensor) and leaf.ndim > 0 and not leaf.is_complex():
+            for feature in _count_features(leaf):
+                order.setdefault(int(feature.argmax()))
+                order.setdefault(int(feature.argmin()))
+        return leaf
+
+    walk_leaves(batch, look_at, "batch")
+    return list(dict.fromkeys([*order, 0, size - 1, *range(size)]))
+
+
+def _count_features(leaf: Tensor) -> Iterator[Tensor]:
+    """For each row, by how much it counts in different readings of the tensor."""
+    rows = leaf.detach().reshape(leaf.shape[0], -1)
+    if leaf.is_floating_point():
+        yield rows.isnan().sum(1)
+        if not bool((rows == 0).any()):
+            return  # inputs rather than masks or weights
+        yield (rows == 0).sum(1)
+        return
+    for value in _NOT_COUNTED:
+        if leaf.dtype is not torch.bool or value == 0:
+            counted = (rows != value).sum(1)
+            if bool((counted != counted[0]).any()):
+                yield counted
+    yield rows.double().mean(1)

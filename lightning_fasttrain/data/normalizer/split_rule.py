@@ -1,0 +1,364 @@
+"""How the loss of a batch is split: by what each micro-batch's own loss is divided by, and by what was counted."""
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum, weights_of
+from lightning_fasttrain.data.normalizer.micro_batch_weights import (
+    MicroBatchWeights,
+    Number,
+    add_counts,
+    weigh_loss,
+)
+from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
+
+_ROUNDING = 1e-4  # two readings of one normalizer differ by less, two normalizers by more sooner or later
+
+
+class OtherSplitError(Exception):
+    """A micro-batch's loss is not split as the samples were that were tried: of other terms, or by other numbers."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What one micro-batch's loss says about its weight.
+
+    Attributes:
+        count: by how much it counts; None where the loss is a sum.
+        others: the normalizers of the other terms, which must be in proportion to it.
+        factors: numbers that must be the same in all micro-batches of a step.
+        nodes: the reductions, through which a micro-batch of nothing must send no NaN.
+    """
+
+    count: Number | None
+    others: tuple[Number, ...]
+    factors: tuple[Number, ...]
+    nodes: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class ReadNormalizer:
+    """Read a micro-batch's weight from its own loss, as was found out on a few samples.
+
+    Attributes:
+        structure: of the losses that it was found for.
+        term: whose normalizer is the weight; None where the loss is a sum.
+        others: terms whose normalizer is in proportion to it.
+        varying: for each term, the places of its numbers that depend on the samples; the others are factors.
+        offset: what is added to a count, such as an epsilon.
+        name: the normalizer in words.
+    """
+
+    structure: tuple[str, ...]
+    term: int | None
+    others: tuple[int, ...]
+    varying: tuple[tuple[int, ...], ...]
+    offset: float
+    name: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def read(self, loss: Tensor) -> Reading:
+        """Raises: OtherSplitError: the loss was computed by other operations."""
+        read = read_normalizers(loss)
+        if read.structure != self.structure:
+            raise OtherSplitError("its loss is made of other terms than that of the samples that were tried")
+        factors: list[Number] = []
+        for term, varying in zip(read.terms, self.varying, strict=True):
+            factors += [_on_host(slot.value) for place, slot in enumerate(term.slots) if place not in varying]
+        nodes = tuple(term.node for term in read.terms if term.kind == "quotient")  # the others send no NaN
+        if self.term is None:
+            return Reading(None, (), tuple(factors), nodes)
+        count = self._count(read.terms[self.term], self.term)
+        others = tuple(self._count(read.terms[place], place) for place in self.others)
+        empty = _is_empty(read.terms[self.term], count, loss, alone=len(read.terms) == 1)
+        if empty is not None:
+            count, others = _unless(empty, count), tuple(_unless(empty, other) for other in others)
+        return Reading(count, others, tuple(factors), nodes)
+
+    def _count(self, term: Term, place: int) -> Number:
+        count = count_of(term.slots, self.varying[place])
+        return count - self.offset if self.offset else count
+
+
+def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
+    """The normalizer of a term: the product of its numbers that vary, those that multiply as divisors."""
+    count: Number = 1
+    for place in varying:
+        value = _on_host(slots[place].value)
+        if slots[place].divides:
+            count = value if isinstance(count, int) and count == 1 else count * value
+        elif isinstance(value, float | int) and value == 0:
+            return 0
+        else:
+            count = count / value
+    return count
+
+
+def _on_host(value: Number) -> Number:
+    """As a Python number where no device has to be waited for."""
+    return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
+def _unless(empty: bool | Tensor, count: Number) -> Number:
+    if isinstance(empty, bool):
+        return 0 if empty else count
+    return torch.where(empty, 0.0, torch.as_tensor(count, device=empty.device))
+
+
+_LOOKED_THROUGH = frozenset(
+    ["Neg", "Sum", "Mean", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Unsqueeze", "Squeeze", "Expand"]
+)
+
+
+def _is_empty(term: Term, count: Number, loss: Tensor, alone: bool) -> bool | Tensor | None:
+    """Whether a count stands for nothing: one that is kept from zero, as by ``clamp(min=1)``; None if it does not."""
+    if term.kind != "quotient" or (isinstance(count, float | int) and not 0 < count <= 1):
+        return None
+    node = term.node
+    for _ in range(8):
+        operation = node.name().rpartition("::")[2].partition("Backward")[0]
+        if operation in ("Index", "MaskedSelect"):
+            return torch.Size(node._input_metadata[0].shape).numel() == 0
+        if operation == "Mul" and None in (node._saved_self, node._saved_other):
+            mask = node._saved_self if node._saved_other is None else node._saved_other
+            if isinstance(mask, Tensor) and mask.numel() > 1:
+                return _as_host_bool(~(mask != 0).any())
+        if operation == "MaskedFill":
+            return _as_host_bool(node._saved_mask.all())
+        if operation == "Where":
+            return _as_host_bool(~node._saved_condition.any() | node._saved_condition.all())
+        if operation in ("NllLoss", "NllLoss2D"):
+            ignored = node._saved_ignore_index
+            return _as_host_bool((node._saved_target == (ignored if ignored < 2**63 else ignored - 2**64)).all())
+        following = [edge for edge, _ in node.next_functions if edge is not None]
+        if (operation not in _LOOKED_THROUGH and operation != "Mul") or len(following) != 1:
+            break
+        node = following[0]
+    # What is summed does not show it: a sum of nothing is zero.
+    return _as_host_bool(loss.detach() == 0) if alone else None
+
+
+def _as_host_bool(value: Tensor) -> bool | Tensor:
+    return bool(value) if value.device.type == "cpu" else value
+
+
+@dataclass
+class LossSplit:
+    """How a loss is split into those of its micro-batches.
+
+    Attributes:
+        read: how the weight of a micro-batch is read from its loss; None where the user's ``count`` says it, or
+            nothing can be read.
+        count: what gives the weights before anything is computed; None where that is not known.
+        scale: what is read is so many times the count.
+        per_sample: how much a sample counts, about.
+        leaves: the leaf tensors of the samples' loss.
+    """
+
+    read: ReadNormalizer | None
+    count: CountTargets | None
+    scale: float = 1.0
+    per_sample: float = 1.0
+    leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The leaf tensors that the loss has gradients for, as far as they still exist."""
+        found = [leaf() for leaf in self.leaves]
+        return [leaf for leaf in found if leaf is not None]
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether micro-batches are added as they are."""
+        return self.read.term is None if self.read is not None else is_sum(self.count)
+
+    def __str__(self) -> str:
+        if self.read is not None:
+            return str(self.read)
+        return str(self.count) if isinstance(self.count, CountRule) else "count="
+
+
+class StepWeights:
+    """The weights of the micro-batches of one step.
+
+    Where their total is known beforehand, by counting, each loss is weighted by count / total, and what is read from
+    it must agree. Else it is weighted by count / reference, and :meth:`settle` says by what the gradients must be
+    multiplied before the last backward.
+
+    Args:
+        split: how the loss is split.
+        parts: the micro-batches.
+        reference: what counts are divided by in a window of several batches, whose total is not known yet.
+    """
+
+    def __init__(self, split: LossSplit, parts: Sequence[Any], reference: Number | None = None) -> None:
+        self.split = split
+        self.parts = len(parts)
+        self.reference = reference
+        self.losses: list[Tensor] = []
+        self.readings: list[Reading] = []
+        self.held: list[int] = []  # micro-batches that gave a loss
+        self.known: MicroBatchWeights | None = None
+        if split.is_sum:
+            one: Number = 1 if reference is None else reference
+            self.known = MicroBatchWeights([1] * self.parts, one)
+        elif split.count is not None:
+            counts, total = weights_of(split.count, parts)
+            self.known = MicroBatchWeights(counts, total if reference is None else reference)
+
+    def weigh(self, loss: Tensor, part: int) -> Tensor:
+        """The micro-batch's share of the loss of the step.
+
+        Raises: OtherSplitError: what is read from the loss does not fit what was found or counted.
+        """
+        self.losses.append(loss.detach())
+        self.held.append(part)
+        reading = None if self.split.read is None else self.split.read.read(loss)
+        if reading is not None:
+            self.readings.append(reading)
+        if self.known is not None:
+            if reading is not None:
+                self._refuse_other(reading, part)
+                _silence(reading, self.known.counts[part])
+            return self.known.weigh(loss, part)
+        assert reading is not None and reading.count is not None
+        count = reading.count
+        if self.reference is None:
+            self.reference = _estimate_total(count, self.parts)
+        last = part == self.parts - 1
+        if last and _is_zero(self.total):
+            return loss  # nothing counts anywhere: what the unsplit step gives
+        _silence(reading, count)
+        return weigh_loss(loss, count, self.reference)
+
+    def _refuse_other(self, reading: Reading, part: int) -> None:
+        assert self.known is not None
+        counted = self.known.counts[part]
+        if reading.count is None or (isinstance(counted, Tensor) and counted.device.type != "cpu"):
+            return  # on a device: compared in `disagreement`
+        if isinstance(reading.count, float | int):
+            expected = float(counted) * self.split.scale
+            if abs(reading.count - expected) > _ROUNDING * max(abs(expected), abs(reading.count)):
+                what = f"its loss is divided by {reading.count:.6g} where {expected:.6g} was counted"
+                raise OtherSplitError(what)
+
+    @property
+    def counts(self) -> list[Number]:
+        """Of the micro-batches that gave a loss."""
+        if self.known is not None:
+            return [self.known.counts[part] for part in self.held]
+        return [reading.count for reading in self.readings if reading.count is not None]
+
+    @property
+    def total(self) -> Number:
+        return add_counts(self.counts)
+
+    def settle(self, total: Number | None = None) -> Number | None:
+        """By what the gradients so far, and the last loss, are to be multiplied; None where by nothing.
+
+        Args:
+            total: of all ranks, where they share it.
+        """
+        if self.known is not None or self.reference is None:
+            return None
+        total = self.total if total is None else total
+        if isinstance(total, Tensor) or isinstance(self.reference, Tensor):
+            total, reference = torch.as_tensor(total), torch.as_tensor(self.reference)
+            return torch.where(total > 0, reference.to(total.device) / total, 1.0)
+        return None if total in (0, self.reference) else self.reference / total
+
+    def disagreement(self) -> bool | Tensor:
+        """Whether what was read is not what micro-batches of one loss share: on the device, if it must be."""
+        found: list[Tensor] = []
+        pairs = list(self._pairs_that_must_agree())
+        for one, other in pairs:
+            if isinstance(one, Tensor) or isinstance(other, Tensor):
+                device = one.device if isinstance(one, Tensor) else other.device  # pyright: ignore[reportAttributeAccessIssue]
+                one, other = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (one, other))
+                found.append((one - other).abs() > _ROUNDING * torch.maximum(one.abs(), other.abs()))
+            elif abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
+                return True
+        disagrees = torch.stack(found).any() if found else False
+        return _as_host_bool(disagrees) if isinstance(disagrees, Tensor) else False
+
+    def _pairs_that_must_agree(self) -> Any:
+        first, *rest = self.readings or [Reading(None, (), (), ())]
+        for reading in rest:
+            yield from zip(first.factors, reading.factors, strict=True)
+        if first.count is None:
+            return
+        counts = [reading.count for reading in self.readings]
+        if self.known is not None:
+            for count, counted in zip(counts, self.counts, strict=True):
+                yield count, _on_host(counted) * self.split.scale
+        total = add_counts(counts)  # pyright: ignore[reportArgumentType]
+        for others in zip(*[reading.others for reading in self.readings], strict=True):
+            others_total = add_counts(others)
+            for count, other in zip(counts, others, strict=True):
+                yield other * total, count * others_total
+
+    def loss(self, total: Number | None = None) -> Tensor:
+        """The loss of the step, detached; of this rank's share, where the total is that of all ranks."""
+        if self.known is not None:
+            return self.known.select(self.held).add_up(self.losses)
+        total = self.total if total is None else total
+        if _is_zero(total):
+            return self.losses[-1]
+        return MicroBatchWeights(self.counts, total).add_up(self.losses)
+
+
+class DeferredCheck:
+    """A comparison on the device, looked at when the device has work to do meanwhile: the last backward."""
+
+    def __init__(self, disagrees: bool | Tensor) -> None:
+        if disagrees is True:
+            self.refuse_now()
+        self._event: Any = None
+        if isinstance(disagrees, Tensor):
+            self._told = torch.empty((), dtype=torch.bool, pin_memory=disagrees.is_cuda)
+            self._told.copy_(disagrees, non_blocking=True)
+            self._event = torch.Event(device=disagrees.device)
+            self._event.record()
+
+    def refuse(self) -> None:
+        """Raises: OtherSplitError: they did not agree."""
+        if self._event is not None:
+            self._event.synchronize()
+            if bool(self._told):
+                self.refuse_now()
+
+    @staticmethod
+    def refuse_now() -> None:
+        raise OtherSplitError(
+            "this batch shows several normalizers in its loss, or factors that depend on samples"
+        )
+
+
+def _estimate_total(count: Number, parts: int) -> Number:
+    """A total of the right size, so that nothing overflows in float16 before the real one is known."""
+    if isinstance(count, Tensor):
+        return torch.where(count > 0, count * parts, 1.0)
+    return count * parts if count > 0 else 1.0
+
+
+def _is_zero(total: Number) -> bool:
+    return isinstance(total, float | int) and total == 0
+
+
+def _silence(reading: Reading, count: Number) -> None:
+    """Let nothing through the reductions of a micro-batch that counts nothing: 0 / 0 would be NaN in their backward."""
+    if isinstance(count, Tensor) and count.device.type != "cpu":
+        keep: Callable[[Tensor], Tensor] = lambda gradient: torch.where(count > 0, gradient, 0.0)  # noqa: E731
+    elif float(count) == 0:
+        keep = torch.zeros_like
+    else:
+        return
+    for node in reading.nodes:
+        node.register_prehook(lambda gradients: tuple(None if g is None else keep(g) for g in gradients))

@@ -1,0 +1,78 @@
+"""The gradients of one step: kept apart from earlier ones until they have their right size."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+
+
+class StepGradients:
+    """Multiplies the gradients of one step, and not those that were in ``.grad`` before it.
+
+    Args:
+        parameters: the leaf tensors of the step's losses.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> weight.grad = torch.tensor([5.0])
+        >>> gradients = StepGradients([weight])
+        >>> gradients.set_aside()
+        >>> (2 * weight).sum().backward()
+        >>> last = gradients.finish((4 * weight).sum(), 0.5)
+        >>> last.backward()
+        >>> weight.grad
+        tensor([8.])
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        self._earlier: list[tuple[Tensor, Tensor]] = []
+        self._had_others = any(parameter.grad is not None for parameter in self.parameters)
+
+    def set_aside(self) -> None:
+        """Take the gradients that are there away, so that those of the step can be multiplied alone."""
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                self._earlier.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def discard(self, error: Exception) -> None:
+        """Restore what was there before the step.
+
+        Raises: ValueError: what was there and what the step added cannot be told apart.
+        """
+        if self._had_others and not self._earlier:
+            what = "micro-batches whose gradients are added to those that are there"
+            why = f"this batch is not split as those before it, and some are in the sum already: {error}"
+            raise ValueError(explain(what, why, "Start with gradients of None, or give count= a function")) from error
+        for parameter in self.parameters:
+            parameter.grad = None
+        for parameter, gradient in self._earlier:
+            parameter.grad = gradient
+
+    def finish(self, loss: Tensor, factor: Number | None) -> Tensor:
+        """Before the last backward: multiply what is there, and return the last loss multiplied; earlier ones return."""
+        if factor is not None:
+            scale_(self.parameters, factor)
+            loss = loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+        for parameter, gradient in self._earlier:
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)  # in place: DDP may look at this tensor
+        self._earlier = []
+        return loss
+
+
+def scale_(parameters: Iterable[Tensor], factor: Number) -> int:
+    """Multiply the gradients in place; returns how many."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    for device in {grad.device for grad in grads}:
+        some = [grad for grad in grads if grad.device == device]
+        dtype = torch.promote_types(some[0].dtype, torch.float32)
+        # By a tensor: the host need not wait for counts that are on the device.
+        torch._foreach_mul_(some, torch.as_tensor(factor, dtype=dtype, device=device))
+    return len(grads)
