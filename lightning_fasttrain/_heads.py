@@ -1,6 +1,6 @@
 """Floor: the layers of a model as they were before adapters came, and which of them make its predictions."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import Any, cast
 
 from torch import nn
@@ -40,6 +40,12 @@ def find_heads(model: nn.Module) -> list[str]:
     }
     # The only layer that could be adapted or quantised is not left out: nothing would be done.
     return [] if len(linear) == 1 and not blocks else sorted(heads, key=order.index)
+
+
+def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those of the names that are not of parts of the model's repeated blocks; all where it has no blocks of layers."""
+    blocks = _blocks_of(model)
+    return [name for name in names if not is_inside(name, blocks)]
 
 
 def heads_beside(model: nn.Module, blocks: Collection[str]) -> list[str]:

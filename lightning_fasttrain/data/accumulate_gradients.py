@@ -13,14 +13,15 @@ from torch import Tensor
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.find_trunk import Trunk, find_trunk
-from lightning_fasttrain.data.micro_batch_forward import refuse_batch_statistics
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
+from lightning_fasttrain.data.normalizer.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
-from lightning_fasttrain.data.normalizer.step_function import key_of, loss_of, models_of
+from lightning_fasttrain.data.normalizer.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
-from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.normalizer.trial import Stage, try_split
+from lightning_fasttrain.data.split_batch import batch_size, split_batch
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]
@@ -80,7 +81,7 @@ def accumulate_gradients(
     parts = split_batch(batch, n)
     most = n if rank_count() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
     found = _find(step, batch, n, count, check, no_sync, most, may_use_trunk=True)
-    for _ in range(_TRIES):
+    for attempt in range(_TRIES):
         if isinstance(found, Trunk):
             return _run_through(found, step, batch, n, backward)
         gradients = StepGradients(found.parameters)
@@ -88,7 +89,7 @@ def accumulate_gradients(
             return _accumulate(step, parts, found, backward, no_sync, 1, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
-            found = _find_another(step, batch, n, found, error)
+            found = _find_another(step, batch, n, found, error, attempt)
             _found[_key(step, named_count(count), True)] = found
     raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
 
@@ -150,7 +151,7 @@ def accumulate_window(
 
 
 _found: OrderedDict[Any, LossSplit | Trunk] = OrderedDict()  # by step and count: what the first call found
-_TRIES = 3  # what was found, what this batch shows, and that without the counting rule
+_TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 _MOST_FOUND = 64  # a program that makes model after model would fill it without end
 
 
@@ -170,9 +171,6 @@ def _find(
         return LossSplit(None, count)
     key = _key(step, count, may_use_trunk)
     if key not in _found and parts > 1:
-        if check:
-            for model in models_of(step):
-                refuse_batch_statistics(model)
         _found[key] = _find_on(step, batch, n, count, check, no_sync, may_use_trunk)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
@@ -184,28 +182,41 @@ def _find_on(
     step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, may_use_trunk: bool
 ) -> LossSplit | Trunk:
     try:
-        return find_split_of(step, batch, n, count=count, check=check, no_sync=no_sync)
+        whole_batches = not may_use_trunk and n == 1
+        return find_split_of(step, batch, n, count=count, check=check, no_sync=no_sync, whole_batches=whole_batches)
     except CannotSplitError as error:
-        trial = error.trial
-        if not may_use_trunk or count != "auto" or trial is None or not trial.splits or not trial.splits[0].parameters:
+        if not may_use_trunk or count != "auto":
             raise
-        trunk = find_trunk(stage_of(step, no_sync), trial)
-        if isinstance(trunk, Trunk):
-            say("accumulate_gradients: %s runs in micro-batches, since %s", trunk, error.why)
-            return trunk
-        if error.otherwise is not None:
-            return error.otherwise
-        raise CannotSplitError(f"{error.why}, and {trunk}", trial, nearest=error.nearest) from None
+        return _find_trunk(stage_of(step, no_sync), error)
 
 
-def _find_another(step: Step, batch: Any, n: int, before: LossSplit, error: OtherSplitError) -> LossSplit | Trunk:
+def _find_trunk(stage: Stage, error: CannotSplitError) -> LossSplit | Trunk:
+    """For a loss that cannot be split: the submodules in which samples are independent."""
+    trial = error.trial
+    if trial is None or not trial.splits or not trial.splits[0].parameters:
+        raise error
+    trunk = find_trunk(stage, trial)
+    if isinstance(trunk, Trunk):
+        say("accumulate_gradients: %s runs in micro-batches, since %s", trunk, error.why)
+        return trunk
+    if error.otherwise is not None:
+        return error.otherwise
+    raise CannotSplitError(f"{error.why}, and {trunk}", trial, nearest=error.nearest) from None
+
+
+def _find_another(
+    step: Step, batch: Any, n: int, before: LossSplit, error: OtherSplitError, attempt: int
+) -> LossSplit | Trunk:
     """For a batch whose loss is not split as those before it: none of its gradients has been used."""
-    found = _find_on(step, batch, n, "auto", True, nullcontext, may_use_trunk=True)
-    if found != before:
-        return found
-    if before.count is None or before.read is None:
-        raise CannotSplitError(f"{error}") from error
-    return replace(before, count=None)  # the rule does not count what is read: it is read alone
+    if attempt == 0:
+        found = _find_on(step, batch, n, "auto", True, nullcontext, may_use_trunk=True)
+        if found != before:
+            return found
+    if before.count is not None and before.read is not None:
+        return replace(before, count=None)  # the rule does not count what is read: it is read alone
+    stage = stage_of(step)
+    trial = try_split(stage, sample_rows(batch, -(-batch_size(batch) // n)))
+    return _find_trunk(stage, CannotSplitError(f"{error}", trial))
 
 
 def _key(step: Step, count: Count, may_use_trunk: bool) -> tuple[Any, ...]:

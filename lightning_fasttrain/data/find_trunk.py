@@ -34,6 +34,9 @@ _SINGLE_LAYERS = (
 )
 
 
+_LEAST_SHARE = 0.5  # of the trained parameters: layers beside BatchNorm, say, are no trunk
+
+
 @dataclass
 class Trunk:
     """Submodules that run in micro-batches while the rest of a step sees the whole batch.
@@ -100,19 +103,31 @@ def find_trunk(stage: Stage, trial: Trial) -> Trunk | str:
     while waiting:
         name, module = waiting.pop(0)
         shared = _read_shared(unsplit.get(module, []), piece.get(module, []), rows)
-        if shared is not None and not isinstance(module, _SINGLE_LAYERS):
+        if shared is not None and _is_worth_it(module):
             statistics += [f"{name}.{layer}".strip(".") for layer in list_batch_statistics(module)]
             added = Trunk({**trunk.modules, name: module}, {**trunk.shared, name: shared})
             if not any(list_batch_statistics(module)) and is_exact(stage, trial, added):
                 trunk = added
                 continue
         waiting += [(f"{name}.{child}".strip("."), inner) for child, inner in module.named_children()]
-    if trunk.modules:
+    if trunk.modules and _share(trunk, stage.models) >= (_LEAST_SHARE if statistics else 0):
         return trunk
     if statistics:
         layers = list_some([repr(layer) for layer in statistics])
         return f"BatchNorm in training mode takes the statistics of the batch ({layers}): freeze it with .eval()"
     return "no submodule with batch-first inputs and outputs was found in which samples do not depend on one another"
+
+
+def _is_worth_it(module: nn.Module) -> bool:
+    trained = any(parameter.requires_grad for parameter in module.parameters())
+    return trained and not isinstance(module, _SINGLE_LAYERS)
+
+
+def _share(trunk: Trunk, models: Sequence[nn.Module]) -> float:
+    """How many of the trained parameters are in the trunk."""
+    inside = {p for module in trunk.modules.values() for p in module.parameters() if p.requires_grad}
+    every = {p for model in models for p in model.parameters() if p.requires_grad}
+    return sum(p.numel() for p in inside) / max(1, sum(p.numel() for p in every))
 
 
 def _name_models(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -131,8 +146,15 @@ def is_exact(stage: Stage, trial: Trial, trunk: Trunk) -> bool:
     finally:
         undo()
     whole = trial.splits[0].whole
+    if not set(run.changed) <= set(whole.changed) or any(_holds(trunk, name) for name in whole.changed):
+        return False
     split = Split([trial.sample.whole], whole, [run], trial.splits[0].parameters)
     return split.error([1.0], gradient_floor(trial)) <= error_limit(trial)
+
+
+def _holds(trunk: Trunk, buffer: str) -> bool:
+    """Whether a buffer that the step changes is in the trunk, where each micro-batch would change it."""
+    return any(not name or buffer.startswith(f"{name}.") for name in trunk.modules)
 
 
 def _rows_of_piece(trial: Trial) -> int:

@@ -42,9 +42,10 @@ from lightning_fasttrain.data.normalizer.sample_rows import Sample, first_micro_
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
 from lightning_fasttrain.data.normalizer.step_function import loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
-from lightning_fasttrain.data.normalizer.trial import Stage
+from lightning_fasttrain.data.normalizer.trial import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 
+_TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 _MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
 
 
@@ -168,13 +169,14 @@ class BatchClosures:
         batch, *rest = kwargs.values()
         if self.split is None:
             self._find_split(batch, rest)
-        try:
-            return self._run_batch(batch, rest, optimizer)
-        except OtherSplitError as error:
-            self._find_another(batch, rest, error, is_first=zero_grad is not None)
-            if zero_grad is not None:
-                zero_grad()
-            return self._run_batch(batch, rest, optimizer)
+        for attempt in range(_TRIES):
+            try:
+                return self._run_batch(batch, rest, optimizer)
+            except OtherSplitError as error:
+                self._find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
+                if zero_grad is not None:
+                    zero_grad()
+        raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
 
     def _run_batch(self, batch: Any, rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         if self.window is not None:
@@ -250,7 +252,7 @@ class BatchClosures:
         self._undo_trunk()
         self.trunk, self._trunk_forwards, self._undo_trunk = None, [], _do_nothing
 
-    def _find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, is_first: bool) -> None:
+    def _find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
         """For a batch whose loss is not split as those before it: none of its gradients has been used."""
         if not is_first:
             what = "MicroBatching inside an accumulation window"
@@ -259,14 +261,17 @@ class BatchClosures:
                 explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
             ) from error
         before = self.split
-        self._find_split(batch, rest, together=False)
-        if self.trunk is not None:
-            return
-        if self.split == before and before is not None:
-            if before.count is None or before.read is None:
-                raise CannotSplitError(f"{error}") from error
-            self.split = replace(before, count=None)  # the rule does not count what is read: it is read alone
-        say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, self.split)
+        assert before is not None
+        if attempt == 0:
+            self._find_split(batch, rest, together=False)
+        if self.trunk is None and self.split == before:
+            if before.count is not None and before.read is not None:
+                self.split = replace(before, count=None)  # the rule does not count what is read: it is read alone
+            else:
+                trial = try_split(self._stage(rest, CollectivesWatch()), self._sample(batch))
+                self._use_trunk(CannotSplitError(f"{error}", trial), rest, together=False)
+        if self.trunk is None:
+            say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, self.split)
 
     def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
         most = batch_size(batch) if micro.split is split_batch else _MANY
@@ -289,16 +294,20 @@ class BatchClosures:
 
     def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
         """How the loss of this batch is split; None where it is one part of one sample, and weighs 1."""
-        split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
-        if split is not split_batch:
-            return self._find_on(rest, first_micro_batch(batch, n, split), together)
         if self.micro is None and not _can_be_cut(batch):
             # Nothing can be compared, but the losses that the step computes may tell the rule.
             return self._find_on(rest, iter([Sample(batch, 1, [])]), together)
-        size = batch_size(batch)
-        if size < 2 and self.window is None and self.trainer.world_size == 1:  # else the other ranks would wait
-            return None
-        return self._find_on(rest, sample_rows(batch, -(-size // n)), together)
+        is_one = self.micro is None or self.micro.split is split_batch
+        if is_one and batch_size(batch) < 2 and self.window is None and self.trainer.world_size == 1:
+            return None  # with several ranks the others would wait
+        return self._find_on(rest, self._sample(batch), together)
+
+    def _sample(self, batch: Any) -> Iterator[Sample]:
+        """A few samples of a batch; where a user's own function splits it, its first micro-batch."""
+        split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
+        if split is not split_batch:
+            return first_micro_batch(batch, n, split)
+        return sample_rows(batch, -(-batch_size(batch) // n))
 
     def _find_on(self, rest: list[Any], samples: Iterator[Sample], together: bool) -> LossSplit | None:
         watch = CollectivesWatch()
@@ -311,6 +320,7 @@ class BatchClosures:
             check=technique.check,
             preferred=technique.found_before,
             together=together,
+            whole_batches=self.micro is None,
         )
         if self.micro is not None and self.micro.adaptive and stage.gradients:  # there each forward communicates
             watch.refuse()

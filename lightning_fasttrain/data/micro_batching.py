@@ -9,14 +9,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._checks import positive_int
 from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._messages import explain, list_some, warn
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.find_trunk import Through
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.micro_batch_closure import BatchClosures
-from lightning_fasttrain.data.micro_batch_forward import list_batch_statistics
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.split_batch import split_batch
@@ -150,9 +149,6 @@ class MicroBatching(Technique):
         if self.adaptive or self.n > 1:
             _refuse_static_graph(trainer.strategy.model)
         self.savings.try_on(pl_module)
-        if self.through is None and (self.adaptive or self.n > 1):
-            _refuse_batch_statistics("auto" if self.adaptive else self.n, pl_module, self.check)
-
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the checkpoint is read."""
         self.savings.take_again(pl_module)
@@ -170,19 +166,6 @@ class MicroBatching(Technique):
             # The run that wrote it may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
-
-
-def _refuse_batch_statistics(n: int | str, model: nn.Module, check: bool) -> None:
-    """Raises: ValueError: BatchNorm takes statistics of the batch; with ``check=False`` a warning."""
-    layers = list(list_batch_statistics(model))
-    if not layers:
-        return
-    what = f"MicroBatching({n}) with BatchNorm in training mode ({list_some(list(map(repr, layers)))})"
-    why = "statistics are taken over micro-batches, so this is not the same training"
-    way_out = "Use GroupNorm or LayerNorm, freeze the BatchNorm layers with .eval()"
-    if not check:
-        return warn(explain(what, why, way_out))
-    raise ValueError(explain(what, why, f"{way_out}, or accept it with check=False"))
 
 
 def _refuse_static_graph(replica: nn.Module | None) -> None:

@@ -12,15 +12,18 @@ from torch.nn import functional as F
 
 from lightning_fasttrain._messages import explain
 
+_METHODS_TOO = (torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.split)
+
 
 class DeferredLogits:
     r"""Stands for the logits :math:`z = f · \mathrm{head}(h) + b`, or :math:`z = c \tanh(f · \mathrm{head}(h) + b)`.
 
     It has their shape, dtype and device, but no numbers. It goes through what models do between head and loss: casts,
-    reshapes, slices and splits that leave the classes last and whole, a permutation that puts the classes second (also
-    einops'), factors, one number added to each class, soft-capping, and at last ``log_softmax``. Its ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of``
-    returns. Whatever else would need the numbers is refused. It is no ``Tensor``, so that the hooks
-    of strategies, which cast, detach or gather the tensors of an output, let it pass.
+    reshapes, slices and splits that leave the classes last and whole, a permutation that puts the classes second
+    (einops' too), factors, one number added to each class, soft-capping, and at last ``log_softmax``. Its
+    ``cross_entropy``, or after ``log_softmax`` its ``nll_loss``, is what ``loss_of`` returns. Whatever else would need
+    the numbers is refused. It is no ``Tensor``, so that the hooks of strategies, which cast, detach or gather the
+    tensors of an output, let it pass.
 
     Args:
         hidden: h, (..., D).
@@ -149,7 +152,7 @@ class DeferredLogits:
     def permute(self, *dims: Any) -> "DeferredLogits":
         """Any order of the axes in which the classes are last or second."""
         # torch's own rules for negative axes and tuples, on a tensor whose axes differ in length.
-        lengths = torch.empty(range(self.ndim), device="meta").permute(*dims).shape
+        lengths = torch.empty(tuple(range(self.ndim)), device="meta").permute(*dims).shape
         classes_at = 1 if self.classes_second else self.ndim - 1
         # The classes are last in `hidden`, so the axes between move down by one.
         rows = [axis - (axis > classes_at) for axis in lengths if axis != classes_at]
@@ -204,8 +207,9 @@ class DeferredLogits:
     __rmul__ = mul = __mul__
 
     def __add__(self, bias: object) -> "DeferredLogits":
-        one_a_class = not self.classes_second and isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
-        if not one_a_class or bias.numel() != self.classes or self.cap is not None or self.normalised:
+        one_a_class = isinstance(bias, Tensor) and bias.ndim <= self.ndim and bias.shape[-1:] == (self.classes,)
+        one_a_class = one_a_class and bias.numel() == self.classes and not self.classes_second
+        if not one_a_class or self.cap is not None or self.normalised:
             raise _refusal(f"add of {type(bias).__name__}")
         bias = bias.reshape(-1)
         dtype = torch.promote_types(self.dtype, bias.dtype)
@@ -242,6 +246,8 @@ class DeferredLogits:
             return args[0].log_softmax(*args[1:], **(kwargs or {}))
         if function is torch.tanh and args:
             return args[0].tanh()
+        if function in _METHODS_TOO and args:
+            return getattr(args[0], function.__name__)(*args[1:], **(kwargs or {}))
         if function in (torch.add, Tensor.add, Tensor.__radd__) and len(args) == 2 and not kwargs:
             return args[0] + args[1] if isinstance(args[0], DeferredLogits) else args[1] + args[0]
         raise _refusal(function.__name__)
@@ -265,7 +271,7 @@ def _refusal(what: str) -> RuntimeError:
 def _register_with_einops() -> None:
     """einops takes what a subclass of its ``AbstractBackend`` knows."""
     try:
-        from einops._backends import AbstractBackend  # noqa: PLC0415  # optional, and imported by whoever uses it
+        from einops._backends import AbstractBackend
     except ImportError:
         return
 

@@ -101,8 +101,8 @@ def _multiplies(product: Any, weight: Tensor) -> bool:
     if any(_is_made_of(factor, weight) for factor in _inputs(product)):
         return True
     # A frozen weight has no node. It is saved, transposed, for the gradient of the hidden states.
-    saved = getattr(product, "_saved_mat2", None)
-    return isinstance(saved, Tensor) and saved.data_ptr() == weight.data_ptr() and saved.numel() == weight.numel()
+    saved: Any = getattr(product, "_saved_mat2", None)
+    return saved is not None and saved.data_ptr() == weight.data_ptr() and saved.numel() == weight.numel()
 
 
 def _is_made_of(node: Any, weight: Tensor) -> bool:

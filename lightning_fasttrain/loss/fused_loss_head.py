@@ -1,19 +1,25 @@
 """The head of a language model and its cross-entropy run as one, without the logits between them."""
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import lightning as L
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_fasttrain._checks import one_of, positive_int
 from lightning_fasttrain._facts import Facts
+from lightning_fasttrain._heads import find_heads, outside_blocks
 from lightning_fasttrain._messages import explain, list_some, note_once, warn
-from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on
+from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on, wrappers_on
 from lightning_fasttrain.loss._chunks import autocast_dtype
+from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
+from lightning_fasttrain.loss.find_loss_head import widest_layers
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.technique import Setting, Surgery, Technique
 
@@ -31,19 +37,24 @@ def fuse_loss_head_(
     Where gradients are off, as in validation and generation, logits are made as usual. DDP looks for tensors in what a
     model returns if ``find_unused_parameters`` is set; then the model must return the loss itself, as in a Trainer.
 
+    Without ``head``, models that have ``get_output_embeddings()``, as Hugging Face's, name their own. In all others
+    the first training loss shows it: in the first forward and backward the linear layers outside of the repeated
+    blocks make their outputs as usual, and each one whose output is used for a cross-entropy and nothing else is fused
+    from its next call on. So a wrong layer is never fused, but the first micro-batch needs the memory of its logits.
+
     Args:
         model: any module whose head is an ``nn.Linear``, and whose loss is ``cross_entropy`` of the head's output.
-        head: qualified name of the head. By default what the models inside return from ``get_output_embeddings()``,
-            by which Hugging Face's tell it.
+        head: qualified name of the head, such as :func:`~lightning_fasttrain.loss.find_loss_head` returns. By default
+            it is found.
         chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
 
     Returns:
-        Qualified name of each head → what now replaces its ``forward``, with a method ``undo``. Heads
-        that were fused before are left as they are, and left out.
+        Qualified name of each head, or of each layer that may be one → what now replaces its ``forward``, with a
+        method ``undo``. Heads that were fused before are left as they are, and left out.
 
     Raises:
-        ValueError: no head found, or none of that name.
+        ValueError: there is no layer of that name, or no linear layer that may be the head.
         TypeError: a head is something else than ``nn.Linear``.
         RuntimeError: in training, if logits are used for anything else than a cross-entropy.
 
@@ -61,32 +72,84 @@ def fuse_loss_head_(
     """
     one_of("backend", backend, BACKENDS)
     options = {"chunk": None if chunk is None else positive_int("chunk", chunk), "backend": backend}
+    named = _named_heads(model, head)
+    search = None if named else HeadSearch()
     fused: dict[str, FusedHead] = {}
-    for name, found in _heads(model, head).items():
+    for name, found in (named or _candidates(model)).items():
         if type(found) is not nn.Linear:
             why = "only a plain nn.Linear is known to be the product that the fused loss computes"
             way_out = "Leave the head out of quantisation and adapters, or train without FusedLossHead"
             raise TypeError(explain(f"head '{name}' is a {type(found).__name__}", why, way_out))
         if not wrapper_on(found, FusedHead):
-            fused[name] = FusedHead(found, options)
+            fused[name] = FusedHead(found, options, search)
             fused[name].install()
+    if search is not None:
+        search.candidates.update(fused)
     return fused
 
 
-def _heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
-    modules: dict[str, Any] = dict(model.named_modules())
-    if head is not None:
-        heads = {head: modules[head]} if head in modules else {}
-    else:
+def _named_heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
+    """The heads that the user or the models inside name; nothing if nobody does."""
+    modules = dict(model.named_modules())
+    if head is None:
         told = told_heads(model)
-        heads = {name: module for name, module in modules.items() if module in told}
-    if not heads:
-        widths = {name: m.out_features for name, m in modules.items() if isinstance(m, nn.Linear)}
-        widest = sorted(widths, key=lambda name: -widths[name])[:4]
-        why = "there is no such layer" if head is not None else "no model in it has get_output_embeddings()"
-        way_out = f"Name the head; the widest linear layers are {', '.join(map(repr, widest)) or 'none'}"
-        raise ValueError(explain(f"{head=} in {type(model).__name__}", why, way_out))
-    return heads
+        return {name: module for name, module in modules.items() if module in told}
+    if head not in modules:
+        what = f"{head=} in {type(model).__name__}"
+        raise ValueError(explain(what, "there is no such layer", f"Name the head; {_list_widest(model)}"))
+    return {head: modules[head]}
+
+
+def _candidates(model: nn.Module) -> dict[str, nn.Module]:
+    """The plain linear layers outside of the repeated blocks."""
+    linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    found = {name: linear[name] for name in outside_blocks(model, linear)}
+    if not found:
+        what = f"head=None in {type(model).__name__}"
+        why = "no model in it has get_output_embeddings(), and no plain nn.Linear is outside of its repeated blocks"
+        raise ValueError(explain(what, why, f"Name the head; {_list_widest(model)}"))
+    return found
+
+
+def _list_widest(model: nn.Module) -> str:
+    return f"the widest linear layers are {', '.join(map(repr, widest_layers(model))) or 'none'}"
+
+
+class HeadSearch:
+    """The layers of one model among which the first training loss shows the heads.
+
+    Attributes:
+        candidates: qualified name → what replaces the layer's forward.
+        told: whether it was reported that no candidate is a head, or a Trainer will ask and report it.
+    """
+
+    def __init__(self) -> None:
+        self.candidates: dict[str, FusedHead] = {}
+        self.told = False
+
+    def found(self) -> list[str]:
+        return [name for name, head in self.candidates.items() if head.evidence.is_head]
+
+    def why_none(self) -> tuple[str, str] | None:
+        """Why no candidate is the head, and what to do; None if one is."""
+        if self.found():
+            return None
+        refused = {name: head.evidence.refused for name, head in self.candidates.items() if head.evidence.reached}
+        uses = [f"the logits of '{name}' are also used for {what}" for name, what in refused.items()]
+        if uses:
+            return "; ".join(uses), "Use the logits for cross_entropy alone, or leave FusedLossHead out"
+        names = list_some([repr(name) for name in self.candidates])
+        why = f"no output of a linear layer outside of the repeated blocks ({names}) reached cross_entropy"
+        return why, "Compile the blocks alone, with CompileBlocks, name the head in head=, or leave FusedLossHead out"
+
+    def tell(self) -> None:
+        """Warn once where no Trainer asks, which is as soon as a second forward begins without a head."""
+        if self.told or not any(head.evidence.ended for head in self.candidates.values()):
+            return
+        reason = self.why_none()
+        if reason is not None:
+            self.told = True
+            warn(explain("FusedLossHead did nothing in the first batch", *reason))
 
 
 class FusedHead(WrappedForward):
@@ -95,10 +158,16 @@ class FusedHead(WrappedForward):
     module: nn.Linear
     can_compile: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Linear, options: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Linear, options: dict[str, Any], search: HeadSearch | None = None) -> None:
         super().__init__(module)
-        self.options = options
+        self.options, self.search = options, search
+        self.evidence = HeadEvidence()
         self.used = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it gives out deferred logits, or will from its next call on."""
+        return self.search is None or self.evidence.is_head
 
     def __call__(self, input: Tensor, then: Callable[[Tensor], Tensor] | None = None) -> Tensor | DeferredLogits:
         if then is not None:
@@ -108,10 +177,20 @@ class FusedHead(WrappedForward):
         if is_traceable_wrapper_subclass(self.module.weight):
             note_once("FusedLossHead: a head whose weight is quantised or tensor-parallel makes its logits")
             return self.inner(input)
+        if self.search is not None and not self.evidence.is_head:
+            return self._look_for_loss(input, self.search)
         autocast = autocast_dtype(input.device)
         # Under Fabric, cross_entropy is called outside of the autocast in which the model runs.
         loss_of = functools.partial(self.loss_of, autocast)
         return DeferredLogits(input, self.module.out_features, autocast or input.dtype, loss_of)
+
+    def _look_for_loss(self, input: Tensor, search: HeadSearch) -> Tensor:
+        """The plain output, watched for as long as nothing has spoken against this layer."""
+        if self.evidence.ended:  # a gradient came, but from no cross-entropy, or not from there alone
+            search.tell()
+            self.undo()
+            return self.inner(input)
+        return watch_logits(self.inner(input), input, self.evidence)
 
     def loss_of(
         self,
@@ -152,7 +231,10 @@ class FusedHead(WrappedForward):
 
 
 class FusedLossHead(Technique):
-    """The model's loss without its logits: for Hugging Face's language models as they are, and for others by name.
+    """The model's loss without its logits, for any model whose head is an ``nn.Linear``.
+
+    Hugging Face's language models name their head. In other models, unless ``head`` names it, the first training loss
+    shows it, and it is fused from the second forward on; see :func:`~lightning_fasttrain.fuse_loss_head_`.
 
     Acts right after ``configure_model``, after adapters and before checkpointing; undone at teardown. In training,
     the ``logits`` that the model returns have a shape but no numbers. Inside a model that is compiled as a whole the
@@ -183,15 +265,36 @@ class FusedLossHead(Technique):
         self.chunk = None if chunk is None else positive_int("chunk", chunk)
         self.backend = one_of("backend", backend, BACKENDS)
         self._fused: dict[str, FusedHead] = {}
+        self._is_predicted = False
+        self._is_asked = False
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.heads == 0:
-            return "no head was found that gives logits: name it in head="
+            return "no linear layer was found that gives logits"
         return None
 
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
+        self._is_asked = True  # after the first batch, by why_idle
+
+        def undo() -> None:
+            self._is_asked = False
+
+        return undo
+
+    def predict(self, step: PredictedStep) -> Technique | None:
+        steady = copy.copy(self)  # of the steps after the first, in which the head is known
+        steady._is_predicted = True
+        return steady
+
     def apply(self, model: nn.Module) -> Undo:
-        fused = self._fused = fuse_loss_head_(model, self.head, chunk=self.chunk, backend=self.backend)
+        head = self.head
+        if head is None and self._is_predicted and not told_heads(model):
+            likely = outside_blocks(model, find_heads(model))
+            head = likely[0] if len(likely) == 1 else None
+        fused = self._fused = fuse_loss_head_(model, head, chunk=self.chunk, backend=self.backend)
+        if self._search is not None:
+            self._search.told = self._is_asked
 
         def undo() -> None:
             self._fused = {}
@@ -201,11 +304,27 @@ class FusedLossHead(Technique):
         return undo
 
     def took_hold(self, model: nn.Module) -> str:
-        heads = [name for name, module in model.named_modules() if wrapper_on(module, FusedHead)]
-        return f"the loss of {list_some(heads)} without its logits" if heads else ""
+        fused: list[str] = []
+        searched: list[str] = []
+        for name, module in model.named_modules():
+            for head in wrappers_on(module, FusedHead):
+                (fused if head.is_fused else searched).append(name)
+        if searched:
+            return f"finds the head by the first loss, among {list_some(searched)}"
+        return f"the loss of {list_some(fused)} without its logits" if fused else ""
+
+    def outcome(self, model: nn.Module) -> str:
+        found = self._search.found() if self._search is not None else []
+        return f"found the head by the first loss: {list_some(found)}" if found else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
+        if self._search is not None:
+            return self._search.why_none()
         if not self._fused or any(head.used for head in self._fused.values()):
             return None
         why = "the output of the head did not reach cross_entropy, or the head is compiled with its model"
         return why, "Compile the blocks alone, with CompileBlocks, or leave FusedLossHead out"
+
+    @property
+    def _search(self) -> HeadSearch | None:
+        return next((head.search for head in self._fused.values()), None)

@@ -79,6 +79,7 @@ class DeterministicStep(TorchFunctionMode):
         super().__init__()
         self.precision = precision
         self.autocast = False  # the step switches it on by itself
+        self.statistics = False  # BatchNorm would take them over the samples
         self.rounds = False  # something is computed in less than float32
         self.redrawn = False  # random numbers in a recomputed forward: these cannot be told apart by rows
         self._draws: list[Tensor] = []
@@ -113,7 +114,7 @@ class DeterministicStep(TorchFunctionMode):
         if func is F.multi_head_attention_forward:
             args, kwargs = _without_dropout(_MHA_DROPOUT, args, kwargs)
         if func is F.batch_norm:
-            return _without_statistics(args, kwargs)
+            return self._normalize(args, kwargs)
         if func in _DRAWS or func in _DRAWS_IN_PLACE:
             return self._draw(func, args, kwargs)
         if self.precision == "float64":
@@ -121,6 +122,16 @@ class DeterministicStep(TorchFunctionMode):
         result = func(*args, **kwargs)
         self.rounds |= isinstance(result, Tensor) and result.dtype in (torch.bfloat16, torch.float16)
         return result
+
+    def _normalize(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        """``batch_norm`` as in evaluation; where it would take statistics, with a mean of 0 and a variance of 1."""
+        given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
+        if not given.get("training", False):
+            return F.batch_norm(*args, **kwargs)
+        self.statistics = True
+        x: Tensor = given["input"]
+        zeros, ones = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
+        return F.batch_norm(x, zeros, ones, given.get("weight"), given.get("bias"), training=False)
 
     def _draw(self, func: Callable[..., Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
         drawn = func(*args, **kwargs)
@@ -177,14 +188,6 @@ def _without_dropout(place: int, args: Sequence[Any], kwargs: dict[str, Any]) ->
     if len(args) > place:
         return (*args[:place], 0.0, *args[place + 1 :]), kwargs
     return args, {**kwargs, "dropout_p": 0.0}
-
-
-def _without_statistics(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """``batch_norm`` as in evaluation, with a mean of 0 and a variance of 1."""
-    given = inspect.signature(F.batch_norm).bind(*args, **kwargs).arguments
-    x: Tensor = given["input"]
-    zeros, ones = x.new_zeros(x.shape[1]), x.new_ones(x.shape[1])
-    return F.batch_norm(x, zeros, ones, given.get("weight"), given.get("bias"), training=False)
 
 
 def _rows_of(whole: Tensor, rows: slice, size: int) -> Tensor:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._labels import find_labels
-from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._messages import explain, list_some, say, warn
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
@@ -22,7 +22,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     weights_of,
 )
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot
-from lightning_fasttrain.data.normalizer.sample_rows import Sample, sample_rows
+from lightning_fasttrain.data.normalizer.sample_rows import Sample, alter_sample, sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer, count_of
 from lightning_fasttrain.data.normalizer.step_function import models_of
 from lightning_fasttrain.data.normalizer.trial import Run, Split, Stage, Trial, try_split
@@ -33,6 +33,7 @@ _FLOAT32 = 1e-3
 _ROUNDED = 5e-2  # where something is computed with fewer bits, and float64 cannot be had
 _FLOAT64 = 1e-6  # a step may round some tensors to float32 by itself
 _ALL_FLOAT64 = 1e-9
+_NOTHING = "nothing: the loss is a sum, and its micro-batches are added"
 _TIED = 3e-6  # errors below it are rounding, and say nothing about a rule
 
 
@@ -113,6 +114,7 @@ def find_split_of(
     count: Count = "auto",
     check: bool = True,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    whole_batches: bool = False,
 ) -> LossSplit:
     """How the loss of a step function is split, found on some samples of a batch.
 
@@ -120,7 +122,8 @@ def find_split_of(
         CannotSplitError: it is not a weighted sum of those of its micro-batches.
     """
     stage = stage_of(step, no_sync)
-    found = find_split(stage, sample_rows(batch, -(-batch_size(batch) // n)), count, check=check)
+    samples = sample_rows(batch, -(-batch_size(batch) // n))
+    found = find_split(stage, samples, count, check=check, whole_batches=whole_batches)
     assert found is not None  # this stage refuses a step that returns None
     return found
 
@@ -154,11 +157,13 @@ def find_split(
     check: bool,
     preferred: CountRule | None = None,
     together: bool = True,
+    whole_batches: bool = False,
 ) -> LossSplit | None:
     """How the loss of a step on a given stage is split; ``preferred`` is the counting rule that is tried first.
 
     Args:
         together: whether all ranks call this, and decide alike.
+        whole_batches: whether what is summed are batches as they come, whose statistics are their own.
 
     Returns:
         None where the step returned None, and nothing could be found yet.
@@ -169,17 +174,34 @@ def find_split(
     if callable(count) and not check:
         return LossSplit(None, count)
     trial = try_split(stage, samples)
-    verdict = _judge(trial, count, preferred)
+    changed = trial.splits[0].whole.changed if trial.splits else ()
+    facts: dict[str, Any] = {"failed": trial.failed}
+    if not whole_batches:
+        facts |= {"statistics": _name_statistics(trial, stage), "changed": changed}
+    verdict = replace(_judge(trial, count, preferred), **facts)
     if verdict.is_unsure:
         precise = try_split(stage, iter([trial.sample]), "float64")
         if precise.precise and not precise.why_not:
-            trial, verdict = precise, _judge(precise, count, preferred)
+            trial, verdict = precise, replace(_judge(precise, count, preferred), **facts)
+    if not callable(count):
+        verdict = _judge_altered(verdict, trial, stage)
     verdict = _worst(from_all_ranks([verdict]) if together else [verdict])
     split = _conclude(verdict, trial, count, check)
     if split is None or not trial.splits:
         return split
     leaves = tuple(map(weakref.ref, trial.splits[0].parameters))
     return replace(split, leaves=leaves, per_sample=_count_per_sample(split, trial))
+
+
+def _name_statistics(trial: Trial, stage: Stage) -> str:
+    if not trial.statistics:
+        return ""
+    names = []
+    for model in stage.models:
+        for name, layer in model.named_modules():
+            if isinstance(layer, torch.nn.modules.batchnorm._BatchNorm) and layer.training:
+                names.append(repr(name))
+    return list_some(names)
 
 
 @dataclass(frozen=True)
@@ -194,7 +216,9 @@ class _Verdict:
         limit: the largest error that is taken for rounding.
         checked: whether gradients or losses were compared.
         skipped: whether the step returned None.
-        opaque: whether the loss does not show what it is divided by.
+        statistics: the layers that take statistics of the batch; empty if none does.
+        changed: the buffers that the step changes.
+        failed: whether the step cannot run on a few samples.
     """
 
     split: LossSplit | None = None
@@ -204,7 +228,9 @@ class _Verdict:
     limit: float = _SURE
     checked: bool = True
     skipped: bool = False
-    opaque: bool = False
+    statistics: str = ""
+    changed: tuple[str, ...] = ()
+    failed: bool = False
 
     @property
     def is_unsure(self) -> bool:
@@ -221,7 +247,9 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
             return _Verdict(LossSplit(None, count), (count,), trial.why_not, checked=False)
         return _Verdict(LossSplit(None, count), (count,), "", _error_of_rule(count, trial), error_limit(trial))
     if not trial.splits:
-        return _Verdict(why_not=trial.why_not, checked=False)
+        alone = None if trial.whole is None else _classify_alone(trial.whole)
+        split = None if alone is None else LossSplit(alone, None)
+        return _Verdict(split, why_not=trial.why_not, checked=False)
     read = _classify(trial.splits)
     if isinstance(read, str):
         return _judge_by_rules(trial, read, preferred)
@@ -234,16 +262,31 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     return _Verdict(LossSplit(read[best], None), tuple(rules), "", errors[best], error_limit(trial))
 
 
+def _judge_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> _Verdict:
+    """Whether what holds for the samples holds for them with other weights and masks, too."""
+    is_right = verdict.checked and not verdict.why_not and verdict.error <= verdict.limit
+    sample = alter_sample(trial.sample) if is_right and stage.gradients else None
+    if sample is None or verdict.split is None or verdict.split.read is None:
+        return verdict
+    altered = try_split(stage, iter([sample]), trial.precision)
+    if altered.why_not or altered.precision != trial.precision:
+        return verdict  # a step need not run on any numbers
+    other = _judge(altered, "auto", None)
+    if other.split is None or other.split.read is None or other.error > other.limit:
+        why = other.why_not or "samples of a batch depend on one another where their weights or masks differ"
+        return replace(verdict, split=LossSplit(None, None), why_not=why, error=float("inf"), rules=())
+    return verdict
+
+
 def _judge_by_rules(trial: Trial, why_not: str, preferred: CountRule | None) -> _Verdict:
     """A loss that does not show its normalizers: the rules that split it, by gradients alone."""
-    opaque = not trial.splits[0].whole.terms or any(term.kind == "opaque" for term in trial.splits[0].whole.terms)
     if trial.why_not:
-        return _Verdict(why_not=trial.why_not, checked=False, opaque=opaque)
+        return _Verdict(why_not=trial.why_not, checked=False)
     candidates = _candidates(trial, preferred)
     errors = [_error_of_rule(rule, trial) for rule in candidates]
     nearest = max(3 * min(errors), _TIED)
     rules = [rule for rule, error in zip(candidates, errors, strict=True) if error <= nearest]
-    return _Verdict(LossSplit(None, rules[0]), tuple(rules), why_not, min(errors), error_limit(trial), opaque=opaque)
+    return _Verdict(LossSplit(None, rules[0]), tuple(rules), why_not, min(errors), error_limit(trial))
 
 
 def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
@@ -259,6 +302,11 @@ def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
 def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> LossSplit | None:
     if verdict.skipped:
         return None
+    if verdict.statistics and check:
+        why = f"BatchNorm in training mode takes the statistics of the samples that run together ({verdict.statistics})"
+        raise CannotSplitError(why, trial)
+    if verdict.failed and check and not callable(count):
+        raise CannotSplitError(trial.why_not)
     if not verdict.checked:
         return _choose_unchecked(verdict, trial, count)
     assert verdict.split is not None
@@ -268,13 +316,16 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> Los
         if otherwise is not None and _is_the_only_way(trial):
             _say_found(otherwise, verdict.error, trial, verdict.rules[1:])
             return otherwise
-        if check or otherwise is not None:
+        if check or otherwise is not None or verdict.split.count is None:
             raise CannotSplitError(verdict.why_not, trial, otherwise, _nearest(trial, verdict))
         warn(_unchecked(verdict))
         return verdict.split
     split = verdict.split
     if split.read is not None and not split.is_sum and verdict.rules:
         split = replace(split, count=verdict.rules[0], scale=_scale(split.read, verdict.rules[0], trial))
+    if right and verdict.changed and check and not callable(count):
+        why = f"the step changes {list_some(list(map(repr, verdict.changed)))}, and would do so in each micro-batch"
+        raise CannotSplitError(why, trial, split)
     if right:
         _say_found(split, verdict.error, trial, ())
         return split
@@ -340,11 +391,38 @@ def _classify(splits: Sequence[Split]) -> list[ReadNormalizer] | str:
             return "the loss has several normalizers"
         term, *others = normalized
         name = _describe(first, term)
-        found.append(ReadNormalizer(first.structure, term, tuple(others), varying, offsets[term], name))
+        summed = _find_summed(term, varying[term], offsets[term], runs)
+        found.append(ReadNormalizer(first.structure, term, tuple(others), varying, offsets[term], summed, name))
     if len(normalized) < len(first.terms):
-        name = "nothing: the loss is a sum, and its micro-batches are added"
-        found.append(ReadNormalizer(first.structure, None, (), varying, 0.0, name))
+        found.append(ReadNormalizer(first.structure, None, (), varying, 0.0, None, _NOTHING))
     return found
+
+
+def _classify_alone(run: Run) -> ReadNormalizer | None:
+    """What is likely of a loss that cannot be compared with another: its reduction is over samples."""
+    if len(run.terms) != 1 or run.terms[0].kind not in ("mean", "sum", "quotient"):
+        return None
+    term = run.terms[0]
+    divisors = [place for place, (_, divides) in enumerate(term.slots) if divides]
+    if not divisors:
+        return ReadNormalizer(run.structure, None, (), ((),), 0.0, None, _NOTHING)
+    varying = (tuple(divisors[-1:]),)
+    return ReadNormalizer(run.structure, 0, (), varying, 0.0, None, _describe(run, 0))
+
+
+def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequence[Run]) -> float | None:
+    """How many times what the sum is over the divisor is; None where they are not in proportion."""
+    scale: float | None = None
+    for run in runs:
+        summed, divisor = run.terms[place].summed, _read_count(run, place, varying) - offset
+        if summed is None or (summed != 0 and divisor == 0):
+            return None
+        if summed == 0:
+            continue
+        if scale is not None and abs(divisor / summed - scale) > _SURE * abs(scale):
+            return None
+        scale = divisor / summed
+    return scale
 
 
 def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:
@@ -436,7 +514,9 @@ def error_limit(trial: Trial) -> float:
 def _candidates(trial: Trial, preferred: CountRule | None) -> list[CountRule]:
     """Counting rules, the likeliest first."""
     ignored = sorted(_may_be_ignored(trial) - {-100})
-    usual = [CountRule("targets"), CountRule("next_tokens"), CountRule("samples"), CountRule("sum")]
+    read = [term.ignored for term in trial.whole.terms if term.ignored is not None] if trial.whole is not None else []
+    first = [CountRule(name, index) for index in read for name in ("targets", "next_tokens")]
+    usual = [*first, CountRule("targets"), CountRule("next_tokens"), CountRule("samples"), CountRule("sum")]
     others = [CountRule(name, index) for index in ignored for name in ("targets", "next_tokens")]
     return list(dict.fromkeys([*([preferred] if preferred is not None else []), *usual, *others]))
 

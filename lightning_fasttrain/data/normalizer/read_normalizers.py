@@ -254,7 +254,7 @@ class _Walk:
         if published is not None:
             kind, value = published
             return self._end(kind, (*slots, Slot(value, divides=True)) if kind == "mean" else slots, node)
-        if getattr(node, "variable", None) is not None:
+        if _is_of_one_parameter(node):
             return self._end("parameter", slots, node)
         is_known = type(node).__module__ == "torch.autograd" or not hasattr(node, "saved_tensors")
         return self._end("nonlinear" if is_known and "Compiled" not in name else "opaque", slots, node)
@@ -317,6 +317,46 @@ def _signed(dims: Sequence[int], axes: int) -> Iterator[int]:
     """Axes as autograd keeps them: negative ones wrap around 2**64."""
     for dim in dims:
         yield dim if dim < axes else dim - 2**64
+
+
+_LOOKED_THROUGH = frozenset("Neg Sum View UnsafeView ReshapeAlias ToCopy Unsqueeze Squeeze Expand".split())  # noqa: SIM905
+
+
+def count_summed(node: Any) -> Number | None:
+    """How many elements a sum is over, or the sum of their weights, as far as its graph shows a mask.
+
+    Args:
+        node: of the reduction.
+
+    Returns:
+        The sum of the mask or weights that the elements were multiplied with; the number of those that were picked, or
+        that were not filled or ignored; None where nothing of the kind is seen.
+
+    Example:
+        >>> mask = torch.tensor([1.0, 0.0, 1.0])
+        >>> count_summed((torch.ones(3, requires_grad=True) * mask).sum().grad_fn)
+        tensor(2.)
+    """
+    for _ in range(8):
+        operation = _operation(node.name())
+        if operation in ("Index", "MaskedSelect"):
+            return _shape(node, 0).numel()
+        if operation == "Mul":
+            mask = node._saved_self if node._saved_other is None else node._saved_other
+            if isinstance(mask, Tensor) and mask.numel() > 1 and not mask.requires_grad:
+                return mask.sum()
+        if operation == "MaskedFill":
+            return (~node._saved_mask).sum()
+        if operation == "Where":
+            return node._saved_condition.sum()
+        if operation in ("NllLoss", "NllLoss2D"):
+            ignored = node._saved_ignore_index
+            return (node._saved_target != (ignored if ignored < 2**63 else ignored - 2**64)).sum()
+        following = [edge for edge, _ in node.next_functions if edge is not None]
+        if len(following) != 1 or operation not in _LOOKED_THROUGH | {"Mul", "Mean"}:
+            return None
+        node = following[0]
+    return None
 
 
 def _is_of_one_parameter(node: Any) -> bool:

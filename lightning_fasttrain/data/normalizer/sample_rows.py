@@ -54,6 +54,51 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         yield Sample(whole, number, cuttings)
 
 
+def alter_sample(sample: Sample) -> Sample | None:
+    """Return the sample with other weights and masks, in which what is the same for all rows of a batch may differ.
+
+    A loss that is a sum over samples is one for any weights and masks, so a rule must hold for these, too. Masks lose
+    some entries, and other numbers are multiplied by another factor in each row. Labels stay as they are.
+
+    Returns:
+        None where the pieces are not rows.
+
+    Example:
+        >>> sample = next(sample_rows((torch.ones(4, 3),), 4))
+        >>> alter_sample(sample).whole[0].sum(1)
+        tensor([2., 2., 3., 2.])
+    """
+    if any(rows is None for cutting in sample.cuttings for _, rows in cutting):
+        return None
+
+    def alter(leaf: Any, path: str) -> Any:
+        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
+            return leaf
+        if bool(((leaf == 0) | (leaf == 1)).all()):
+            return leaf * _pattern(leaf).to(leaf.dtype)
+        if leaf.is_floating_point():
+            factors = torch.linspace(0.5, 1, leaf.shape[0], dtype=leaf.dtype, device=leaf.device)
+            return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
+        return leaf
+
+    whole = walk_leaves(sample.whole, alter, "batch")
+    cuttings: list[list[tuple[Any, slice | None]]] = []
+    for cutting in sample.cuttings:
+        slices = [rows for _, rows in cutting if rows is not None]
+        cuttings.append([(take_rows(whole, rows.start, rows.stop), rows) for rows in slices])
+    return Sample(whole, sample.size, cuttings)
+
+
+def _pattern(leaf: Tensor) -> Tensor:
+    """Zeros and ones, differently many in each row."""
+    rows, inside = leaf.shape[0], leaf[0].numel()
+    period = torch.arange(rows, device=leaf.device)[:, None] % 3 + 2
+    if inside == 1:
+        return (period != 3).reshape(leaf.shape)
+    places = torch.arange(1, inside + 1, device=leaf.device)[None, :]
+    return (places % period != 0).reshape(leaf.shape)
+
+
 def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]) -> Iterator[Sample]:
     """Yield the first micro-batch of a batch that is split in a way of its own, cut in the same way."""
     whole = split(batch, n)[0]

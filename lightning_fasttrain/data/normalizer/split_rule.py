@@ -1,7 +1,7 @@
 """How the loss of a batch is split: by what each micro-batch's own loss is divided by, and by what was counted."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     add_counts,
     weigh_loss,
 )
-from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Slot, Term, count_summed, read_normalizers
 
+_UNCLEAR = "its loss is divided by a number that may be kept from zero, or is zero beside a sum that is not"
 _ROUNDING = 1e-4  # two readings of one normalizer differ by less, two normalizers by more sooner or later
 
 
@@ -29,16 +30,20 @@ class Reading:
     """What one micro-batch's loss says about its weight.
 
     Attributes:
-        count: by how much it counts; None where the loss is a sum.
-        others: the normalizers of the other terms, which must be in proportion to it.
+        divisor: what the loss was divided by; None where it is a sum.
+        count: how much of that is counted in this micro-batch: less where a divisor is kept from zero.
+        others: the divisors of the other terms, which must be in proportion to it.
         factors: numbers that must be the same in all micro-batches of a step.
         nodes: the reductions, through which a micro-batch of nothing must send no NaN.
+        unclear: whether it cannot be told what is counted; on the device, if it must be.
     """
 
-    count: Number | None
-    others: tuple[Number, ...]
-    factors: tuple[Number, ...]
-    nodes: tuple[Any, ...]
+    divisor: Number | None = None
+    count: Number | None = None
+    others: tuple[Number, ...] = ()
+    factors: tuple[Number, ...] = ()
+    nodes: tuple[Any, ...] = ()
+    unclear: bool | Tensor = False
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class ReadNormalizer:
         others: terms whose normalizer is in proportion to it.
         varying: for each term, the places of its numbers that depend on the samples; the others are factors.
         offset: what is added to a count, such as an epsilon.
+        summed: how many times what its sum is over the divisor is; None where its graph does not show that.
         name: the normalizer in words.
     """
 
@@ -59,32 +65,52 @@ class ReadNormalizer:
     others: tuple[int, ...]
     varying: tuple[tuple[int, ...], ...]
     offset: float
+    summed: float | None
     name: str = field(compare=False)
 
     def __str__(self) -> str:
         return self.name
 
     def read(self, loss: Tensor) -> Reading:
-        """Raises: OtherSplitError: the loss was computed by other operations."""
+        """Raises: OtherSplitError: the loss was computed by other operations, or what it counts cannot be told."""
         read = read_normalizers(loss)
         if read.structure != self.structure:
             raise OtherSplitError("its loss is made of other terms than that of the samples that were tried")
         factors: list[Number] = []
         for term, varying in zip(read.terms, self.varying, strict=True):
             factors += [_on_host(slot.value) for place, slot in enumerate(term.slots) if place not in varying]
-        nodes = tuple(term.node for term in read.terms if term.kind == "quotient")  # the others send no NaN
         if self.term is None:
-            return Reading(None, (), tuple(factors), nodes)
-        count = self._count(read.terms[self.term], self.term)
-        others = tuple(self._count(read.terms[place], place) for place in self.others)
-        empty = _is_empty(read.terms[self.term], count, loss, alone=len(read.terms) == 1)
-        if empty is not None:
-            count, others = _unless(empty, count), tuple(_unless(empty, other) for other in others)
-        return Reading(count, others, tuple(factors), nodes)
+            return Reading(factors=tuple(factors))
+        term = read.terms[self.term]
+        divisor = count_of(term.slots, self.varying[self.term])
+        others = tuple(count_of(read.terms[place].slots, self.varying[place]) for place in self.others)
+        # The others send no NaN: a mean over nothing has no gradient.
+        nodes = tuple(one.node for one in read.terms if one.kind in ("sum", "quotient"))
+        count, unclear = self._count(term, divisor, loss.detach())
+        return Reading(divisor, count, others, tuple(factors), nodes, unclear)
 
-    def _count(self, term: Term, place: int) -> Number:
-        count = count_of(term.slots, self.varying[place])
-        return count - self.offset if self.offset else count
+    def _count(self, term: Term, divisor: Number, loss: Tensor) -> tuple[Number, bool | Tensor]:
+        """How much is counted, and whether that cannot be told."""
+        count = divisor - self.offset if self.offset else divisor
+        if term.kind == "mean" or (isinstance(divisor, float | int) and divisor > 1):
+            return count, False
+        summed = None if self.summed is None else count_summed(term.node)
+        if self.summed is not None and summed is not None:
+            counted = _on_host(summed) * self.summed
+            return counted, _is_neither(count, counted)
+        # It may be kept from zero, as by clamp(min=1), or be zero beside a sum that is not.
+        if isinstance(divisor, float | int) and loss.device.type == "cpu":
+            return count, divisor > 0 or bool(loss.isinf())
+        divided = torch.as_tensor(divisor, device=loss.device)
+        return count, ((divided > 0) & (divided <= 1)) | loss.isinf()
+
+
+def _is_neither(count: Number, counted: Number) -> bool | Tensor:
+    """Whether a divisor is not what was counted, nor kept from zero where nothing was."""
+    if isinstance(count, Tensor) or isinstance(counted, Tensor):
+        missed = torch.as_tensor(count - counted).abs()
+        return (missed > _ROUNDING * abs(counted)) & torch.as_tensor(counted != 0, device=missed.device)
+    return counted != 0 and not _is_near(count, counted)
 
 
 def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
@@ -104,45 +130,6 @@ def count_of(slots: Sequence[Slot], varying: Sequence[int]) -> Number:
 def _on_host(value: Number) -> Number:
     """As a Python number where no device has to be waited for."""
     return float(value) if isinstance(value, Tensor) and value.device.type == "cpu" else value
-
-
-def _unless(empty: bool | Tensor, count: Number) -> Number:
-    if isinstance(empty, bool):
-        return 0 if empty else count
-    return torch.where(empty, 0.0, torch.as_tensor(count, device=empty.device))
-
-
-_LOOKED_THROUGH = frozenset(
-    ["Neg", "Sum", "Mean", "View", "UnsafeView", "ReshapeAlias", "ToCopy", "Unsqueeze", "Squeeze", "Expand"]
-)
-
-
-def _is_empty(term: Term, count: Number, loss: Tensor, alone: bool) -> bool | Tensor | None:
-    """Whether a count stands for nothing: one that is kept from zero, as by ``clamp(min=1)``; None if it does not."""
-    if term.kind != "quotient" or (isinstance(count, float | int) and not 0 < count <= 1):
-        return None
-    node = term.node
-    for _ in range(8):
-        operation = node.name().rpartition("::")[2].partition("Backward")[0]
-        if operation in ("Index", "MaskedSelect"):
-            return torch.Size(node._input_metadata[0].shape).numel() == 0
-        if operation == "Mul" and None in (node._saved_self, node._saved_other):
-            mask = node._saved_self if node._saved_other is None else node._saved_other
-            if isinstance(mask, Tensor) and mask.numel() > 1:
-                return _as_host_bool(~(mask != 0).any())
-        if operation == "MaskedFill":
-            return _as_host_bool(node._saved_mask.all())
-        if operation == "Where":
-            return _as_host_bool(~node._saved_condition.any() | node._saved_condition.all())
-        if operation in ("NllLoss", "NllLoss2D"):
-            ignored = node._saved_ignore_index
-            return _as_host_bool((node._saved_target == (ignored if ignored < 2**63 else ignored - 2**64)).all())
-        following = [edge for edge, _ in node.next_functions if edge is not None]
-        if (operation not in _LOOKED_THROUGH and operation != "Mul") or len(following) != 1:
-            break
-        node = following[0]
-    # What is summed does not show it: a sum of nothing is zero.
-    return _as_host_bool(loss.detach() == 0) if alone else None
 
 
 def _as_host_bool(value: Tensor) -> bool | Tensor:
@@ -165,7 +152,7 @@ class LossSplit:
     read: ReadNormalizer | None
     count: CountTargets | None
     scale: float = 1.0
-    per_sample: float = 1.0
+    per_sample: float = field(default=1.0, compare=False)
     leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)
 
     @property
@@ -228,15 +215,17 @@ class StepWeights:
                 self._refuse_other(reading, part)
                 _silence(reading, self.known.counts[part])
             return self.known.weigh(loss, part)
-        assert reading is not None and reading.count is not None
-        count = reading.count
+        assert reading is not None
+        assert reading.count is not None
+        assert reading.divisor is not None
+        if reading.unclear is True:
+            raise OtherSplitError(_UNCLEAR)
         if self.reference is None:
-            self.reference = _estimate_total(count, self.parts)
-        last = part == self.parts - 1
-        if last and _is_zero(self.total):
+            self.reference = _estimate_total(reading.count, self.parts)
+        if part == self.parts - 1 and _is_zero(self.total):
             return loss  # nothing counts anywhere: what the unsplit step gives
-        _silence(reading, count)
-        return weigh_loss(loss, count, self.reference)
+        _silence(reading, reading.divisor)
+        return weigh_loss(loss, reading.divisor, self.reference)
 
     def _refuse_other(self, reading: Reading, part: int) -> None:
         assert self.known is not None
@@ -250,6 +239,10 @@ class StepWeights:
                 raise OtherSplitError(what)
 
     @property
+    def _offset(self) -> float:
+        return self.split.read.offset if self.split.read is not None else 0.0
+
+    @property
     def counts(self) -> list[Number]:
         """Of the micro-batches that gave a loss."""
         if self.known is not None:
@@ -258,7 +251,9 @@ class StepWeights:
 
     @property
     def total(self) -> Number:
-        return add_counts(self.counts)
+        """What the loss of the unsplit step is divided by."""
+        counted = add_counts(self.counts)
+        return counted if self.known is not None or _is_zero(counted) else counted + self._offset
 
     def settle(self, total: Number | None = None) -> Number | None:
         """By what the gradients so far, and the last loss, are to be multiplied; None where by nothing.
@@ -276,33 +271,31 @@ class StepWeights:
 
     def disagreement(self) -> bool | Tensor:
         """Whether what was read is not what micro-batches of one loss share: on the device, if it must be."""
-        found: list[Tensor] = []
-        pairs = list(self._pairs_that_must_agree())
-        for one, other in pairs:
+        found: list[Tensor] = [reading.unclear for reading in self.readings if isinstance(reading.unclear, Tensor)]
+        for one, other in self._pairs_that_must_agree():
             if isinstance(one, Tensor) or isinstance(other, Tensor):
                 device = one.device if isinstance(one, Tensor) else other.device  # pyright: ignore[reportAttributeAccessIssue]
                 one, other = (torch.as_tensor(x, dtype=torch.float32, device=device) for x in (one, other))
                 found.append((one - other).abs() > _ROUNDING * torch.maximum(one.abs(), other.abs()))
-            elif abs(one - other) > _ROUNDING * max(abs(one), abs(other)):
+            elif not _is_near(one, other):
                 return True
-        disagrees = torch.stack(found).any() if found else False
-        return _as_host_bool(disagrees) if isinstance(disagrees, Tensor) else False
+        return _as_host_bool(torch.stack(found).any()) if found else False
 
-    def _pairs_that_must_agree(self) -> Any:
-        first, *rest = self.readings or [Reading(None, (), (), ())]
+    def _pairs_that_must_agree(self) -> Iterator[tuple[Number, Number]]:
+        first, *rest = self.readings or [Reading()]
         for reading in rest:
             yield from zip(first.factors, reading.factors, strict=True)
-        if first.count is None:
+        divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
+        if not divisors:
             return
-        counts = [reading.count for reading in self.readings]
-        if self.known is not None:
-            for count, counted in zip(counts, self.counts, strict=True):
-                yield count, _on_host(counted) * self.split.scale
-        total = add_counts(counts)  # pyright: ignore[reportArgumentType]
+        if self.known is not None and any(isinstance(divisor, Tensor) for divisor in divisors):
+            for reading, counted in zip(self.readings, self.counts, strict=True):
+                yield reading.count, counted * self.split.scale  # pyright: ignore[reportReturnType]
+        total = add_counts(divisors)
         for others in zip(*[reading.others for reading in self.readings], strict=True):
             others_total = add_counts(others)
-            for count, other in zip(counts, others, strict=True):
-                yield other * total, count * others_total
+            for divisor, other in zip(divisors, others, strict=True):
+                yield other * total, divisor * others_total
 
     def loss(self, total: Number | None = None) -> Tensor:
         """The loss of the step, detached; of this rank's share, where the total is that of all ranks."""
@@ -311,7 +304,8 @@ class StepWeights:
         total = self.total if total is None else total
         if _is_zero(total):
             return self.losses[-1]
-        return MicroBatchWeights(self.counts, total).add_up(self.losses)
+        divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
+        return MicroBatchWeights(divisors, total).add_up(self.losses)
 
 
 class DeferredCheck:
@@ -346,6 +340,10 @@ def _estimate_total(count: Number, parts: int) -> Number:
     if isinstance(count, Tensor):
         return torch.where(count > 0, count * parts, 1.0)
     return count * parts if count > 0 else 1.0
+
+
+def _is_near(one: Number, other: Number) -> bool:
+    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) or one == other
 
 
 def _is_zero(total: Number) -> bool:

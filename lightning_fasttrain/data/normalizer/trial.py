@@ -1,5 +1,6 @@
 """One step on a few samples, unsplit and in pieces, without a trace: its losses, and entries of its gradients."""
 
+import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -15,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._surgery import patch, without_rounding
 from lightning_fasttrain.data.normalizer.deterministic_step import DeterministicStep, autocast_device
-from lightning_fasttrain.data.normalizer.read_normalizers import Kind, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Term, count_summed, read_normalizers
 from lightning_fasttrain.data.normalizer.restore_state import remember
 from lightning_fasttrain.data.normalizer.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.step_function import loss_of
@@ -34,18 +35,38 @@ class ReadTerm:
     kind: Kind
     name: str
     slots: tuple[tuple[float, bool], ...]
+    summed: float | None
+    ignored: int | None = None
 
 
 @dataclass
 class Run:
-    """What one run of a step gave: its loss, and some entries of each parameter's gradient, in float64 on the CPU."""
+    """What one run of a step gave.
+
+    Attributes:
+        gradient: some entries of each parameter's gradient, one after another, in float64 on the CPU.
+        entries: the same for each leaf of its graph.
+        terms: of its loss.
+        structure: the operations of its loss on scalars.
+        logged: the numbers that it logged.
+        changed: names of the buffers that it changed.
+        drawn: where Python's and NumPy's generators stood at its end.
+    """
 
     loss: float
     gradient: Tensor
+    entries: dict[Tensor, Tensor] = field(default_factory=dict)
     terms: tuple[ReadTerm, ...] = ()
     structure: tuple[str, ...] = ()
     logged: dict[str, Any] = field(default_factory=dict)
-    drawn: tuple[Any, ...] = ()  # where Python's and NumPy's generators stood at its end
+    changed: tuple[str, ...] = ()
+    drawn: tuple[Any, ...] = ()
+
+    def take(self, parameters: Sequence[Tensor]) -> None:
+        """Keep the gradients of these parameters alone; zeros where a loss does not depend on one."""
+        nothing = torch.zeros(0, dtype=torch.float64)  # cat refuses an empty list
+        parts = [self.entries[p] if p in self.entries else _entries(p, None) for p in parameters]
+        self.gradient = torch.cat([nothing, *parts])
 
     @property
     def everything(self) -> Tensor:
@@ -141,16 +162,22 @@ class Trial:
         splits: empty where there was nothing to compare.
         rounding: whether low precision hides small differences.
         precision: in which it ran, as of a :class:`DeterministicStep`.
+        statistics: whether BatchNorm took statistics of the batch.
+        whole: the run on the sample.
         why_not: why there is nothing to compare; empty if there is.
         is_skipped: whether the step returned None, so that nothing can be said yet.
+        failed: whether the step raised an error on a few samples, and not for want of memory.
     """
 
     sample: Sample
     splits: list[Split] = field(default_factory=list)
     rounding: bool = True
     precision: str = "as it is"
+    statistics: bool = False
+    whole: Run | None = None
     why_not: str = ""
     is_skipped: bool = False
+    failed: bool = False
 
     @property
     def precise(self) -> bool:
@@ -181,17 +208,18 @@ def _try_in_step(stage: Stage, sample: Sample) -> Trial:
 
 def _try_either_way(stage: Stage, sample: Sample, precision: str) -> Trial:
     """In the given precision; where the step does not run like that, or not within memory, as it is."""
-    failure = ""
+    failure, failed = "", False
     for tried in dict.fromkeys((precision, "as it is")):
         try:
             return _try(stage, sample, tried)
         except _NoLossError as error:
             return _skip_or_refuse(stage, sample, error)
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # whatever a user's step may raise
+            failed = not isinstance(error, torch.OutOfMemoryError)
             failure = f"the step failed on {sample.size} samples alone: {type(error).__name__} {error}"
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    return Trial(sample, why_not=failure)
+    return Trial(sample, why_not=failure, failed=failed)
 
 
 def _skip_or_refuse(stage: Stage, sample: Sample, error: "_NoLossError") -> Trial:
@@ -206,26 +234,33 @@ def _try(stage: Stage, sample: Sample, precision: str) -> Trial:
     restore = remember(stage.models)
     try:
         with _parameters_in_float64(stage.models) if precision == "float64" else nullcontext():
-            parameters, splits = _run_cuttings(stage, mode, sample, restore)
+            whole, parameters, splits = _run_cuttings(stage, mode, sample, restore)
     finally:
         restore()
     rounding = mode.autocast or mode.rounds or _uses_tf32(parameters)
-    return Trial(sample, splits, rounding, precision, _why_not(mode, splits, stage))
+    return Trial(sample, splits, rounding, precision, mode.statistics, whole, _why_not(mode, splits, stage))
 
 
 def _run_cuttings(
     stage: Stage, mode: DeterministicStep, sample: Sample, restore: Callable[[], None]
-) -> tuple[list[Tensor], list[Split]]:
-    """The parameters of the step's loss, and its runs on the sample and on all pieces."""
-    whole, parameters = _run_once(stage, mode, sample.whole, None, sample.size, None)
-    splits: list[Split] = []
+) -> tuple[Run, list[Tensor], list[Split]]:
+    """The run on the sample, the parameters of its loss, and the runs on all pieces."""
+    whole = _run_once(stage, mode, sample.whole, None, sample.size)
+    runs: list[list[Run]] = []
     for cutting in sample.cuttings:
-        runs: list[Run] = []
+        runs.append([])
         for piece, rows in cutting:
             restore()
-            runs.append(_run_once(stage, mode, piece, rows, sample.size, parameters)[0])
-        splits.append(Split([piece for piece, _ in cutting], whole, runs, parameters))
-    return parameters, splits
+            runs[-1].append(_run_once(stage, mode, piece, rows, sample.size))
+    # A step may make leaves of its own, such as inputs of a gradient penalty: these are others in each run.
+    others = {leaf for pieces in runs for run in pieces for leaf in run.entries}
+    parameters = [leaf for leaf in whole.entries if leaf in others or isinstance(leaf, nn.Parameter)]
+    for run in [whole, *itertools.chain.from_iterable(runs)]:
+        run.take(parameters)
+    splits: list[Split] = []
+    for cutting, pieces in zip(sample.cuttings, runs, strict=True):
+        splits.append(Split([piece for piece, _ in cutting], whole, pieces, parameters))
+    return whole, parameters, splits
 
 
 @contextmanager
@@ -265,37 +300,53 @@ def run_again(stage: Stage, trial: Trial, piece: int | None = None) -> Run:
     restore = remember(stage.models)
     try:
         with _parameters_in_float64(stage.models) if trial.precise else nullcontext():
-            return _run_once(stage, mode, rows, where, sample.size, trial.splits[0].parameters)[0]
+            run = _run_once(stage, mode, rows, where, sample.size)
     finally:
         restore()
+    run.take(trial.splits[0].parameters)
+    return run
 
 
-def _run_once(
-    stage: Stage,
-    mode: DeterministicStep,
-    rows: Any,
-    where: slice | None,
-    samples: int,
-    parameters: list[Tensor] | None,
-) -> tuple[Run, list[Tensor]]:
-    """Run the step once; ``parameters`` are whose gradients are taken, or None to find them."""
+def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | None, samples: int) -> Run:
+    """Run the step once."""
     mode.begin(where, samples)
     low = mode.precision != "as it is"
+    before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
     with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
         with torch.set_grad_enabled(stage.gradients), _without_autocast() if low else nullcontext():
             with without_rounding(stage.models), mode:
                 loss = _loss(stage.step(rows))
-                if parameters is None:
-                    parameters = _leaves_of(loss)
+                leaves = _leaves_of(loss)
                 read = read_normalizers(loss)
-                terms = tuple(
-                    ReadTerm(t.kind, t.name, tuple((float(s.value), s.divides) for s in t.slots)) for t in read.terms
-                )
-                gradients = _gradients(loss, parameters)
-    entries = [_entries(p, gradient) for p, gradient in zip(parameters, gradients, strict=True)]
-    # cat refuses an empty list, and a loss may depend on no parameter.
-    gradient = torch.cat([torch.zeros(0).double(), *entries])
-    return Run(float(loss.detach()), gradient, terms, read.structure, logged, _read_randomness()), parameters
+                terms = tuple(_as_numbers(term) for term in read.terms)
+                gradients = _gradients(loss, leaves)
+    entries = {leaf: _entries(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
+    changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
+    return Run(
+        float(loss.detach()),
+        torch.zeros(0).double(),
+        entries,
+        terms,
+        read.structure,
+        logged,
+        tuple(changed),
+        _read_randomness(),
+    )
+
+
+def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for model in models:
+        for name, buffer in model.named_buffers():
+            yield name, buffer
+
+
+def _as_numbers(term: Term) -> ReadTerm:
+    summed = count_summed(term.node) if term.kind in ("sum", "quotient") else None
+    slots = tuple((float(slot.value), slot.divides) for slot in term.slots)
+    ignored = getattr(term.node, "_saved_ignore_index", None)
+    if ignored is not None and ignored >= 2**63:  # autograd keeps it unsigned
+        ignored -= 2**64
+    return ReadTerm(term.kind, term.name, slots, None if summed is None else float(summed), ignored)
 
 
 def _read_randomness() -> tuple[Any, ...]:
@@ -347,8 +398,8 @@ def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
     logged: dict[str, Any] = {}
 
     def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, Tensor | float | int):
-            logged[name] = float(value)
+        if isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1):
+            logged[name] = float(value.detach() if isinstance(value, Tensor) else value)
 
     with ExitStack() as stack:
         for model in models:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -59,6 +59,8 @@ class LowPrecisionUpdates(Optimizer):
         Zamirai et al. 2020, "Revisiting BFloat16 Training", https://arxiv.org/abs/2010.06192. Theirs keeps the rest of
         Kahan's sum in bfloat16, rounded; ours keeps it whole, in as many bits.
     """
+
+    float32_gradients_for: ClassVar[tuple[torch.dtype, ...]] = (torch.bfloat16,)  # it widens them for each update
 
     def __init__(self, optimizer: Optimizer, updates: str) -> None:
         self.updates = one_of("updates", updates, UPDATES)

@@ -16,9 +16,8 @@ from lightning_fasttrain._counts import count_parameters
 from lightning_fasttrain._facts import Facts, facts_of_machine
 from lightning_fasttrain._heads import find_heads
 from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import first_line, told_heads
+from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain.data import MicroBatching
-from lightning_fasttrain.loss import FusedLossHead
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.advice.unused import Unused, UnusedReport
@@ -98,7 +97,6 @@ class _Asker:
         planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
         with setting.copy_without_memory(setting.find_surgeons(planned)) as copy:
             self.facts = _facts(setting, copy)
-            self.head = _head_to_name(copy)
         if batch is None:
             return
         try:
@@ -138,8 +136,6 @@ class _Asker:
             return MicroBatching(4)
         if kind is LowPrecisionProducts:
             return LowPrecisionProducts("int8")
-        if kind is FusedLossHead:
-            return FusedLossHead(self.head)
         needed = [p for p in inspect.signature(kind).parameters.values() if p.default is inspect.Parameter.empty]
         return None if needed else kind()
 
@@ -172,9 +168,3 @@ def _count_blocks(model: nn.Module) -> int:
         return len(find_blocks(model))
     except ValueError:
         return 0
-
-
-def _head_to_name(model: nn.Module) -> str | None:
-    """The one head to name to FusedLossHead; None where a Hugging Face model tells it."""
-    heads = find_heads(model)
-    return heads[0] if len(heads) == 1 and not told_heads(model) else None

@@ -1,0 +1,129 @@
+"""Sum the gradients of many micro-batches in float32, although the parameters are bfloat16 or float16."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+LOW = (torch.bfloat16, torch.float16)
+
+
+class Float32GradientSums:
+    """Keeps ``.grad`` in float32 between :meth:`begin` and :meth:`finish`, which rounds each gradient once.
+
+    A sum in bfloat16 is rounded at every micro-batch: with 64 of them the gradient is about three times as far from the
+    float32 gradient as that of the unsplit batch. Here it is as near. Until ``finish``, gradients take 4 bytes for each
+    parameter element instead of 2; ``finish`` converts them one by one, so that only one is held twice.
+
+    Left alone are parameters that are float32 or float64, frozen, sharded (FSDP sums in its ``reduce_dtype``, DeepSpeed
+    in its own buffers), whose ``grad_dtype`` the user has set, or whose gradient a hook consumes as it arrives.
+
+    DistributedDataParallel reduces in buckets of the parameters' dtype and raises at a float32 gradient. There, call
+    ``finish`` before the last backward of a step, which is the one that synchronizes.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+        >>> sums = Float32GradientSums()
+        >>> sums.begin([weight])
+        >>> for value in (256.0, 1.0, 1.0):  # in bfloat16, 256 + 1 is 256
+        ...     (value * weight).sum().backward()
+        >>> weight.grad
+        tensor([258.])
+        >>> sums.finish()
+        >>> weight.grad
+        tensor([258.], dtype=torch.bfloat16)
+
+    Source:
+        Ours, on ``Tensor.grad_dtype``. Checked against gradients in float32.
+    """
+
+    def __init__(self) -> None:
+        self._switched: list[Tensor] = []
+
+    def begin(self, parameters: Iterable[Tensor]) -> None:
+        """Sum in float32 from now on; gradients that are there already are the first terms.
+
+        Called again before ``finish``, it takes kept float32 gradients into the next sum unrounded.
+        """
+        switched = set(self._switched)
+        for parameter in parameters:
+            if parameter not in switched and _can_be_switched(parameter):
+                _set_gradient_dtype(parameter, torch.float32)
+                switched.add(parameter)
+                self._switched.append(parameter)
+
+    def finish(self) -> None:
+        """Round each gradient to its parameter's dtype, and let autograd make gradients of that dtype again."""
+        while self._switched:
+            parameter = self._switched.pop()
+            _set_gradient_dtype(parameter, parameter.dtype)
+
+    def __getstate__(self) -> dict[str, Any]:  # a copied parameter has the default grad_dtype again
+        return {"_switched": []}
+
+
+@contextmanager
+def sum_gradients_in_float32(parameters: Iterable[Tensor], keep: bool = False) -> Iterator[Float32GradientSums]:
+    """Within the context, sum the gradients of bfloat16 and float16 parameters in float32.
+
+    Args:
+        parameters: those whose gradients are summed.
+        keep: leave float32 gradients after a context that ended well, for an optimizer that takes them; then call
+            ``finish`` on what the context returned, after the optimizer's step.
+
+    Returns:
+        The :class:`Float32GradientSums`, to ``finish`` earlier under DistributedDataParallel.
+
+    Example:
+        >>> layer = torch.nn.Linear(4, 1, dtype=torch.bfloat16)
+        >>> with sum_gradients_in_float32(layer.parameters()):
+        ...     for _ in range(8):
+        ...         layer(torch.ones(1, 4, dtype=torch.bfloat16)).sum().backward()
+        ...     layer.weight.grad.dtype
+        torch.float32
+        >>> layer.weight.grad.dtype
+        torch.bfloat16
+
+    Source:
+        See :class:`Float32GradientSums`.
+    """
+    sums = Float32GradientSums()
+    sums.begin(parameters)
+    try:
+        yield sums
+    except BaseException:
+        sums.finish()
+        raise
+    if not keep:
+        sums.finish()
+
+
+def takes_float32_gradients(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` steps correctly, and better, with float32 gradients of its low-precision parameters.
+
+    An optimizer says so by a class attribute ``float32_gradients_for``, the dtypes of such parameters. Those of torch
+    do not: Adam, AdamW and all fused ones raise, and the others round state or update to the parameter's dtype.
+    """
+    dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
+    return not dtypes.intersection(LOW).difference(getattr(type(optimizer), "float32_gradients_for", ()))
+
+
+def _can_be_switched(parameter: Tensor) -> bool:
+    if parameter.dtype not in LOW or not parameter.requires_grad or parameter.grad_dtype is not parameter.dtype:
+        return False
+    # A wrapper subclass is FSDP2's or a quantised one; the attributes are DeepSpeed's and FSDP's.
+    marks = ("ds_id", "_is_flat_param", "_fsdp_flattened")
+    if is_traceable_wrapper_subclass(parameter) or any(hasattr(parameter, mark) for mark in marks):
+        return False
+    return not getattr(parameter, "_post_accumulate_grad_hooks", None)
+
+
+def _set_gradient_dtype(parameter: Tensor, dtype: torch.dtype) -> None:
+    gradient, parameter.grad = parameter.grad, None  # with a gradient of another dtype, grad_dtype cannot be set
+    parameter.grad_dtype = dtype
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
