@@ -1,10 +1,11 @@
 """Changes the batch: its split, its order, its way to the device.
 
-What parts of a batch weigh is found, and checked, in ``trial``; how many of them fit, in ``fitting``; how much a step
-holds over the run, in ``sizes``. What comes from the loader is looked after in ``loading``.
+What a loss is divided by is read in ``normalizer``; where that is not enough, the ``trunk`` of the model is split. How
+many micro-batches fit is found in ``fitting``; how much a step holds over the run, in ``sizes``. What comes from the
+loader is looked after in ``loading``.
 
-From the bottom up: ``loading``, ``_part_weights``, ``split_batch``, ``_part_logs``,
-``count_targets``, ``trial``, ``accumulate_gradients``, ``fitting``, ``_closure``, ``micro_batching``,
+From the bottom up: ``loading``, ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``,
+``micro_batch_logging``, ``accumulate_gradients``, ``fitting``, ``micro_batch_closure``, ``micro_batching``,
 ``token_weighted_accumulation``, ``sizes``.
 """
 
@@ -24,3 +25,4 @@ from lightning_fasttrain.data.sizes.scale_rates import scale_rates_
 from lightning_fasttrain.data.sizes.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
+from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain.data.find_trunk import Trunk, find_trunk
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
@@ -22,6 +21,7 @@ from lightning_fasttrain.data.normalizer.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.normalizer.trial import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]

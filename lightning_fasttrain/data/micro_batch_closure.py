@@ -7,7 +7,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -29,21 +29,21 @@ from lightning_fasttrain._host import (
 )
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.find_trunk import Through, Trunk, find_trunk, name_trunk
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch, Together
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
-from lightning_fasttrain.data.micro_batch_forward import MicroBatchedForward
-from lightning_fasttrain.data.micro_batch_logging import PartLogs
+from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
-from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
 from lightning_fasttrain.data.normalizer.step_function import loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
 from lightning_fasttrain.data.normalizer.trial import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.trunk.find_trunk import Through, Trunk, find_trunk, name_trunk
+from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward
 
 _TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 _MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
@@ -203,7 +203,9 @@ class BatchClosures:
         split = self.split or LossSplit(None, count_targets)
         if split.is_sum:
             return 1
-        return split.count(batch) if split.count is not None else split.per_sample * batch_size(batch)
+        if split.count is not None:
+            return split.count(batch)
+        return split.per_sample * (batch_size(batch) if _can_be_cut(batch) else 1)
 
     def _find_split(self, batch: Any, rest: list[Any], together: bool = True) -> None:
         through = None if self.micro is None else self.micro.through
@@ -363,12 +365,13 @@ class BatchClosures:
             # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
             reference = self.window.reference
         weights = StepWeights(self.split or LossSplit(None, count_targets), parts, reference)
-        with self.logs.of_parts(self.trainer.lightning_module, parts) as pass_on_logs:
+        with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as pass_on_logs:
             outputs = self._forward_backward(parts, rest, weights, optimizer)
         means = weights.counts
         if weights.split.is_sum:
             means = [batch_size(parts[part]) for part in weights.held]
-        output = _combine(outputs, weights, means)
+        weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
+        output = _combine(outputs, weights, weighting)
         return _Parts(weights, output, functools.partial(pass_on_logs, weights.held, means))
 
     def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
@@ -493,21 +496,20 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], weights: StepWeights, means: Sequence[Number]) -> Any:
-    """What the unsplit step would have returned: the loss, tensors with an axis joined, other means weighed."""
+def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) -> Any:
+    """What the unsplit step would have returned: the loss, tensors with an axis joined, other values as logged ones."""
     if not outputs:
         return None
     loss = weights.loss()
     if not isinstance(outputs[0], dict):
         return loss
-    of_means = MicroBatchWeights(means, add_counts(means))
     extras: dict[str, Any] = {}
     for key, first in outputs[0].items():
         values = [output[key] for output in outputs]
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = torch.cat(values)
         elif isinstance(first, Tensor) and first.is_floating_point():
-            extras[key] = of_means.add_up(values)
+            extras[key] = weighting.combine(f"return {key}", values, weights.held)
         else:
             extras[key] = values[-1]
     return {**extras, "loss": loss}

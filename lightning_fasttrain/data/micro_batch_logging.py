@@ -1,8 +1,8 @@
 """What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import lightning as L
@@ -11,16 +11,20 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_fasttrain._host import logging_as
-from lightning_fasttrain._messages import warn
+from lightning_fasttrain._messages import note_once, warn
 from lightning_fasttrain._metric_state import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.data.normalizer.count_targets import CountRule
+from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, LogRule, own_divisor
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
+from lightning_fasttrain.data.split_batch import batch_size
 
 
 class PartLogs:
     """Collects the calls of ``self.log`` over the parts of a batch and passes each name on once.
 
-    Means are weighed as the loss is, sums added, minima and maxima taken. A ``torchmetrics`` object accumulates by
+    A value with a graph is weighted by what it was divided by itself; others by what was found to give the value of
+    the unsplit step; sums are added, minima and maxima taken. A ``torchmetrics`` object accumulates by
     itself; what it shows for this step is computed over all parts, by letting it collect the batch alone.
     """
 
@@ -35,44 +39,40 @@ class PartLogs:
         # By address: what is logged of it is detached, which shares its memory.
         self._sums.add((self.part, loss.data_ptr()))
 
-    def _reduction(self, seen: list[tuple[int, Any, dict[str, Any]]], reduce_fx: str | Callable[..., Any]) -> str:
-        if all(isinstance(value, Tensor) and (part, value.data_ptr()) in self._sums for part, value, _ in seen):
+    def _reduction(self, seen: list["_Call"], reduce_fx: str | Callable[..., Any]) -> str:
+        if all(isinstance(call.value, Tensor) and (call.part, call.value.data_ptr()) in self._sums for call in seen):
             return "sum"
         return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
 
     @contextmanager
     def of_parts(
-        self, pl_module: L.LightningModule, parts: Sequence[Any]
+        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, LogRule | None]
     ) -> Iterator[Callable[[Sequence[int], Sequence[Number]], None]]:
         """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards.
 
         That takes the parts that gave a loss, and by how much each counts.
         """
         self._sums.clear()  # addresses of the last batch, at which there may be other values by now
-        calls: dict[str, list[tuple[int, Any, dict[str, Any]]]] = {}
+        calls: dict[str, list[_Call]] = {}
         several = len(parts) > 1
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             # The order of LightningModule.log.
             kwargs = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)), **kwargs}
+            own: Number | None = None
             if isinstance(value, Tensor):
+                own = own_divisor(value) if several and rules.get(name, OWN) == OWN else None
                 value = value.detach()
-            calls.setdefault(name, []).append((self.part, value, kwargs))
+            calls.setdefault(name, []).append(_Call(self.part, value, kwargs, own))
 
         # Emptied before the batch, so that what they compute after it is of this batch alone.
         earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
 
         def pass_on(held: Sequence[int], counts: Sequence[Number]) -> None:
-            count_of = dict(zip(held, counts, strict=True))
-
-            @functools.cache  # most names are logged in every part, and share one division
-            def weights_of(logging: tuple[int, ...]) -> MicroBatchWeights:
-                logged = [count_of.get(part, 0) for part in logging]
-                return MicroBatchWeights(logged, add_counts(logged))
-
+            weighting = LogWeights(parts, dict(zip(held, counts, strict=True)), rules)
             with logging_as(pl_module, "training_step"):
                 for name, seen in calls.items():
-                    self._log_one(pl_module, name, seen, weights_of if several else None, earlier)
+                    self._log_one(pl_module, name, seen, weighting if several else None, earlier)
             for key, state in earlier.items():
                 add_to_metric_(self._metrics[key], state)
 
@@ -86,13 +86,13 @@ class PartLogs:
         self,
         pl_module: L.LightningModule,
         name: str,
-        seen: list[tuple[int, Any, dict[str, Any]]],
-        weights_of: Callable[[tuple[int, ...]], MicroBatchWeights] | None,
+        seen: list["_Call"],
+        weighting: "LogWeights | None",
         earlier: dict[int, MetricState],
     ) -> None:
-        """Log what all parts logged under a name; ``weights_of`` is None for a single part, which is passed on."""
-        _, value, kwargs = seen[-1]
-        if weights_of is None:
+        """Log what all parts logged under a name; ``weighting`` is None for a single part, which is passed on."""
+        value, kwargs = seen[-1].value, seen[-1].kwargs
+        if weighting is None:
             pl_module.log(name, value, **kwargs)
             return
         if isinstance(value, Metric):
@@ -100,10 +100,11 @@ class PartLogs:
                 self._show_batch(pl_module, value, earlier.pop(id(value), None))
             pl_module.log(name, value, **kwargs)
             return
-        if all(isinstance(k.get("batch_size"), int) for _, _, k in seen):
-            kwargs = {**kwargs, "batch_size": sum(k["batch_size"] for _, _, k in seen)}
         how = self._reduction(seen, kwargs.get("reduce_fx", "mean"))
-        pl_module.log(name, _combine(seen, weights_of, how), **kwargs)
+        value = _combine(name, seen, weighting, how)
+        if all(isinstance(call.kwargs.get("batch_size"), int) for call in seen):
+            kwargs = {**kwargs, "batch_size": sum(call.kwargs["batch_size"] for call in seen)}
+        pl_module.log(name, value, **kwargs)
 
     def _show_batch(self, pl_module: L.LightningModule, metric: Metric, state: MetricState | None) -> None:
         """Make the metric's step value that of the whole batch."""
@@ -138,19 +139,84 @@ def _set_aside(metric: Metric) -> MetricState:
     return state
 
 
-def _combine(
-    seen: list[tuple[int, Any, dict[str, Any]]], weights_of: Callable[[tuple[int, ...]], MicroBatchWeights], how: str
-) -> Any:
-    values = [value for _, value, _ in seen]
-    if how == "sum":
-        return sum(values)
+@dataclass(frozen=True)
+class _Call:
+    """One call of ``self.log`` in one part: ``own`` is what the value's graph says that it was divided by."""
+
+    part: int
+    value: Any
+    kwargs: dict[str, Any]
+    own: Number | None = None
+
+
+class LogWeights:
+    """By how much the values count that the parts of a batch logged.
+
+    Args:
+        parts: of the batch.
+        loss_counts: part → by how much its loss counts, of the parts that gave one.
+        rules: what was found out for each name.
+    """
+
+    def __init__(
+        self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: Mapping[str, LogRule | None]
+    ) -> None:
+        self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
+        self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every part, and share one division
+
+    def rule_of(self, name: str, seen: Sequence[_Call]) -> LogRule | None:
+        """What was found out; of a name that was not logged then, or that nothing fits, what is likely."""
+        rule = self.rules.get(name)
+        if rule is not None:
+            return rule
+        if name in self.rules:
+            note_once(
+                f"self.log('{name}') in micro-batches: no weights were found that give the value of the unsplit batch, so "
+                "the logged value is about right. Log a mean over samples, or a Metric object."
+            )
+        elif all(call.own is not None for call in seen):
+            return OWN
+        return None if all(isinstance(call.kwargs.get("batch_size"), int) for call in seen) else LOSS
+
+    def of(self, name: str, seen: Sequence[_Call]) -> MicroBatchWeights | None:
+        """The weights of these calls; None where the values are added."""
+        rule = self.rule_of(name, seen)
+        if rule == SUM:
+            return None
+        if rule == OWN and all(call.own is not None for call in seen):
+            return _as_weights([call.own for call in seen])
+        if rule is None:
+            return _as_weights([call.kwargs["batch_size"] for call in seen])
+        logging = tuple(call.part for call in seen)
+        if (rule, logging) not in self._shared:
+            self._shared[rule, logging] = _as_weights([self._count(rule, part) for part in logging])
+        return self._shared[rule, logging]
+
+    def combine(self, name: str, values: Sequence[Tensor], parts: Sequence[int]) -> Any:
+        """What the unsplit step would have returned under a name, of the values of these parts."""
+        return _combine(name, [_Call(part, value, {}) for part, value in zip(parts, values, strict=True)], self, "mean")
+
+    def _count(self, rule: LogRule, part: int) -> Number:
+        if isinstance(rule, CountRule):
+            return rule(self.parts[part])
+        return batch_size(self.parts[part]) if rule == SAMPLES else self.loss_counts.get(part, 0)
+
+
+def _as_weights(counts: Sequence[Any]) -> MicroBatchWeights:
+    return MicroBatchWeights(counts, add_counts(counts))
+
+
+def _combine(name: str, seen: list[_Call], weighting: LogWeights, how: str) -> Any:
+    values = [call.value for call in seen]
     if how in ("min", "max"):
         pick = torch.minimum if how == "min" else torch.maximum
         result = torch.as_tensor(values[0])
         for value in values[1:]:
             result = pick(result, torch.as_tensor(value))
         return result
-    weights = weights_of(tuple(part for part, _, _ in seen))
+    weights = None if how == "sum" else weighting.of(name, seen)
+    if weights is None:
+        return sum(values)
     if all(isinstance(x, int | float) for x in (*values, *weights.counts)):
         total: Any = weights.total
         weighed = sum(value * count for value, count in zip(values, weights.counts, strict=True))

@@ -12,13 +12,13 @@ from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.find_trunk import Through
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.split_batch import split_batch
+from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -149,6 +149,7 @@ class MicroBatching(Technique):
         if self.adaptive or self.n > 1:
             _refuse_static_graph(trainer.strategy.model)
         self.savings.try_on(pl_module)
+
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: the checkpoint is read."""
         self.savings.take_again(pl_module)

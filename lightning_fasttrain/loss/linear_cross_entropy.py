@@ -193,6 +193,8 @@ class _Chunked(torch.autograd.Function):
         # The mean of nothing is NaN, as always, and its gradient 0.
         number = counted.sum().to(loss.dtype) if reduction == "mean" else loss.new_ones(())
         factor = number.clamp(min=1).reciprocal()
+        if not torch.compiler.is_compiling():
+            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot look into a custom function
         if sums is not None:
             ctx.save_for_backward(factor, sums.hidden, sums.weight, sums.bias)
         return loss.sum() * number.reciprocal()

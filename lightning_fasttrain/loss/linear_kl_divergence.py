@@ -240,6 +240,8 @@ class _Chunked(torch.autograd.Function):
             number = counted.sum().to(loss.dtype)
         else:
             number = loss.new_full((), len(loss) if reduction == "mean" else 1)
+        if not torch.compiler.is_compiling():
+            ctx.normalizer = reduction, number  # for data.read_normalizers, which cannot look into a custom function
         factor = number.clamp(min=1).reciprocal()  # the mean of nothing is NaN, as always, and its gradient 0
         if ctx.again:
             tensors = (hidden, weight, bias, teacher_hidden, teacher_weight, teacher_bias, counted, factor)

@@ -230,17 +230,24 @@ def test_an_empty_batch_is_an_error_that_names_it():
         fit(TinyLM(), [empty], [ft.MicroBatching(2)])
 
 
-def test_batchnorm_is_warned_about():
+def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
     class WithNorm(TinyLM):
         def build(self):
             super().build()
             self.unused_norm = torch.nn.BatchNorm1d(DIM)
+            self.net = torch.nn.Sequential(
+                torch.nn.Linear(DIM, 64), torch.nn.BatchNorm1d(64), torch.nn.Tanh(), torch.nn.Linear(64, VOCAB)
+            )
+
+        def forward(self, ids):
+            return self.net(self.embed(ids).mean(1))[:, None].expand(*ids.shape, VOCAB)
 
     for n in (2, "auto"):
-        with pytest.warns(ft.FastTrainWarning, match=rf"MicroBatching\({n}\) with BatchNorm"):
+        with pytest.raises(ValueError, match=r"BatchNorm in training mode .*'net.1'"):
             fit(WithNorm(), lm_batches(1), [ft.MicroBatching(n)])
+    fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2, check=False)])
     frozen = WithNorm()
-    frozen.unused_norm.eval()
+    frozen.net[1].eval()
     fit(frozen, lm_batches(1), [ft.MicroBatching(2)])  # warnings are errors here
 
 

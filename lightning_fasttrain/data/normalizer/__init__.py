@@ -1,6 +1,6 @@
-"""Runs a step on a few samples, whole and in pieces, and leaves no trace.
+"""What the loss of a batch is divided by: read from its graph, and checked on a few samples without a trace.
 
-So the rule is found by which the parts of a batch add up.
-
-From the bottom up: ``_put_back``, ``_step_parts``, ``_trial_mode``, ``_split_trial``, ``find_count``.
+From the bottom up: ``step_function``, ``restore_state``, ``deterministic_step``, ``read_normalizers``,
+``micro_batch_weights``, ``step_gradients``, ``count_targets``, ``log_rules``, ``split_rule``, ``sample_rows``,
+``trial``, ``find_split``.
 """

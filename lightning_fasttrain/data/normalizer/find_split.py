@@ -21,6 +21,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     named_count,
     weights_of,
 )
+from lightning_fasttrain.data.normalizer.log_rules import LoggedRun, LogRule, find_log_rules
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot
 from lightning_fasttrain.data.normalizer.sample_rows import Sample, alter_sample, sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer, count_of
@@ -181,16 +182,23 @@ def find_split(
     verdict = replace(_judge(trial, count, preferred), **facts)
     if verdict.is_unsure:
         precise = try_split(stage, iter([trial.sample]), "float64")
-        if precise.precise and not precise.why_not:
+        if precise.precise and not precise.why_not and _is_the_same_step(trial, precise):
             trial, verdict = precise, replace(_judge(precise, count, preferred), **facts)
     if not callable(count):
         verdict = _judge_altered(verdict, trial, stage)
     verdict = _worst(from_all_ranks([verdict]) if together else [verdict])
     split = _conclude(verdict, trial, count, check)
-    if split is None or not trial.splits:
+    if split is None or trial.whole is None:
         return split
-    leaves = tuple(map(weakref.ref, trial.splits[0].parameters))
-    return replace(split, leaves=leaves, per_sample=_count_per_sample(split, trial))
+    leaves = tuple(map(weakref.ref, trial.splits[0].parameters)) if trial.splits else ()
+    per_sample, log_rules = _count_per_sample(split, trial), _find_log_rules(split, trial)
+    return replace(split, leaves=leaves, per_sample=per_sample, log_rules=log_rules)
+
+
+def _is_the_same_step(trial: Trial, precise: Trial) -> bool:
+    """Whether float64 changed rounding alone: kernels of quantised layers, for instance, do not know it."""
+    one, other = trial.splits[0].whole.everything, precise.splits[0].whole.everything
+    return one.shape == other.shape and float((one - other).norm()) <= 0.1 * float(one.norm())
 
 
 def _name_statistics(trial: Trial, stage: Stage) -> str:
@@ -543,11 +551,28 @@ def _rules_that_give(read: ReadNormalizer, trial: Trial, preferred: CountRule | 
     return sorted(fitting, key=lambda rule: abs(scales[rule] - 1) > _SURE)  # pyright: ignore[reportOptionalOperand]
 
 
+def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, LogRule | None]:
+    def as_logged(batch: Any, run: Run) -> LoggedRun:
+        count: float | None = None
+        if split.read is not None and split.read.term is not None:
+            count = _read_count(run, split.read.term, split.read.varying[split.read.term])
+        elif callable(split.count) and not is_sum(split.count):
+            count = float(split.count(batch))
+        return LoggedRun(batch, run.loss, count, run.logged)
+
+    splits: list[tuple[LoggedRun, list[LoggedRun]]] = []
+    for one in trial.splits:
+        pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
+        splits.append((as_logged(trial.sample.whole, one.whole), pieces))
+    return find_log_rules(splits, [rule for rule in _candidates(trial, None) if not is_sum(rule)])
+
+
 def _count_per_sample(split: LossSplit, trial: Trial) -> float:
     read = split.read
     if read is None or read.term is None:
         return 1.0
-    count = _read_count(trial.splits[0].whole, read.term, read.varying[read.term])
+    assert trial.whole is not None
+    count = _read_count(trial.whole, read.term, read.varying[read.term])
     return max(count, 1e-30) / trial.sample.size
 
 

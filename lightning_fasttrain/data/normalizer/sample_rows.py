@@ -39,7 +39,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
     Example:
         >>> sample = next(sample_rows((torch.zeros(4, 2), torch.tensor([5, 7, 9, 0])), 4))
         >>> sample.size, [[len(piece[1]) for piece, _ in cutting] for cutting in sample.cuttings]
-        (4, [[1, 3], [2, 2]])
+        (4, [[1, 3], [3, 1]])
     """
     size = batch_size(batch)
     rows = _rank_rows(batch, size)
@@ -48,7 +48,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
     for pick in dict.fromkeys(map(tuple, picks)):
         whole, number = pick_rows(batch, list(pick)), len(pick)
         cuttings: list[list[tuple[Any, slice | None]]] = []
-        for cut in sorted({1, number - max(1, number // 2) if number > 2 else 1}):
+        for cut in sorted({1, number - 1}):
             slices = (slice(0, cut), slice(cut, number))
             cuttings.append([(take_rows(whole, some.start, some.stop), some) for some in slices])
         yield Sample(whole, number, cuttings)

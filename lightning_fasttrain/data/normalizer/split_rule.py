@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum, weights_of
+from lightning_fasttrain.data.normalizer.log_rules import LogRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     MicroBatchWeights,
     Number,
@@ -146,6 +147,7 @@ class LossSplit:
         count: what gives the weights before anything is computed; None where that is not known.
         scale: what is read is so many times the count.
         per_sample: how much a sample counts, about.
+        log_rules: how each value that the step logs is put together.
         leaves: the leaf tensors of the samples' loss.
     """
 
@@ -153,6 +155,7 @@ class LossSplit:
     count: CountTargets | None
     scale: float = 1.0
     per_sample: float = field(default=1.0, compare=False)
+    log_rules: dict[str, LogRule | None] = field(default_factory=dict, compare=False)
     leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)
 
     @property
@@ -330,9 +333,7 @@ class DeferredCheck:
 
     @staticmethod
     def refuse_now() -> None:
-        raise OtherSplitError(
-            "this batch shows several normalizers in its loss, or factors that depend on samples"
-        )
+        raise OtherSplitError("this batch shows several normalizers in its loss, or factors that depend on samples")
 
 
 def _estimate_total(count: Number, parts: int) -> Number:

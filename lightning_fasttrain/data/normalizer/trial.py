@@ -16,6 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._surgery import patch, without_rounding
 from lightning_fasttrain.data.normalizer.deterministic_step import DeterministicStep, autocast_device
+from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
 from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Term, count_summed, read_normalizers
 from lightning_fasttrain.data.normalizer.restore_state import remember
 from lightning_fasttrain.data.normalizer.sample_rows import Sample
@@ -58,7 +59,7 @@ class Run:
     entries: dict[Tensor, Tensor] = field(default_factory=dict)
     terms: tuple[ReadTerm, ...] = ()
     structure: tuple[str, ...] = ()
-    logged: dict[str, Any] = field(default_factory=dict)
+    logged: dict[str, LoggedValue] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
     drawn: tuple[Any, ...] = ()
 
@@ -315,11 +316,15 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
     with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
         with torch.set_grad_enabled(stage.gradients), _without_autocast() if low else nullcontext():
             with without_rounding(stage.models), mode:
-                loss = _loss(stage.step(rows))
+                output = stage.step(rows)
+                loss = _loss(output)
                 leaves = _leaves_of(loss)
                 read = read_normalizers(loss)
                 terms = tuple(_as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)
+    if isinstance(output, dict):
+        for key, value in output.items():
+            note_value(logged, f"return {key}", value)
     entries = {leaf: _entries(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
     return Run(
@@ -393,19 +398,27 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> Sequence[Tensor | None
 
 
 @contextmanager
-def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
+def _collecting_logs(models: Sequence[nn.Module]) -> Iterator[dict[str, LoggedValue]]:
     """What a trial finds is no value of the run; it is compared with that of the pieces."""
-    logged: dict[str, Any] = {}
+    logged: dict[str, LoggedValue] = {}
 
     def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(value, float | int) or (isinstance(value, Tensor) and value.numel() == 1):
-            logged[name] = float(value.detach() if isinstance(value, Tensor) else value)
+        note_value(logged, name, value)
 
     with ExitStack() as stack:
         for model in models:
             if isinstance(model, L.LightningModule):
                 stack.callback(patch(model, "log", collect))
         yield logged
+
+
+def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
+    """Keep a value that is one number; of a Metric, which adds up by itself, nothing."""
+    if isinstance(value, Tensor) and value.numel() == 1:
+        divisor = own_divisor(value)
+        logged[name] = LoggedValue(float(value.detach()), None if divisor is None else float(divisor))
+    elif isinstance(value, float | int):
+        logged[name] = LoggedValue(float(value), None)
 
 
 def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from lightning_fasttrain._blocks import is_wanted, list_kinds
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.micro_batch_forward import (
+from lightning_fasttrain.data.normalizer.find_split import error_limit, gradient_floor
+from lightning_fasttrain.data.normalizer.trial import Split, Stage, Trial, run_again
+from lightning_fasttrain.data.trunk.micro_batch_forward import (
     MicroBatchedForward,
     find_batch_size,
     list_batch_statistics,
     refuse_batch_statistics,
 )
-from lightning_fasttrain.data.normalizer.find_split import error_limit, gradient_floor
-from lightning_fasttrain.data.normalizer.trial import Split, Stage, Trial, run_again
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 # Layers that save no more than their input, which has to be kept anyway.
@@ -208,9 +208,7 @@ def _shapes_in(value: Any, path: str) -> Iterator[tuple[str, torch.Size]]:
             yield from _shapes_in(getattr(value, one.name), f"{path}.{one.name}")
 
 
-def _read_shared(
-    unsplit: list[_Call], piece: list[_Call], rows: tuple[int, int]
-) -> frozenset[str] | None:
+def _read_shared(unsplit: list[_Call], piece: list[_Call], rows: tuple[int, int]) -> frozenset[str] | None:
     """The tensors that are the same for all micro-batches; None where a call is not batch-first."""
     if not unsplit or len(unsplit) != len(piece) or not rows[1]:
         return None

@@ -131,7 +131,7 @@ class MicroBatchedForward(RecomputedForward):
             fields = [field.name for field in dataclasses.fields(first) if field.init]
             values = {name: self._join([getattr(o, name) for o in outputs], sizes, f"{path}.{name}") for name in fields}
             return dataclasses.replace(first, **values)
-        if all(output is first or type(output) in _PLAIN and output == first for output in outputs):
+        if all(output is first or (type(output) in _PLAIN and output == first) for output in outputs):
             return first
         return NotJoined(path, type(first).__name__)
 

@@ -1,0 +1,125 @@
+"""Find out how a value that a step logs is put together from those of its micro-batches."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fasttrain.data.normalizer.count_targets import CountRule
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+from lightning_fasttrain.data.normalizer.read_normalizers import read_normalizers
+from lightning_fasttrain.data.split_batch import batch_size
+
+_ROUNDING = 2e-5
+OWN, LOSS, SAMPLES, SUM = "own", "loss", "samples", "sum"
+
+
+@dataclass(frozen=True)
+class LoggedValue:
+    """A number that a step logged.
+
+    Attributes:
+        value: the number.
+        divisor: what its graph says it was divided by; None where it has none, or is no mean.
+    """
+
+    value: float
+    divisor: float | None
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """What a step logged in one run on some samples.
+
+    Attributes:
+        batch: the samples.
+        loss: its value.
+        count: by how much the loss counts; None where it is not a weighted mean.
+        values: name → what was logged.
+    """
+
+    batch: Any
+    loss: float
+    count: float | None
+    values: dict[str, LoggedValue]
+
+
+LogRule = str | CountRule
+
+
+def own_divisor(value: Tensor) -> Number | None:
+    """What the graph of a logged value says that it was divided by.
+
+    Example:
+        >>> own_divisor(torch.ones(3, 2, requires_grad=True).mean())
+        6
+    """
+    terms = read_normalizers(value).terms
+    if not terms or any(term.kind not in ("mean", "quotient") for term in terms):
+        return None
+    # Terms of one loss have one normalizer, but for constant factors, which cancel.
+    return terms[0].normalizer
+
+
+def find_log_rules(
+    splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]], rules: Sequence[CountRule]
+) -> dict[str, LogRule | None]:
+    """For each name, how its values add up over pieces; None where no rule gives the unsplit value.
+
+    Args:
+        splits: runs on some samples, and on the pieces that they were cut into.
+        rules: counting rules to try.
+
+    Example:
+        >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
+        >>> pieces = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
+        >>> find_log_rules([(whole, pieces)], [])
+        {'rows': 'sum'}
+    """
+    names = [name for whole, _ in splits[:1] for name in whole.values]
+    found: dict[str, LogRule | None] = {}
+    for name in names:
+        if not all(name in run.values for whole, pieces in splits for run in (whole, *pieces)):
+            continue
+        is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
+        usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
+        fitting = [rule for rule in (*usual, *rules, SUM) if all(_fits(name, rule, *split) for split in splits)]
+        found[name] = fitting[0] if fitting else None
+    return found
+
+
+def _fits(name: str, rule: LogRule, whole: LoggedRun, pieces: Sequence[LoggedRun]) -> bool:
+    weights = list(_weights(name, rule, pieces))
+    values = [piece.values[name].value for piece in pieces]
+    if None in weights:
+        return False
+    # A piece in which nothing counts has a mean of NaN, and a weight of 0.
+    products = [weight * value for weight, value in zip(weights, values, strict=True) if weight]
+    total = 1.0 if rule == SUM else sum(weights)
+    size = max([abs(product) for product in products], default=0.0)
+    expected = whole.values[name].value
+    return bool(total) and _is_near(sum(products) / total, expected, size / total)
+
+
+def _weights(name: str, rule: LogRule, pieces: Sequence[LoggedRun]) -> Iterator[Any]:
+    for piece in pieces:
+        if rule == OWN:
+            yield piece.values[name].divisor
+        elif rule == LOSS:
+            yield piece.count
+        elif rule == SUM:
+            yield 1.0
+        else:
+            yield _count(rule, piece.batch)
+
+
+def _count(rule: LogRule, batch: Any) -> float | None:
+    try:
+        return float(rule(batch)) if isinstance(rule, CountRule) else float(batch_size(batch))
+    except ValueError:
+        return None
+
+
+def _is_near(one: float, other: float, size: float) -> bool:
+    return abs(one - other) <= _ROUNDING * max(abs(size), abs(other), 1e-30)
