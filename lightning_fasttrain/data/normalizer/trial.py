@@ -318,13 +318,12 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
             with without_rounding(stage.models), mode:
                 output = stage.step(rows)
                 loss = _loss(output)
+                for key, value in output.items() if type(output) is dict else ():
+                    note_value(logged, f"return {key}", value)
                 leaves = _leaves_of(loss)
                 read = read_normalizers(loss)
                 terms = tuple(_as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)
-    if isinstance(output, dict):
-        for key, value in output.items():
-            note_value(logged, f"return {key}", value)
     entries = {leaf: _entries(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
     return Run(
@@ -341,8 +340,7 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
 
 def _buffers(models: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for model in models:
-        for name, buffer in model.named_buffers():
-            yield name, buffer
+        yield from model.named_buffers()
 
 
 def _as_numbers(term: Term) -> ReadTerm:
