@@ -167,7 +167,7 @@ class BatchClosures:
             why = "the module fetches its batches itself, so there is none to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
-        if self.split is None:
+        if self.split is None or self.split.provisional:
             self._find_split(batch, rest)
         for attempt in range(_TRIES):
             try:

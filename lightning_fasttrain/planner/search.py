@@ -89,6 +89,7 @@ class Search:
         Raises:
             ValueError: nothing fits.
         """
+        self._drop_heads_that_cannot_be_fused()
         base = self._find_base()
         if self.watch is None:
             return self._take_first(self._find_finalists())
@@ -124,6 +125,15 @@ class Search:
     def _note(self, tried: Tried) -> Tried:
         self.tried[tried.choice] = tried
         return tried
+
+    def _drop_heads_that_cannot_be_fused(self) -> None:
+        """A layer that looks like a head may be used for something else than a cross-entropy, as a prediction shows."""
+        for word in self.axes.words["head"][1:]:
+            try:
+                self.memory.predict(Choice(head=word, precision=self.axes.precisions[0]))
+            except (AttributeError, RuntimeError, ValueError, TypeError) as error:
+                return self.axes.drop("head", str(error).partition("\n")[0])
+        return None
 
     def _find_base(self) -> Choice:
         """A choice that fits, with as little switched on as that takes."""

@@ -108,15 +108,16 @@ def test_what_does_not_fit_is_said_with_the_shortfall():
         plan(1e-5, keep="exact")
 
 
-def test_a_loss_that_cannot_be_cut_is_not_cut():
+def test_a_loss_that_needs_the_whole_batch_may_run_in_parts_through_the_trunk():
     class Contrastive(TwoBlocks):
         def loss(self, batch):
             x = F.normalize(self(batch["input_ids"]).mean(1), dim=1)
             return F.cross_entropy(x @ x.T, torch.arange(len(x)))
 
     found = plan(1.0, Contrastive(), keep="exact")
-    assert found.chosen.choice.parts == 1
-    assert "ValueError" in found.left_out["parts"]
+    assert found.chosen.choice.parts == 1  # it fits
+    assert "parts" not in found.left_out
+    assert "deferred logits" in found.left_out["head"]
 
 
 def test_batch_norm_is_not_cut_unless_training_may_change():

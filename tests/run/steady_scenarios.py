@@ -109,8 +109,8 @@ def even_loaders(found):
     for name, loader in (("sized", as_loader), ("stream", streamed)):
         module, t, _ = run(mine, [EvenEpochs(), ft.FiniteGuard()], loader=loader, max_epochs=2)
         found[f"even, {name}"] = [apart(expected, module), t.global_step, t.current_epoch]
-    module, t, _ = run(mine, [EvenEpochs(), ft.TokenWeightedAccumulation(2)], loader=streamed)
-    expected, *_ = run(BATCHES[:5], [ft.TokenWeightedAccumulation(2)])
+    module, t, _ = run(mine, [EvenEpochs(), ft.TokenWeightedAccumulation(2, count="targets")], loader=streamed)
+    expected, *_ = run(BATCHES[:5], [ft.TokenWeightedAccumulation(2, count="targets")])
     found["even windows"] = [apart(expected, module), t.global_step]
     loader = even_epochs(streamed(mine))
     found["even, by hand"] = [sum(1 for _ in loader) for _ in range(2)] + [loader.left_out]

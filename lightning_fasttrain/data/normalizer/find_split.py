@@ -23,7 +23,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
 )
 from lightning_fasttrain.data.normalizer.log_rules import LoggedRun, LogRule, find_log_rules
 from lightning_fasttrain.data.normalizer.read_normalizers import Slot
-from lightning_fasttrain.data.normalizer.sample_rows import Sample, alter_sample, sample_rows
+from lightning_fasttrain.data.normalizer.sample_rows import Sample, list_altered, sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer, count_of
 from lightning_fasttrain.data.normalizer.step_function import models_of
 from lightning_fasttrain.data.normalizer.trial import Run, Split, Stage, Trial, try_split
@@ -262,8 +262,9 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     if isinstance(read, str):
         return _judge_by_rules(trial, read, preferred)
     if trial.why_not:
-        rules = _rules_that_give(read[0], trial, preferred)
-        return _Verdict(LossSplit(read[0], None), tuple(rules), trial.why_not, checked=False)
+        likely = _classify_alone(trial.splits[0].whole) if read[0].term is None else read[0]
+        split = LossSplit(likely or read[0], None, provisional=trial.shows_nothing)
+        return _Verdict(split, why_not=trial.why_not, checked=False)
     errors = [max(_error_of_read(one, split, trial) for split in trial.splits) for one in read]
     best = min(range(len(read)), key=lambda place: (errors[place] > 3 * min(errors) + _TIED, place))
     rules = _rules_that_give(read[best], trial, preferred)
@@ -273,16 +274,16 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
 def _judge_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> _Verdict:
     """Whether what holds for the samples holds for them with other weights and masks, too."""
     is_right = verdict.checked and not verdict.why_not and verdict.error <= verdict.limit
-    sample = alter_sample(trial.sample) if is_right and stage.gradients else None
-    if sample is None or verdict.split is None or verdict.split.read is None:
+    if not is_right or not stage.gradients or verdict.split is None or verdict.split.read is None:
         return verdict
-    altered = try_split(stage, iter([sample]), trial.precision)
-    if altered.why_not or altered.precision != trial.precision:
-        return verdict  # a step need not run on any numbers
-    other = _judge(altered, "auto", None)
-    if other.split is None or other.split.read is None or other.error > other.limit:
-        why = other.why_not or "samples of a batch depend on one another where their weights or masks differ"
-        return replace(verdict, split=LossSplit(None, None), why_not=why, error=float("inf"), rules=())
+    for sample in list_altered(trial.sample):
+        altered = try_split(stage, iter([sample]), trial.precision)
+        if altered.why_not or altered.precision != trial.precision:
+            continue  # a step need not run on any numbers
+        other = _judge(altered, "auto", None)
+        if other.split is None or other.split.read is None or other.error > other.limit:
+            why = other.why_not or "samples of a batch depend on one another where their weights or masks differ"
+            return replace(verdict, split=LossSplit(None, None), why_not=why, error=float("inf"), rules=())
     return verdict
 
 
@@ -385,7 +386,7 @@ def _classify(splits: Sequence[Split]) -> list[ReadNormalizer] | str:
         if term.kind == "opaque":
             return f"the loss does not show what it is divided by ({term.name})"
     varying = tuple(_find_varying(place, runs) for place in range(len(first.terms)))
-    normalized = [place for place, places in enumerate(varying) if places]
+    normalized = [place for place, places in enumerate(varying) if places and not _cancels(place, places, runs)]
     offsets: dict[int, float] = {}
     for place in normalized:
         offset = _find_offset(place, varying[place], splits)
@@ -431,6 +432,13 @@ def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequen
             return None
         scale = divisor / summed
     return scale
+
+
+def _cancels(place: int, varying: Sequence[int], runs: Sequence[Run]) -> bool:
+    """Whether a mean is multiplied by the number that it was divided by."""
+    counts = [_read_count(run, place, varying) for run in runs]
+    seen = [count for count in counts if count]  # 0 where nothing counts
+    return bool(seen) and max(seen) - min(seen) <= _SURE * max(seen)
 
 
 def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:

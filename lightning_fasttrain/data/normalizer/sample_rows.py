@@ -11,7 +11,6 @@ from torch import Tensor
 from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
 
 _ROWS = 6
-_LEAST = 3  # so many are tried although a micro-batch has fewer: a row twice, and another one
 # Values that labels and masks use for entries that do not count.
 _NOT_COUNTED = (-100, 0, -1, 255)
 
@@ -43,8 +42,11 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
     """
     size = batch_size(batch)
     rows = _rank_rows(batch, size)
-    most = min(size, _ROWS, max(_LEAST, micro_batch_size) - 1)
-    picks = [[rows[0], *rows[: max(most, 1)]], [rows[0], rows[min(1, size - 1)]], [0, size - 1]]
+    most = min(size, _ROWS, micro_batch_size - 1)
+    # Two rows are the least that can be cut.
+    picks = [[rows[0], rows[min(1, size - 1)]], [0, size - 1]]
+    if most > 1:
+        picks.insert(0, [rows[0], *rows[:most]])
     for pick in dict.fromkeys(map(tuple, picks)):
         whole, number = pick_rows(batch, list(pick)), len(pick)
         cuttings: list[list[tuple[Any, slice | None]]] = []
@@ -54,34 +56,37 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         yield Sample(whole, number, cuttings)
 
 
-def alter_sample(sample: Sample) -> Sample | None:
-    """Return the sample with other weights and masks, in which what is the same for all rows of a batch may differ.
+def list_altered(sample: Sample) -> Iterator[Sample]:
+    """Yield the sample with a row twice, if it has none yet, and with other weights and masks.
 
-    A loss that is a sum over samples is one for any weights and masks, so a rule must hold for these, too. Masks lose
-    some entries, and other numbers are multiplied by another factor in each row. Labels stay as they are.
-
-    Returns:
-        None where the pieces are not rows.
+    A loss that is a sum over samples is one for any samples, weights and masks, so a rule must hold for these, too.
+    Masks lose some entries, and other numbers are multiplied by another factor in each row. Labels stay as they are.
+    Nothing where the pieces are not rows.
 
     Example:
         >>> sample = next(sample_rows((torch.ones(4, 3),), 4))
-        >>> alter_sample(sample).whole[0].sum(1)
-        tensor([2., 2., 3., 2.])
+        >>> [one.whole[0].sum(1) for one in list_altered(sample)]
+        [tensor([2., 2., 3., 2.])]
     """
     if any(rows is None for cutting in sample.cuttings for _, rows in cutting):
-        return None
+        return
+    if sample.size == 2:
+        yield _cut_as(sample, pick_rows(sample.whole, [0, 0]))
+    yield _cut_as(sample, walk_leaves(sample.whole, _alter, "batch"))
 
-    def alter(leaf: Any, path: str) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
-            return leaf
-        if bool(((leaf == 0) | (leaf == 1)).all()):
-            return leaf * _pattern(leaf).to(leaf.dtype)
-        if leaf.is_floating_point():
-            factors = torch.linspace(0.5, 1, leaf.shape[0], dtype=leaf.dtype, device=leaf.device)
-            return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
+
+def _alter(leaf: Any, path: str) -> Any:
+    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
         return leaf
+    if bool(((leaf == 0) | (leaf == 1)).all()):
+        return leaf * _pattern(leaf).to(leaf.dtype)
+    if leaf.is_floating_point():
+        factors = torch.linspace(0.5, 1, leaf.shape[0], dtype=leaf.dtype, device=leaf.device)
+        return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
+    return leaf
 
-    whole = walk_leaves(sample.whole, alter, "batch")
+
+def _cut_as(sample: Sample, whole: Any) -> Sample:
     cuttings: list[list[tuple[Any, slice | None]]] = []
     for cutting in sample.cuttings:
         slices = [rows for _, rows in cutting if rows is not None]

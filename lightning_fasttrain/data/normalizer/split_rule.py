@@ -146,6 +146,7 @@ class LossSplit:
             nothing can be read.
         count: what gives the weights before anything is computed; None where that is not known.
         scale: what is read is so many times the count.
+        provisional: whether the samples showed nothing, so that others are to be tried.
         per_sample: how much a sample counts, about.
         log_rules: how each value that the step logs is put together.
         leaves: the leaf tensors of the samples' loss.
@@ -154,6 +155,7 @@ class LossSplit:
     read: ReadNormalizer | None
     count: CountTargets | None
     scale: float = 1.0
+    provisional: bool = field(default=False, compare=False)
     per_sample: float = field(default=1.0, compare=False)
     log_rules: dict[str, LogRule | None] = field(default_factory=dict, compare=False)
     leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)

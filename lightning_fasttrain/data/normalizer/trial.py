@@ -23,6 +23,8 @@ from lightning_fasttrain.data.normalizer.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.step_function import loss_of
 
 _ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
+_NOT_FINITE = "the loss or its gradient is not finite"
+_NO_GRADIENT = "the gradient is zero everywhere"
 _LOW = (torch.bfloat16, torch.float16)
 # Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
 # pieces: there only what is large shows anything.
@@ -181,6 +183,11 @@ class Trial:
     failed: bool = False
 
     @property
+    def shows_nothing(self) -> bool:
+        """Whether the samples have no finite loss or no gradient, as where no target counts."""
+        return self.why_not in (_NOT_FINITE, _NO_GRADIENT)
+
+    @property
     def precise(self) -> bool:
         """Whether everything ran in float64."""
         return self.precision == "float64"
@@ -287,9 +294,9 @@ def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
     if any(run.drawn != split.whole.drawn for split in splits for run in split.runs):
         return "the step draws random numbers with Python or NumPy, more of them for more samples"
     if not splits[0].whole.is_finite:
-        return "the loss or its gradient is not finite"
+        return _NOT_FINITE
     if stage.gradients and not splits[0].norm:
-        return "the gradient is zero everywhere"
+        return _NO_GRADIENT
     return ""
 
 
