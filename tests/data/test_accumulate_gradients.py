@@ -137,7 +137,7 @@ def test_gradients_are_added_to_those_that_are_there():
     [
         (lambda x: None, TypeError, "the step returned NoneType"),
         (lambda x: {"value": x}, TypeError, "no loss tensor in it"),
-        (lambda x: x, ValueError, r"loss of shape \(3,\).*Return loss.mean\(\)"),
+        (lambda x: x, ValueError, r"loss of shape \(2,\).*Return loss.mean\(\)"),
     ],
 )
 def test_what_is_no_loss_is_refused(step, error, message):

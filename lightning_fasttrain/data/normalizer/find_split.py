@@ -436,6 +436,8 @@ def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequen
 
 def _cancels(place: int, varying: Sequence[int], runs: Sequence[Run]) -> bool:
     """Whether a mean is multiplied by the number that it was divided by."""
+    if len({runs[0].terms[place].slots[slot][1] for slot in varying}) < 2:
+        return False  # nothing multiplies, or nothing divides
     counts = [_read_count(run, place, varying) for run in runs]
     seen = [count for count in counts if count]  # 0 where nothing counts
     return bool(seen) and max(seen) - min(seen) <= _SURE * max(seen)
@@ -581,7 +583,7 @@ def _count_per_sample(split: LossSplit, trial: Trial) -> float:
         return 1.0
     assert trial.whole is not None
     count = _read_count(trial.whole, read.term, read.varying[read.term])
-    return max(count, 1e-30) / trial.sample.size
+    return count / trial.sample.size if count > 0 else 1.0
 
 
 def _scale(read: ReadNormalizer, rule: CountTargets, trial: Trial) -> float:

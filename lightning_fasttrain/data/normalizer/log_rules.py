@@ -52,6 +52,7 @@ def own_divisor(value: Tensor) -> Number | None:
     """What the graph of a logged value says that it was divided by.
 
     Example:
+        >>> import torch
         >>> own_divisor(torch.ones(3, 2, requires_grad=True).mean())
         6
     """
@@ -72,6 +73,7 @@ def find_log_rules(
         rules: counting rules to try.
 
     Example:
+        >>> import torch
         >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
         >>> pieces = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
         >>> find_log_rules([(whole, pieces)], [])
