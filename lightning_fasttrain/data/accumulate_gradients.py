@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split_of, stage_of
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
@@ -236,21 +237,24 @@ def _accumulate(
     if weights.known is not None and ranks > 1 and not split.is_sum:
         # All ranks come here or none: they have found the same rule.
         weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))
-    if weights.known is None:
-        gradients.set_aside()
-    total = None if weights.known is None else weights.known.total
-    for i, part in enumerate(parts):
-        last = i == len(parts) - 1
-        with nullcontext() if last else no_sync():
-            loss = weights.weigh(loss_of(step(part)), i)
-            if last and weights.known is None:
-                total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
-                loss = gradients.finish(loss, weights.settle(total))
-            check = DeferredCheck(weights.disagreement()) if last else None
-            backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
-            if check is not None:
-                check.refuse()
-        del loss  # and with it the part's graph, before the next one is built
+    with sum_gradients_in_float32(split.parameters if len(parts) > 1 else ()) as sums:
+        total = None if weights.known is None else weights.known.total
+        if total is None:
+            gradients.set_aside()
+        for i, part in enumerate(parts):
+            last = i == len(parts) - 1
+            with nullcontext() if last else no_sync():
+                loss = weights.weigh(loss_of(step(part)), i)
+                if last and total is None:
+                    total = weights.total if ranks == 1 else _sum_over_ranks(weights.total, parts[0])
+                    loss = gradients.finish(loss, weights.settle(total))
+                check = DeferredCheck(weights.disagreement()) if last else None
+                if last and rank_count() > 1:
+                    sums.finish()  # DDP's buckets have the parameters' own type
+                backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
+                if check is not None:
+                    check.refuse()
+            del loss  # and with it the part's graph, before the next one is built
     return weights.loss(total)
 
 

@@ -44,6 +44,11 @@ class Float32GradientSums:
     def __init__(self) -> None:
         self._switched: list[Tensor] = []
 
+    @property
+    def is_open(self) -> bool:
+        """Whether gradients are kept in float32 at the moment."""
+        return bool(self._switched)
+
     def begin(self, parameters: Iterable[Tensor]) -> None:
         """Sum in float32 from now on; gradients that are there already are the first terms.
 

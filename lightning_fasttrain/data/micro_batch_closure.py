@@ -25,6 +25,7 @@ from lightning_fasttrain._host import (
     plain_closure,
     replace_closures,
     replaced_closures,
+    step_goes_on,
     zero_grad_of_batch,
 )
 from lightning_fasttrain._messages import explain, say
@@ -32,6 +33,7 @@ from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch, Together
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
+from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
 from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
@@ -110,6 +112,7 @@ class BatchClosures:
         self.trunk: Trunk | None = None  # what runs in micro-batches where the loss cannot be split
         self._trunk_forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
+        self._sums = Float32GradientSums()
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -143,6 +146,7 @@ class BatchClosures:
             if micro is not None:
                 closures.leave_trunk()
             if closures.micro is None and closures.window is None:
+                closures._sums.finish()
                 closures._restore()
 
         return leave
@@ -379,6 +383,8 @@ class BatchClosures:
         parts.pass_on_logs()
         if self.window is not None:
             self.window.add(parts.weights.total, optimizer)
+        if not (step_goes_on(self.trainer) or takes_float32_gradients(optimizer)):
+            self._sums.finish()
         return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
 
     def _forward_backward(
@@ -386,6 +392,8 @@ class BatchClosures:
     ) -> list[Any]:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
+        if len(parts) > 1 or step_goes_on(trainer) or self._sums.is_open:
+            self._sums.begin(trainer.lightning_module.parameters())
         gradients = StepGradients(trainer.lightning_module.parameters())
         scaled_here = weights.known is None and self.window is None
         if scaled_here:
@@ -412,12 +420,19 @@ class BatchClosures:
                     check = DeferredCheck(weights.disagreement())
                     if scaled_here:
                         weighed = gradients.finish(weighed, weights.settle())
+                if last and self._reduces_gradients:
+                    self._sums.finish()  # DDP's buckets have the parameters' own type
                 call_strategy(trainer, "backward", weighed, optimizer)
                 if check is not None:
                     check.refuse()
                 del output, loss, weighed  # their graph must be gone before the next part is run
         self._forget_missing(weights, len(parts), gradients, scaled_here)
         return outputs
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        """Whether the last backward of this batch averages gradients over ranks."""
+        return self.trainer.world_size > 1 and not step_goes_on(self.trainer)
 
     @property
     def _has_sync(self) -> bool:

@@ -1,6 +1,7 @@
 """A trunk that runs in micro-batches: its gradients, random numbers, outputs, memory, and what goes with it."""
 
 import copy
+import json
 import random
 import weakref
 from collections import namedtuple
@@ -22,6 +23,7 @@ from lightning_fasttrain.data.split_batch import split_sizes
 from tests.data.losses_hugging_face import LOSSES_HUGGING_FACE
 from tests.data.losses_of_batches import info_nce
 from tests.nets import DIM, Block, Gradients, as_loader, gradients, heard, largest_difference, trainer, weights
+from tests.ranks import run_ranks
 
 LENGTH = 4
 
@@ -609,3 +611,34 @@ def test_a_window_of_several_batches_is_refused_with_what_helps():
         with pytest.raises(ValueError, match="TokenWeightedAccumulation") as caught:
             steps(techniques)
         assert "with through=" not in str(caught.value)
+
+
+# Two real processes with gloo; one launch serves all tests
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    path = tmp_path_factory.mktemp("trunk") / "found.json"
+    run_ranks("tests.data.trunk_scenarios", path, log=path.parent / "log", timeout_s=240)
+    return json.loads(path.read_text())
+
+
+CHOICES = ["plain", "through", "blocks", "checkpointed"]
+
+
+@pytest.mark.parametrize("run", [*(f"{s} {c}" for s in ("ddp", "fsdp2") for c in CHOICES), "ddp found", "ddp starved"])
+def test_two_ranks_train_as_one_process_that_sees_both_batches(found, run):
+    for rank in found:
+        difference_of_weights, between_ranks = rank[run]
+        assert difference_of_weights < 1e-6
+        assert between_ranks == 0
+
+
+def test_all_ranks_take_more_micro_batches_when_one_runs_out_of_memory(found):
+    assert [rank["starved n"] for rank in found] == [4, 4]
+
+
+def test_looking_for_a_number_through_a_trunk_under_fsdp2_is_refused(found):
+    for rank in found:
+        assert "MicroBatching('auto') with FSDP2" in rank["fsdp2 auto"]
+        assert "Give a number" in rank["fsdp2 auto"]

@@ -1,4 +1,4 @@
-"""Run by two processes under torchrun (see test_micro_batch_forward.py): a trunk in micro-batches under DDP and FSDP2."""
+"""Run by two processes (see test_micro_batch_forward.py): a trunk in micro-batches under DDP and FSDP2."""
 
 import gc
 import json
@@ -12,10 +12,15 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
-from tests.data.test_micro_batch_forward import Matching, pairs
+from tests.data.test_micro_batch_forward import Matching, Starved, pairs
 from tests.nets import as_loader, largest_difference, trainer, weights
 
 STEPS = 3
+STRATEGIES = {
+    "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
+    "fsdp2": lambda: ft.FSDP2Strategy(process_group_backend="gloo"),
+}
+RANK = int(os.environ.get("RANK", 0))
 RANKS = [  # other numbers of samples on each rank
     [{name: x.float() for name, x in pairs(size, seed=10 * rank + i).items()} for i, size in enumerate(sizes)]
     for rank, sizes in enumerate([(8, 7, 5), (6, 7, 4)])
@@ -35,13 +40,13 @@ def reference():
     return weights(net)
 
 
-def train(strategy, callbacks, **settings):
-    """The weights after three steps, gathered; and how often gradients were reduced under DDP."""
+def train(strategy, callbacks, kind=Matching):
+    """The weights after three steps, gathered."""
     gc.freeze()
     torch.manual_seed(21)
-    net = Matching(**settings)
+    net = kind()
     t = trainer(callbacks, devices=2, strategy=strategy)
-    t.fit(net, as_loader(RANKS[int(os.environ["RANK"])]))
+    t.fit(net, as_loader(RANKS[RANK]))
     assert t.global_step == STEPS
     return {
         name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
@@ -57,30 +62,29 @@ def agree(gathered):
     return (flat - other).abs().max().item()
 
 
-def strategies():
-    yield "ddp", lambda: DDPStrategy(process_group_backend="gloo")
-    yield "fsdp2", lambda: ft.FSDP2Strategy(process_group_backend="gloo")
-
-
 def main(path):
-    found = {}
-    expected = reference()
-    for name, make in strategies():
-        choices = {
-            "plain": [],
-            "through": [ft.MicroBatching(3, through="encoder")],
-            "blocks": [ft.MicroBatching(3, through="encoder.blocks.*")],
-            "checkpointed": [ft.ActivationCheckpointing(), ft.MicroBatching(3, through="encoder")],
-        }
-        if name == "ddp":
-            choices["found"] = [ft.MicroBatching(3)]
-            choices["auto"] = [ft.MicroBatching("auto", through="encoder")]
-        for choice, callbacks in choices.items():
-            gathered = train(make(), callbacks)
-            found[f"{name} {choice}"] = largest_difference(expected, gathered), agree(gathered)
+    expected, found = reference(), {}
+
+    def note(name, gathered):
+        found[name] = largest_difference(expected, gathered), agree(gathered)
+
+    for name, make in STRATEGIES.items():
+        note(f"{name} plain", train(make(), []))
+        note(f"{name} through", train(make(), [ft.MicroBatching(3, through="encoder")]))
+        note(f"{name} blocks", train(make(), [ft.MicroBatching(3, through="encoder.blocks.*")]))
+        techniques = [ft.ActivationCheckpointing(), ft.MicroBatching(3, through="encoder")]
+        note(f"{name} checkpointed", train(make(), techniques))
+    note("ddp found", train(STRATEGIES["ddp"](), [ft.MicroBatching(3)]))
+    auto = ft.MicroBatching("auto", through="encoder")
+    note("ddp starved", train(STRATEGIES["ddp"](), [auto], kind=(Matching, Starved)[RANK]))
+    found["starved n"] = auto.n
+    try:
+        train(STRATEGIES["fsdp2"](), [ft.MicroBatching("auto", through="encoder")], kind=(Matching, Starved)[RANK])
+    except ValueError as error:
+        found["fsdp2 auto"] = str(error)
     everything = [None, None]
     dist.all_gather_object(everything, found)
-    if int(os.environ["RANK"]) == 0:
+    if RANK == 0:
         with open(path, "w") as file:
             json.dump(everything, file)
     # Leave without destructors, as in ddp_scenarios.py.

@@ -19,6 +19,7 @@ from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain.data.accumulate_gradients import loss_of
+from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
@@ -196,12 +197,13 @@ def _step(
     else:
         output = None
         optimizer.zero_grad()
-        for part in parts:
-            trace.phase = "forward"
-            loss = loss_of(forward(part))
-            trace.phase = "backward"
-            _backward(loss)
-            del loss  # it holds the graph, which the next part's forward would have beside its own
+        with sum_gradients_in_float32(p for group in optimizer.param_groups for p in group["params"]):
+            for part in parts:
+                trace.phase = "forward"
+                loss = loss_of(forward(part))
+                trace.phase = "backward"
+                _backward(loss)
+                del loss  # it holds the graph, which the next part's forward would have beside its own
     trace.phase = "optimizer step"
     if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes none of the device
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
