@@ -21,8 +21,8 @@ HEIGHT = {
     "_metric_state": 0.0,
     "_explanation": 0.1, "_run_report": 0.17,
     "_blocks": 0.1, "_late_parameters": 0.16, "_batch_watch": 0.1, "_surgery": 0.1, "_reading": 0.1,
-    "_plain_values": 0.1, "_recomputed_forward": 0.15, "_heads": 0.15, "_host": 0.15, "technique": 0.2, "_checkpoint_folder": 0.2, "_run_mark": 0.3,
-    "_checkpoint_choice": 0.4, "_guarded_loading": 0.4,
+    "_plain_values": 0.1, "_recomputed_forward": 0.15, "_heads": 0.15, "_host": 0.15, "technique": 0.2,
+    "_checkpoint_folder": 0.2, "_run_mark": 0.3, "_checkpoint_choice": 0.4, "_guarded_loading": 0.4,
     "data": ROOMS, "model": 1.1, "finetune": 1.15, "loss": 1.1, "optim": 1.1, "run": 1.2,
     "plan": 2, "strategy": 2.5, "bench": 3, "planner": 3.5, "commands": 3.9, "mixin": 4, "cli": 4, "__init__": 5,
 }  # fmt: skip

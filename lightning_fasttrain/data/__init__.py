@@ -16,7 +16,7 @@ from lightning_fasttrain.data.loading.even_epochs import EvenEpochs, even_epochs
 from lightning_fasttrain.data.loading.sample_guard import SampleGuard, guard_samples
 from lightning_fasttrain.data.micro_batching import MicroBatching
 from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens, count_targets
-from lightning_fasttrain.data.normalizer.find_split import find_count
+from lightning_fasttrain.data.normalizer.find_count import find_count
 from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
 from lightning_fasttrain.data.sizes.batch_size_warmup import BatchSizeWarmup, grow_windows
 from lightning_fasttrain.data.sizes.growth import Growth

@@ -14,13 +14,14 @@ from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split_of, stage_of
+from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number
-from lightning_fasttrain.data.normalizer.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
-from lightning_fasttrain.data.normalizer.step_function import key_of, loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
-from lightning_fasttrain.data.normalizer.trial import Stage, try_split
+from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
+from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk
 

@@ -6,6 +6,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 """
 
 import functools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -38,11 +39,11 @@ from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
-from lightning_fasttrain.data.normalizer.step_function import loss_of
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
-from lightning_fasttrain.data.normalizer.trial import Stage, try_split
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through, Trunk, find_trunk, name_trunk
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward
@@ -113,6 +114,8 @@ class BatchClosures:
         self._trunk_forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._sums = Float32GradientSums()
+        self._batches = 0
+        self._began, self._looked = time.monotonic(), 0.0  # seconds that looking at samples has taken
         self._restore = replace_closures(trainer, self)
 
     @classmethod
@@ -171,7 +174,8 @@ class BatchClosures:
             why = "the module fetches its batches itself, so there is none to split"
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
-        if self.split is None or self.split.provisional:
+        self._batches += 1
+        if self.split is None or self.split.provisional or self._is_time_to_look_again():
             self._find_split(batch, rest)
         for attempt in range(_TRIES):
             try:
@@ -202,6 +206,14 @@ class BatchClosures:
         micro.parts = n
         return self._run_parts([batch], rest, optimizer)
 
+    def _is_time_to_look_again(self) -> bool:
+        """Batches 2, 4, 8, ... may show what the first has not, if looking takes under 1% of the time so far."""
+        if self._batches & (self._batches - 1) or self.micro is None or self.trunk is not None:
+            return False
+        reads = self.split is not None and self.split.read is not None
+        so_far = time.monotonic() - self._began
+        return reads and self._counting.check and self.trainer.world_size == 1 and self._looked < 0.01 * so_far
+
     def _size_of(self, batch: Any) -> Number:
         """About what the loss of a batch is divided by."""
         split = self.split or LossSplit(None, count_targets)
@@ -218,10 +230,12 @@ class BatchClosures:
         if self.trunk is not None and self.window is None:
             self.split = LossSplit(None, CountRule("sum"))  # of a single part
         else:
+            began = time.monotonic()
             try:
                 self.split = self._try_batch(batch, rest, together)
             except CannotSplitError as error:
                 self._use_trunk(error, rest, together)
+            self._looked += time.monotonic() - began
         for technique in self._techniques:
             technique.found = self.split
 
@@ -247,8 +261,8 @@ class BatchClosures:
         self.trunk = trunk
         self._trunk_forwards, self._undo_trunk = trunk.install(1)
         say(
-            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees the "
-            "whole batch, %s",
+            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees "
+            "the whole batch, %s",
             trunk,
             why,
         )
@@ -407,27 +421,31 @@ class BatchClosures:
                 if output is None:
                     self._refuse_none()
                     continue
-                loss = loss_of(output)
-                if weights.split.is_sum:
-                    self.logs.note_sum(loss)
                 outputs.append(_detach(output))
-                weighed = weights.weigh(loss, i)
-                if self.window is None and trainer.accumulate_grad_batches > 1:
-                    # As Lightning's ClosureResult does with the loss of a whole batch.
-                    weighed = weighed / trainer.accumulate_grad_batches
-                check = None
-                if last:
+                weighed = self._weigh(loss_of(output), weights, i)
+                del output
+                if not last:
+                    call_strategy(trainer, "backward", weighed, optimizer)
+                else:
                     check = DeferredCheck(weights.disagreement())
                     if scaled_here:
                         weighed = gradients.finish(weighed, weights.settle())
-                if last and self._reduces_gradients:
-                    self._sums.finish()  # DDP's buckets have the parameters' own type
-                call_strategy(trainer, "backward", weighed, optimizer)
-                if check is not None:
+                    if self._reduces_gradients:
+                        self._sums.finish()  # DDP's buckets have the parameters' own type
+                    call_strategy(trainer, "backward", weighed, optimizer)
                     check.refuse()
-                del output, loss, weighed  # their graph must be gone before the next part is run
+                del weighed  # its graph must be gone before the next part is run
         self._forget_missing(weights, len(parts), gradients, scaled_here)
         return outputs
+
+    def _weigh(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
+        if weights.split.is_sum:
+            self.logs.note_sum(loss)
+        weighed = weights.weigh(loss, part)
+        if self.window is None and self.trainer.accumulate_grad_batches > 1:
+            # As Lightning's ClosureResult does with the loss of a whole batch.
+            weighed = weighed / self.trainer.accumulate_grad_batches
+        return weighed
 
     @property
     def _reduces_gradients(self) -> bool:

@@ -171,12 +171,14 @@ class LogWeights:
             return rule
         if name in self.rules:
             note_once(
-                f"self.log('{name}') in micro-batches: no weights were found that give the value of the unsplit batch, so "
+                f"self.log('{name}') in micro-batches: no weights give the value of the unsplit batch, so "
                 "the logged value is about right. Log a mean over samples, or a Metric object."
             )
         elif all(call.own is not None for call in seen):
             return OWN
-        return None if all(isinstance(call.kwargs.get("batch_size"), int) for call in seen) else LOSS
+        if all(isinstance(call.kwargs.get("batch_size"), int) for call in seen):
+            return None
+        return LOSS
 
     def of(self, name: str, seen: Sequence[_Call]) -> MicroBatchWeights | None:
         """The weights of these calls; None where the values are added."""

@@ -103,7 +103,7 @@ def _named_heads(model: nn.Module, head: str | None) -> dict[str, nn.Module]:
 def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     """The plain linear layers outside of the repeated blocks."""
     linear = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
-    found = {name: linear[name] for name in outside_blocks(model, linear)}
+    found: dict[str, nn.Module] = {name: linear[name] for name in outside_blocks(model, linear)}
     if not found:
         what = f"head=None in {type(model).__name__}"
         why = "no model in it has get_output_embeddings(), and no plain nn.Linear is outside of its repeated blocks"

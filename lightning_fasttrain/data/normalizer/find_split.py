@@ -1,40 +1,39 @@
 """Find out, on a few samples, by what the micro-batches of a loss are weighted, and check that it can be split."""
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain._messages import explain, list_some, say, warn
 from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.data.normalizer.classify_terms import (
+    classify_alone,
+    classify_terms,
+    error_of_read,
+    read_count,
+)
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,
     CountTargets,
     is_sum,
-    named_count,
-    weights_of,
 )
 from lightning_fasttrain.data.normalizer.log_rules import LoggedRun, LogRule, find_log_rules
-from lightning_fasttrain.data.normalizer.read_normalizers import Slot
-from lightning_fasttrain.data.normalizer.sample_rows import Sample, list_altered, sample_rows
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer, count_of
-from lightning_fasttrain.data.normalizer.step_function import models_of
-from lightning_fasttrain.data.normalizer.trial import Run, Split, Stage, Trial, try_split
-from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.normalizer.match_rules import error_of_rule, list_rules, rules_that_give, scale_of
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
+from lightning_fasttrain.data.normalizer.trial.try_split import Run, Stage, Trial, try_split
 
 _SURE = 1e-5  # a right rule misses by less in float32, nearly always; what lies above is looked at in float64
 _FLOAT32 = 1e-3
 _ROUNDED = 5e-2  # where something is computed with fewer bits, and float64 cannot be had
 _FLOAT64 = 1e-6  # a step may round some tensors to float32 by itself
 _ALL_FLOAT64 = 1e-9
-_NOTHING = "nothing: the loss is a sum, and its micro-batches are added"
 _TIED = 3e-6  # errors below it are rounding, and say nothing about a rule
 
 
@@ -55,93 +54,6 @@ class CannotSplitError(ValueError):
             "(batch → the number of terms that its loss averages over), or use ActivationCheckpointing for memory"
         )
         super().__init__(explain(what, why, way_out))
-
-
-def find_count(
-    step: Callable[[Any], Any],
-    batch: Any,
-    n: int = 2,
-    *,
-    count: Count = "auto",
-    check: bool = True,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> CountTargets:
-    """Find a function that counts what a loss is divided by, before anything is computed.
-
-    A few samples are run, unsplit and in pieces. What each loss is divided by is read from its graph (see
-    :func:`~lightning_fasttrain.data.read_normalizers`), the gradient of the whole is compared with the weighted sum of
-    its pieces' gradients, and the counting rules that give the numbers read are found: targets other than -100, the
-    same after the shift of next-token models, other ignored labels, samples, and a plain sum. The step runs without
-    dropout and with autocast off, and what it changes is restored: random states, and buffers, metrics and plain
-    attributes of the models that it uses.
-
-    :func:`~lightning_fasttrain.accumulate_gradients` and ``MicroBatching`` do this by themselves, and need no rule.
-
-    Args:
-        step: a part of the batch → its loss, or a mapping with a ``"loss"``.
-        batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
-        n: the number of micro-batches that batches will be split into: one of them is known to fit.
-        count: a rule to check instead of finding one.
-        check: False takes the nearest rule, and says how far it is off.
-        no_sync: as for :func:`~lightning_fasttrain.accumulate_gradients`.
-
-    Returns:
-        batch → its weight. Pass it on as ``count=``.
-
-    Raises:
-        ValueError: the loss cannot be split, or no rule counts what it is divided by.
-
-    Example:
-        >>> import torch
-        >>> net, data = torch.nn.Linear(3, 1), torch.randn(6, 3)
-        >>> find_count(lambda x: net(x).pow(2).sum(), data)
-        CountRule(name='sum', ignore_index=-100)
-    """
-    named = named_count(count)
-    split = find_split_of(step, batch, n, count=named, check=check, no_sync=no_sync)
-    if split.is_sum:
-        return CountRule("sum")
-    if split.count is None:
-        why = f"it is divided by {split.read}, which is no number of samples or labels"
-        raise CannotSplitError(f"{why}: so no rule counts it beforehand, though micro-batches can read it")
-    return split.count
-
-
-def find_split_of(
-    step: Callable[[Any], Any],
-    batch: Any,
-    n: int,
-    *,
-    count: Count = "auto",
-    check: bool = True,
-    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    whole_batches: bool = False,
-) -> LossSplit:
-    """How the loss of a step function is split, found on some samples of a batch.
-
-    Raises:
-        CannotSplitError: it is not a weighted sum of those of its micro-batches.
-    """
-    stage = stage_of(step, no_sync)
-    samples = sample_rows(batch, -(-batch_size(batch) // n))
-    found = find_split(stage, samples, count, check=check, whole_batches=whole_batches)
-    assert found is not None  # this stage refuses a step that returns None
-    return found
-
-
-def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Stage:
-    """Where a step function of a bare loop is tried out."""
-    models = models_of(step)
-    replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
-
-    @contextmanager
-    def skip_syncs() -> Iterator[None]:
-        with ExitStack() as stack:
-            for context in (no_sync, *(replica.no_sync for replica in replicas)):
-                stack.enter_context(context())
-            yield
-
-    return Stage(step, models, skip_syncs, gradients=not any(map(is_sharded, models)))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
@@ -253,22 +165,26 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     if callable(count):
         if trial.why_not:
             return _Verdict(LossSplit(None, count), (count,), trial.why_not, checked=False)
-        return _Verdict(LossSplit(None, count), (count,), "", _error_of_rule(count, trial), error_limit(trial))
+        return _Verdict(LossSplit(None, count), (count,), "", error_of_rule(count, trial), error_limit(trial))
     if not trial.splits:
-        alone = None if trial.whole is None else _classify_alone(trial.whole)
+        alone = None if trial.whole is None else classify_alone(trial.whole)
         split = None if alone is None else LossSplit(alone, None)
         return _Verdict(split, why_not=trial.why_not, checked=False)
-    read = _classify(trial.splits)
+    read = classify_terms(trial.splits)
     if isinstance(read, str):
         return _judge_by_rules(trial, read, preferred)
     if trial.why_not:
-        likely = _classify_alone(trial.splits[0].whole) if read[0].term is None else read[0]
+        likely = classify_alone(trial.splits[0].whole) if read[0].term is None else read[0]
         split = LossSplit(likely or read[0], None, provisional=trial.shows_nothing)
         return _Verdict(split, why_not=trial.why_not, checked=False)
-    errors = [max(_error_of_read(one, split, trial) for split in trial.splits) for one in read]
+    errors = [_largest_error(one, trial) for one in read]
     best = min(range(len(read)), key=lambda place: (errors[place] > 3 * min(errors) + _TIED, place))
-    rules = _rules_that_give(read[best], trial, preferred)
+    rules = rules_that_give(read[best], trial, preferred)
     return _Verdict(LossSplit(read[best], None), tuple(rules), "", errors[best], error_limit(trial))
+
+
+def _largest_error(read: ReadNormalizer, trial: Trial) -> float:
+    return max(error_of_read(read, split, trial) for split in trial.splits)
 
 
 def _judge_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> _Verdict:
@@ -291,8 +207,8 @@ def _judge_by_rules(trial: Trial, why_not: str, preferred: CountRule | None) -> 
     """A loss that does not show its normalizers: the rules that split it, by gradients alone."""
     if trial.why_not:
         return _Verdict(why_not=trial.why_not, checked=False)
-    candidates = _candidates(trial, preferred)
-    errors = [_error_of_rule(rule, trial) for rule in candidates]
+    candidates = list_rules(trial, preferred)
+    errors = [error_of_rule(rule, trial) for rule in candidates]
     nearest = max(3 * min(errors), _TIED)
     rules = [rule for rule, error in zip(candidates, errors, strict=True) if error <= nearest]
     return _Verdict(LossSplit(None, rules[0]), tuple(rules), why_not, min(errors), error_limit(trial))
@@ -300,53 +216,66 @@ def _judge_by_rules(trial: Trial, why_not: str, preferred: CountRule | None) -> 
 
 def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
     """Of all ranks that could compare anything, with the rules that hold on all of them."""
-    checked = [verdict for verdict in verdicts if verdict.checked] or [v for v in verdicts if v.split is not None]
+    checked = [verdict for verdict in verdicts if verdict.checked]
+    checked = checked or [verdict for verdict in verdicts if verdict.split is not None]
     if not checked:
         return next((verdict for verdict in verdicts if not verdict.skipped), verdicts[0])
     worst = max(checked, key=lambda verdict: (bool(verdict.why_not), verdict.error / verdict.limit))
-    rules = tuple(rule for rule in worst.rules if all(rule in verdict.rules for verdict in checked))
-    return replace(worst, rules=rules)
+    common = set[CountTargets](worst.rules).intersection(*[verdict.rules for verdict in checked])
+    return replace(worst, rules=tuple(rule for rule in worst.rules if rule in common))
 
 
 def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> LossSplit | None:
     if verdict.skipped:
         return None
-    if verdict.statistics and check:
-        why = f"BatchNorm in training mode takes the statistics of the samples that run together ({verdict.statistics})"
-        raise CannotSplitError(why, trial)
-    if verdict.failed and check and not callable(count):
-        raise CannotSplitError(trial.why_not)
+    if check:
+        _refuse_what_cannot_run_in_pieces(verdict, trial, is_given=callable(count))
     if not verdict.checked:
         return _choose_unchecked(verdict, trial, count)
-    assert verdict.split is not None
-    right = verdict.error <= verdict.limit
-    if verdict.split.read is None and not callable(count):
-        otherwise = replace(verdict.split, count=verdict.rules[0]) if right and verdict.rules else None
-        if otherwise is not None and _is_the_only_way(trial):
-            _say_found(otherwise, verdict.error, trial, verdict.rules[1:])
-            return otherwise
-        if check or otherwise is not None or verdict.split.count is None:
-            raise CannotSplitError(verdict.why_not, trial, otherwise, _nearest(trial, verdict))
-        warn(_unchecked(verdict))
-        return verdict.split
     split = verdict.split
+    assert split is not None
+    if split.read is None and not callable(count):
+        return _use_a_rule_alone(verdict, trial, check)
     if split.read is not None and not split.is_sum and verdict.rules:
-        split = replace(split, count=verdict.rules[0], scale=_scale(split.read, verdict.rules[0], trial))
-    if right and verdict.changed and check and not callable(count):
-        why = f"the step changes {list_some(list(map(repr, verdict.changed)))}, and would do so in each micro-batch"
-        raise CannotSplitError(why, trial, split)
-    if right:
+        split = replace(split, count=verdict.rules[0], scale=scale_of(split.read, verdict.rules[0], trial))
+    if verdict.error <= verdict.limit:
+        if verdict.changed and check and not callable(count):
+            changed = list_some(list(map(repr, verdict.changed)))
+            raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial, split)
         _say_found(split, verdict.error, trial, ())
         return split
     if check:
         why = f"gradients of pieces miss that of the unsplit samples by {verdict.error:.2g}"
         if callable(count):
-            what = f"count= splits no loss like this one: {why}"
-            raise CannotSplitError(what, trial, None, _nearest(trial, verdict))
-        why = f"{why}, weighted by {split}: samples of a batch depend on one another"
+            why = f"count= splits no loss like this one: {why}"
+        else:
+            why = f"{why}, weighted by {split}: samples of a batch depend on one another"
         raise CannotSplitError(why, trial, None, _nearest(trial, verdict))
     warn(_unchecked(verdict))
     return split
+
+
+def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given: bool) -> None:
+    """Raises: CannotSplitError: layers take statistics of the batch, or the step does not run on a few samples."""
+    if verdict.statistics:
+        why = f"BatchNorm in training mode takes the statistics of the samples that run together ({verdict.statistics})"
+        raise CannotSplitError(why, trial)
+    if verdict.failed and not is_given:
+        raise CannotSplitError(trial.why_not)
+
+
+def _use_a_rule_alone(verdict: _Verdict, trial: Trial, check: bool) -> LossSplit:
+    """For a loss that does not show its normalizers: a counting rule that splits it, where nothing else is known."""
+    assert verdict.split is not None
+    right = verdict.error <= verdict.limit and verdict.rules
+    otherwise = replace(verdict.split, count=verdict.rules[0]) if right else None
+    if otherwise is not None and _is_the_only_way(trial):
+        _say_found(otherwise, verdict.error, trial, verdict.rules[1:])
+        return otherwise
+    if check or otherwise is not None or verdict.split.count is None:
+        raise CannotSplitError(verdict.why_not, trial, otherwise, _nearest(trial, verdict))
+    warn(_unchecked(verdict))
+    return verdict.split
 
 
 def _is_the_only_way(trial: Trial) -> bool:
@@ -361,158 +290,11 @@ def _unchecked(verdict: _Verdict) -> str:
 def _nearest(trial: Trial, verdict: _Verdict) -> str:
     if not trial.splits or not trial.splits[0].parameters:
         return ""
-    candidates = [rule for rule in (*verdict.rules, *_candidates(trial, None))]
-    errors = {
-        str(rule) if isinstance(rule, CountRule) else "count=": _error_of_rule(rule, trial) for rule in candidates
-    }
-    tried = ", ".join(f"{name} ({error:.2g})" for name, error in sorted(errors.items(), key=lambda pair: pair[1])[:3])
+    rules = dict.fromkeys([*verdict.rules, *list_rules(trial, None)])
+    errors = {str(LossSplit(None, rule)): error_of_rule(rule, trial) for rule in rules}
+    nearest = sorted(errors, key=lambda name: errors[name])[:3]
+    tried = ", ".join(f"{name} ({errors[name]:.2g})" for name in nearest)
     return f" (tried, with the relative error of the gradient: {tried})"
-
-
-# ---- reading
-
-
-def _classify(splits: Sequence[Split]) -> list[ReadNormalizer] | str:
-    """The ways in which what was read may weight micro-batches; or why nothing does."""
-    first = splits[0].whole
-    runs = [run for split in splits for run in (split.whole, *split.runs)]
-    if not first.terms:
-        return "its loss has no autograd graph"
-    if any(run.structure != first.structure for run in runs):
-        return "the loss is made of other terms for some samples than for others"
-    for term in first.terms:
-        if term.kind == "nonlinear":
-            return f"the loss is not a sum over samples ({term.name} of a mean or sum)"
-        if term.kind == "opaque":
-            return f"the loss does not show what it is divided by ({term.name})"
-    varying = tuple(_find_varying(place, runs) for place in range(len(first.terms)))
-    normalized = [place for place, places in enumerate(varying) if places and not _cancels(place, places, runs)]
-    offsets: dict[int, float] = {}
-    for place in normalized:
-        offset = _find_offset(place, varying[place], splits)
-        if offset is None:
-            return f"what {first.terms[place].name} is divided by does not add up over samples"
-        offsets[place] = offset
-    found: list[ReadNormalizer] = []
-    if normalized:
-        shares = [_shares(place, varying[place], offsets[place], splits) for place in normalized]
-        if not all(torch.allclose(shares[0], share, rtol=1e-5, atol=1e-8) for share in shares):
-            return "the loss has several normalizers"
-        term, *others = normalized
-        name = _describe(first, term)
-        summed = _find_summed(term, varying[term], offsets[term], runs)
-        found.append(ReadNormalizer(first.structure, term, tuple(others), varying, offsets[term], summed, name))
-    if len(normalized) < len(first.terms):
-        found.append(ReadNormalizer(first.structure, None, (), varying, 0.0, None, _NOTHING))
-    return found
-
-
-def _classify_alone(run: Run) -> ReadNormalizer | None:
-    """What is likely of a loss that cannot be compared with another: its reduction is over samples."""
-    if len(run.terms) != 1 or run.terms[0].kind not in ("mean", "sum", "quotient"):
-        return None
-    term = run.terms[0]
-    divisors = [place for place, (_, divides) in enumerate(term.slots) if divides]
-    if not divisors:
-        return ReadNormalizer(run.structure, None, (), ((),), 0.0, None, _NOTHING)
-    varying = (tuple(divisors[-1:]),)
-    return ReadNormalizer(run.structure, 0, (), varying, 0.0, None, _describe(run, 0))
-
-
-def _find_summed(place: int, varying: Sequence[int], offset: float, runs: Sequence[Run]) -> float | None:
-    """How many times what the sum is over the divisor is; None where they are not in proportion."""
-    scale: float | None = None
-    for run in runs:
-        summed, divisor = run.terms[place].summed, _read_count(run, place, varying) - offset
-        if summed is None or (summed != 0 and divisor == 0):
-            return None
-        if summed == 0:
-            continue
-        if scale is not None and abs(divisor / summed - scale) > _SURE * abs(scale):
-            return None
-        scale = divisor / summed
-    return scale
-
-
-def _cancels(place: int, varying: Sequence[int], runs: Sequence[Run]) -> bool:
-    """Whether a mean is multiplied by the number that it was divided by."""
-    if len({runs[0].terms[place].slots[slot][1] for slot in varying}) < 2:
-        return False  # nothing multiplies, or nothing divides
-    counts = [_read_count(run, place, varying) for run in runs]
-    seen = [count for count in counts if count]  # 0 where nothing counts
-    return bool(seen) and max(seen) - min(seen) <= _SURE * max(seen)
-
-
-def _find_varying(place: int, runs: Sequence[Run]) -> tuple[int, ...]:
-    """The numbers of a term that depend on the samples."""
-    terms = [run.terms[place] for run in runs]
-    varying = []
-    for slot in range(len(terms[0].slots)):
-        values = torch.tensor([term.slots[slot][0] for term in terms], dtype=torch.float64)
-        if not torch.allclose(values, values[0].expand_as(values), rtol=1e-6, atol=0.0):
-            varying.append(slot)
-    return tuple(varying)
-
-
-def _read_count(run: Run, place: int, varying: Sequence[int]) -> float:
-    slots = [Slot(value, divides) for value, divides in run.terms[place].slots]
-    return float(count_of(slots, varying))
-
-
-def _find_offset(place: int, varying: Sequence[int], splits: Sequence[Split]) -> float | None:
-    """What is added to a count, such as an epsilon; None if it is no count, since it does not add up."""
-    offsets = []
-    for split in splits:
-        whole = _read_count(split.whole, place, varying)
-        counts = [_read_count(run, place, varying) for run in split.runs]
-        missed = sum(counts) - whole
-        if abs(missed) <= 1e-12 * abs(whole):
-            missed = 0.0
-        # A count that is kept from zero, as by clamp(min=1), is too large by what it is kept at.
-        if missed and min(counts) == missed and missed <= 1 and not split.runs[counts.index(missed)].gradient.any():
-            missed = 0.0
-        if not abs(missed) <= 1e-3 * abs(whole):
-            return None
-        offsets.append(missed / (len(counts) - 1))
-    if all(abs(offset - offsets[0]) <= 1e-3 * abs(offsets[0]) for offset in offsets):
-        return offsets[0]
-    return 0.0 if max(map(abs, offsets)) <= 1e-6 * abs(_read_count(splits[0].whole, place, varying)) else None
-
-
-def _shares(place: int, varying: Sequence[int], offset: float, splits: Sequence[Split]) -> torch.Tensor:
-    shares = []
-    for split in splits:
-        counts = [_read_count(run, place, varying) - offset for run in split.runs]
-        shares += [count / sum(counts) if sum(counts) else 0.0 for count in counts]
-    return torch.tensor(shares, dtype=torch.float64)
-
-
-def _describe(run: Run, place: int) -> str:
-    term = run.terms[place]
-    if term.name in ("NllLoss", "NllLoss2D"):
-        return "its targets, or their class weights, as cross_entropy sums them"
-    if term.kind == "mean":
-        return f"the number of elements of its {term.name.lower()}"
-    return "the number that its sum is divided by"
-
-
-def _error_of_read(read: ReadNormalizer, split: Split, trial: Trial) -> float:
-    if read.term is None:
-        return split.error([1.0] * len(split.runs), gradient_floor(trial))
-    places = read.varying[read.term]
-    counts = [_read_count(run, read.term, places) - read.offset for run in split.runs]
-    counts = [
-        0.0 if not run.gradient.any() and count <= 1 else count for run, count in zip(split.runs, counts, strict=True)
-    ]
-    total = sum(counts)
-    return split.error([count / total if total else 0.0 for count in counts], gradient_floor(trial))
-
-
-def gradient_floor(trial: Trial) -> float:
-    """Gradients that are smaller than this share of the average one are mostly rounding."""
-    if trial.precise:
-        return 1e-4
-    return 0.3 if trial.rounding else 1e-2
 
 
 def error_limit(trial: Trial) -> float:
@@ -526,46 +308,11 @@ def error_limit(trial: Trial) -> float:
     return _ROUNDED if trial.rounding else _FLOAT32
 
 
-# ---- counting rules
-
-
-def _candidates(trial: Trial, preferred: CountRule | None) -> list[CountRule]:
-    """Counting rules, the likeliest first."""
-    ignored = sorted(_may_be_ignored(trial) - {-100})
-    read = [term.ignored for term in trial.whole.terms if term.ignored is not None] if trial.whole is not None else []
-    first = [CountRule(name, index) for index in read for name in ("targets", "next_tokens")]
-    usual = [*first, CountRule("targets"), CountRule("next_tokens"), CountRule("samples"), CountRule("sum")]
-    others = [CountRule(name, index) for index in ignored for name in ("targets", "next_tokens")]
-    return list(dict.fromkeys([*([preferred] if preferred is not None else []), *usual, *others]))
-
-
-def _may_be_ignored(trial: Trial) -> set[int]:
-    """Labels of the samples that were tried: the least, the greatest, the most frequent, and what others use."""
-    found: set[int] = set()
-    for piece in trial.splits[0].pieces if trial.splits else ():
-        labels = find_labels(piece)[1]
-        if labels is not None and labels.numel() > 0:
-            values, frequencies = labels.cpu().unique(return_counts=True)
-            found |= {int(values[0]), int(values[-1]), int(values[frequencies.argmax()])}
-            # 0 is padding in text, 255 no class in segmentation; -1 is used in both.
-            found |= {value for value in (0, -1, 255) if bool((values == value).any())}
-    return found
-
-
-def _rules_that_give(read: ReadNormalizer, trial: Trial, preferred: CountRule | None) -> list[CountRule]:
-    """The counting rules in proportion to what was read, in every piece and sample."""
-    if read.term is None:
-        return []
-    scales = {rule: _scale_or_none(read, rule, trial) for rule in _candidates(trial, preferred)}
-    fitting = [rule for rule, scale in scales.items() if scale is not None]
-    return sorted(fitting, key=lambda rule: abs(scales[rule] - 1) > _SURE)  # pyright: ignore[reportOptionalOperand]
-
-
 def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, LogRule | None]:
     def as_logged(batch: Any, run: Run) -> LoggedRun:
         count: float | None = None
         if split.read is not None and split.read.term is not None:
-            count = _read_count(run, split.read.term, split.read.varying[split.read.term])
+            count = read_count(run, split.read.term, split.read.varying[split.read.term])
         elif callable(split.count) and not is_sum(split.count):
             count = float(split.count(batch))
         return LoggedRun(batch, run.loss, count, run.logged)
@@ -574,7 +321,7 @@ def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, LogRule | None]
     for one in trial.splits:
         pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
         splits.append((as_logged(trial.sample.whole, one.whole), pieces))
-    return find_log_rules(splits, [rule for rule in _candidates(trial, None) if not is_sum(rule)])
+    return find_log_rules(splits, [rule for rule in list_rules(trial, None) if not is_sum(rule)])
 
 
 def _count_per_sample(split: LossSplit, trial: Trial) -> float:
@@ -582,48 +329,8 @@ def _count_per_sample(split: LossSplit, trial: Trial) -> float:
     if read is None or read.term is None:
         return 1.0
     assert trial.whole is not None
-    count = _read_count(trial.whole, read.term, read.varying[read.term])
+    count = read_count(trial.whole, read.term, read.varying[read.term])
     return count / trial.sample.size if count > 0 else 1.0
-
-
-def _scale(read: ReadNormalizer, rule: CountTargets, trial: Trial) -> float:
-    scale = _scale_or_none(read, rule, trial)
-    return 1.0 if scale is None else scale
-
-
-def _scale_or_none(read: ReadNormalizer, rule: CountTargets, trial: Trial) -> float | None:
-    assert read.term is not None
-    if is_sum(rule):
-        return None
-    scale: float | None = None
-    for split in trial.splits:
-        for piece, run in zip(split.pieces, split.runs, strict=True):
-            try:
-                counted = float(rule(piece))
-            except ValueError:
-                return None  # it does not apply to such batches
-            count = _read_count(run, read.term, read.varying[read.term]) - read.offset
-            if counted == 0 and (count == 0 or not run.gradient.any()):
-                continue
-            if counted == 0 or not torch.isclose(torch.tensor(count / counted), torch.tensor(scale or count / counted)):
-                return None
-            scale = scale or count / counted
-    return scale
-
-
-def _error_of_rule(rule: CountTargets, trial: Trial) -> float:
-    errors = []
-    for split in trial.splits:
-        try:
-            counts, total = weights_of(rule, split.pieces)
-        except ValueError:
-            if isinstance(rule, CountRule):
-                return float("inf")  # it does not apply to such batches
-            raise
-        # Where the total is 0 each count is 0, and so is each weight.
-        weights = [float(count) / max(float(total), 1e-30) for count in counts]
-        errors.append(split.error(weights, gradient_floor(trial)))
-    return max(errors)
 
 
 def from_all_ranks(mine: list[Any]) -> list[Any]:
@@ -656,8 +363,8 @@ def _say_found(split: LossSplit, error: float, trial: Trial, tied: Sequence[Coun
     what = "gradient" if trial.splits and trial.splits[0].parameters else "loss"
     alike = f" (these samples do not tell it from {tied[0]})" if tied else ""
     say(
-        "MicroBatching: each micro-batch is weighted by %s%s. Checked on %d samples: the %s matches the unsplit batch to "
-        "%.0e",
+        "MicroBatching: each micro-batch is weighted by %s%s. Checked on %d samples: the %s matches the unsplit batch "
+        "to %.0e",
         split,
         alike,
         trial.sample.size,

@@ -86,9 +86,12 @@ def find_log_rules(
             continue
         is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
         usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
-        fitting = [rule for rule in (*usual, *rules, SUM) if all(_fits(name, rule, *split) for split in splits)]
-        found[name] = fitting[0] if fitting else None
+        found[name] = next((rule for rule in (*usual, *rules, SUM) if _fits_all(name, rule, splits)), None)
     return found
+
+
+def _fits_all(name: str, rule: LogRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]) -> bool:
+    return all(_fits(name, rule, whole, pieces) for whole, pieces in splits)
 
 
 def _fits(name: str, rule: LogRule, whole: LoggedRun, pieces: Sequence[LoggedRun]) -> bool:

@@ -77,8 +77,8 @@ class Term:
     """One of the sums that a loss is made of.
 
     Attributes:
-        kind: ``"mean"`` and ``"sum"`` are reductions over elements; ``"quotient"`` is a sum that is divided by a number;
-            ``"parameter"`` is a parameter of one element; ``"nonlinear"`` and ``"opaque"`` cannot be split.
+        kind: ``"mean"`` and ``"sum"`` are reductions over elements; ``"quotient"`` is a sum that is divided by a
+            number; ``"parameter"`` is a parameter of one element; ``"nonlinear"`` and ``"opaque"`` cannot be split.
         slots: the numbers on the way from the loss to the reduction.
         node: the reduction's node in the autograd graph.
         summed: the node that produced what is summed; None where it is the reduction's own input.
@@ -172,8 +172,8 @@ class _Walk:
         name = _operation(node.name())
         inputs = [edge for edge in node.next_functions if edge[0] is not None]
         if name in _PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
-            for edge in inputs:
-                self.visit(*edge, slots)
+            for following, place in inputs:
+                self.visit(following, place, slots)
         elif name in ("Add", "Sub", "Rsub", "Neg"):
             self._visit_sum(name, node, slots)
         elif name == "Mul":
@@ -213,7 +213,8 @@ class _Walk:
         factor = node._saved_self if held == [1] else node._saved_other
         value = factor.detach() if isinstance(factor, Tensor) else factor
         self.structure.append("learned" if learned else "")
-        self.visit(*edges[held[0]], (*slots, Slot(_as_scalar(value), divides=False)))
+        following, output = edges[held[0]]
+        self.visit(following, output, (*slots, Slot(_as_scalar(value), divides=False)))
         return None
 
     def _visit_quotient(self, node: Any, slots: tuple[Slot, ...]) -> None:
@@ -224,7 +225,7 @@ class _Walk:
             return self._end("nonlinear", slots, node)
         divisor = node._saved_other
         value = divisor.detach() if isinstance(divisor, Tensor) else divisor
-        self.visit(*above, (*slots, Slot(_as_scalar(value), divides=True)))
+        self.visit(above[0], above[1], (*slots, Slot(_as_scalar(value), divides=True)))
         return None
 
     def _visit_reduction(self, name: str, node: Any, slots: tuple[Slot, ...]) -> None:
@@ -236,9 +237,9 @@ class _Walk:
             self.visit(following, output, slots)
         elif _operation(following.name()) in ("Stack", "Cat") and _joins_scalars(following):
             self.structure.append(f"{name} of {len(following.next_functions)}")
-            for edge in following.next_functions:
-                if edge[0] is not None:
-                    self.visit(*edge, slots)
+            for one, place in following.next_functions:
+                if one is not None:
+                    self.visit(one, place, slots)
         else:
             self._end("mean" if name == "Mean" else "sum", slots, node)
 

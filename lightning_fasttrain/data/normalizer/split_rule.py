@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -214,7 +214,7 @@ class StepWeights:
         self.held.append(part)
         reading = None if self.split.read is None else self.split.read.read(loss)
         if reading is not None:
-            self.readings.append(reading)
+            self.readings.append(replace(reading, nodes=()))  # the graph must be gone before the next part is run
         if self.known is not None:
             if reading is not None:
                 self._refuse_other(reading, part)
@@ -346,7 +346,7 @@ def _estimate_total(count: Number, parts: int) -> Number:
 
 
 def _is_near(one: Number, other: Number) -> bool:
-    return abs(one - other) <= _ROUNDING * max(abs(one), abs(other)) or one == other
+    return bool(one == other) or bool(abs(one - other) <= _ROUNDING * max(abs(one), abs(other)))
 
 
 def _is_zero(total: Number) -> bool:
@@ -361,5 +361,9 @@ def _silence(reading: Reading, count: Number) -> None:
         keep = torch.zeros_like
     else:
         return
+
+    def silence(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(map(keep, gradients))
+
     for node in reading.nodes:
-        node.register_prehook(lambda gradients: tuple(None if g is None else keep(g) for g in gradients))
+        node.register_prehook(silence)

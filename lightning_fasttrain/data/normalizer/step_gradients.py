@@ -54,7 +54,7 @@ class StepGradients:
             parameter.grad = gradient
 
     def finish(self, loss: Tensor, factor: Number | None) -> Tensor:
-        """Before the last backward: multiply what is there, and return the last loss multiplied; earlier ones return."""
+        """Before the last backward: multiply what is there, and return the last loss multiplied, too."""
         if factor is not None:
             scale_(self.parameters, factor)
             loss = loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)

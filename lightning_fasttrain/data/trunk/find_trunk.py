@@ -1,7 +1,7 @@
 """Find the trunk of a model: the submodules in which the samples of a batch do not depend on one another."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._blocks import is_wanted, list_kinds
+from lightning_fasttrain._blocks import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.normalizer.find_split import error_limit, gradient_floor
-from lightning_fasttrain.data.normalizer.trial import Split, Stage, Trial, run_again
+from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
+from lightning_fasttrain.data.normalizer.find_split import error_limit
+from lightning_fasttrain.data.normalizer.trial.runs import Split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again
 from lightning_fasttrain.data.trunk.micro_batch_forward import (
     MicroBatchedForward,
     find_batch_size,
@@ -50,7 +52,7 @@ class Trunk:
     shared: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        return list_some([repr(name) if name else "the module itself" for name in self.modules])
+        return list_some([repr(name or "the module itself") for name in self.modules])
 
     def install(self, n: int) -> tuple[list[MicroBatchedForward], Undo]:
         """Run these submodules in ``n`` micro-batches until the returned function is called."""
@@ -76,9 +78,7 @@ def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
         for name, module in model.named_modules():
             if any(is_wanted(name, module, one) for one in wanted):
                 found.setdefault(name, module)
-    outermost = {
-        name: module for name, module in found.items() if not any(name.startswith(f"{o}.") for o in found if o != name)
-    }
+    outermost = keep_outermost(found)
     if not outermost:
         kinds = list_kinds(models[0]) if models else "none, since the step reaches no module"
         way_out = "Give the qualified name of a submodule, a pattern or a class"
@@ -127,7 +127,11 @@ def _share(trunk: Trunk, models: Sequence[nn.Module]) -> float:
     """How many of the trained parameters are in the trunk."""
     inside = {p for module in trunk.modules.values() for p in module.parameters() if p.requires_grad}
     every = {p for model in models for p in model.parameters() if p.requires_grad}
-    return sum(p.numel() for p in inside) / max(1, sum(p.numel() for p in every))
+    return _count_elements(inside) / max(1, _count_elements(every))
+
+
+def _count_elements(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _name_models(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:

@@ -14,6 +14,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.split_batch import split_sizes, walk_leaves
+from lightning_fasttrain.data.trunk.float32_uses import Float32Uses
 
 
 def micro_batch_forward_(module: nn.Module, n: int) -> Undo:
@@ -81,13 +82,14 @@ class MicroBatchedForward(RecomputedForward):
         self.ran = True
         sizes = split_sizes(size, self.n)
         outputs: list[Any] = []
+        uses = Float32Uses(self.module)
         start = 0
         for rows in sizes:
-            outputs.append(self._run_rows(args, kwargs, start, rows, size))
+            outputs.append(self._run_rows(args, kwargs, start, rows, size, uses))
             start += rows
         return self._join(outputs, sizes, "output")
 
-    def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int) -> Any:
+    def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int, uses: Float32Uses) -> Any:
         tensors: list[Tensor] = []
 
         def take(leaf: Any, path: str) -> Any:
@@ -99,6 +101,8 @@ class MicroBatchedForward(RecomputedForward):
 
         taken = walk_leaves((args, kwargs), take, "input")
 
+        used = uses.use()
+
         # By position and flat: of other tensors, torch neither finds the device, whose random state is to be restored,
         # nor lets hooks on saved tensors see them.
         def run(*tensors: Tensor) -> Any:
@@ -106,7 +110,9 @@ class MicroBatchedForward(RecomputedForward):
             outside = recomputed_outside.set(True)
             try:
                 args, kwargs = walk_leaves(taken, lambda x, _: next(given) if isinstance(x, Tensor) else x, "input")
-                return self.inner(*args, **kwargs)
+                if not used:
+                    return self.inner(*args, **kwargs)
+                return uses.run(self.module, lambda: self.inner(*args, **kwargs), used)
             finally:
                 recomputed_outside.reset(outside)
 
@@ -121,15 +127,21 @@ class MicroBatchedForward(RecomputedForward):
         if isinstance(first, Tensor):
             return self._join_tensors(outputs, sizes, path)
         if isinstance(first, Mapping):
-            joined = {key: self._join([o[key] for o in outputs], sizes, f"{path}[{key!r}]") for key in first}
-            return type(first)(joined) if type(first) is not dict else joined
+            joined: dict[Any, Any] = {}
+            for key in first:
+                joined[key] = self._join([output[key] for output in outputs], sizes, f"{path}[{key!r}]")
+            kind: Any = type(first)
+            return kind(joined)
         if isinstance(first, list | tuple):
             columns = zip(*outputs, strict=True)
             items = [self._join(list(column), sizes, f"{path}[{i}]") for i, column in enumerate(columns)]
             return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            fields = [field.name for field in dataclasses.fields(first) if field.init]
-            values = {name: self._join([getattr(o, name) for o in outputs], sizes, f"{path}.{name}") for name in fields}
+            values: dict[str, Any] = {}
+            for field in dataclasses.fields(first):
+                values[field.name] = self._join(
+                    [getattr(o, field.name) for o in outputs], sizes, f"{path}.{field.name}"
+                )
             return dataclasses.replace(first, **values)
         if all(output is first or (type(output) in _PLAIN and output == first) for output in outputs):
             return first
@@ -142,12 +154,18 @@ class MicroBatchedForward(RecomputedForward):
         # A flattened (B·T, C) has several rows for each sample.
         if multiple > 0 and all(o.shape[0] == multiple * rows for o, rows in zip(outputs, sizes, strict=True)):
             return torch.cat(outputs)
-        if not outputs[0].requires_grad and all(output.shape == outputs[0].shape for output in outputs):
-            if outputs[0].device.type != "cpu" or all(torch.equal(output, outputs[0]) for output in outputs):
-                return outputs[0]  # such as a table of positions
+        if all(_is_the_same(output, outputs[0]) for output in outputs):
+            return outputs[0]  # such as a table of positions
         what = f"{path} of {type(self.module).__name__}, of shape {tuple(outputs[0].shape)}, in micro-batches"
         why = "its first axis is not the batch, so outputs of several micro-batches cannot be joined"
         raise ValueError(explain(what, why, "Name a submodule whose outputs are batch-first, with through="))
+
+
+def _is_the_same(one: Tensor, other: Tensor) -> bool:
+    """Whether two outputs are equal, as far as that can be said without waiting for a device."""
+    if one.requires_grad or one.shape != other.shape:
+        return False
+    return one.device.type != "cpu" or torch.equal(one, other)
 
 
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device)

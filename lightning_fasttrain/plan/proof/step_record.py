@@ -23,8 +23,8 @@ from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, list_some, log
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain.data.normalizer.restore_state import remember
-from lightning_fasttrain.data.normalizer.step_function import loss_of
+from lightning_fasttrain.data.normalizer.trial.restore_state import remember
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.base_model import base_model

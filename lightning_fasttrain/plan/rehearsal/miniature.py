@@ -9,7 +9,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain._clock import device_clock
 from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain.data.normalizer.step_function import loss_of
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.plan.proof.step_record import EnoughError
 from lightning_fasttrain.plan.rehearsal.state_record import State, record_attributes, record_state
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain._surgery import first_line, patch
-from lightning_fasttrain.data.normalizer.restore_state import remember
+from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 from lightning_fasttrain.run.steady._step_gate import local_values
 
 

@@ -159,10 +159,9 @@ def _in_float64(
         return args, kwargs
     in_place = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
     kept = args[:1] if in_place else ()
-    return (*kept, *tree_map_only(Tensor, _to_float64, tuple(args[len(kept) :]))), {
-        key: value if key in ("inputs", "out") else tree_map_only(Tensor, _to_float64, value)
-        for key, value in kwargs.items()
-    }
+    cast = tree_map_only(Tensor, _to_float64, tuple(args[len(kept) :]))
+    named = {key: value for key, value in kwargs.items() if key not in ("inputs", "out")}
+    return (*kept, *cast), {**kwargs, **tree_map_only(Tensor, _to_float64, named)}
 
 
 def _to_float64(tensor: Tensor) -> Tensor:

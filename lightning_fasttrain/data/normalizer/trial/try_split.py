@@ -15,126 +15,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._surgery import patch, without_rounding
-from lightning_fasttrain.data.normalizer.deterministic_step import DeterministicStep, autocast_device
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
-from lightning_fasttrain.data.normalizer.read_normalizers import Kind, Term, count_summed, read_normalizers
-from lightning_fasttrain.data.normalizer.restore_state import remember
-from lightning_fasttrain.data.normalizer.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.step_function import loss_of
+from lightning_fasttrain.data.normalizer.read_normalizers import Term, count_summed, read_normalizers
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
+from lightning_fasttrain.data.normalizer.trial.restore_state import remember
+from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 
-_ENTRIES = 4096  # of each parameter's gradient: equal sums are equal entry by entry, so some of them show it
 _NOT_FINITE = "the loss or its gradient is not finite"
 _NO_GRADIENT = "the gradient is zero everywhere"
-_LOW = (torch.bfloat16, torch.float16)
-# Summed over thousands of tokens in 16 bits, the gradient of a bias is a fifth off or more, of the whole as of its
-# pieces: there only what is large shows anything.
-_LOW_FLOOR = 3.0
-
-
-@dataclass(frozen=True)
-class ReadTerm:
-    """A term of a loss as plain numbers: what :class:`~.read_normalizers.Term` holds without the graph."""
-
-    kind: Kind
-    name: str
-    slots: tuple[tuple[float, bool], ...]
-    summed: float | None
-    ignored: int | None = None
-
-
-@dataclass
-class Run:
-    """What one run of a step gave.
-
-    Attributes:
-        gradient: some entries of each parameter's gradient, one after another, in float64 on the CPU.
-        entries: the same for each leaf of its graph.
-        terms: of its loss.
-        structure: the operations of its loss on scalars.
-        logged: the numbers that it logged.
-        changed: names of the buffers that it changed.
-        drawn: where Python's and NumPy's generators stood at its end.
-    """
-
-    loss: float
-    gradient: Tensor
-    entries: dict[Tensor, Tensor] = field(default_factory=dict)
-    terms: tuple[ReadTerm, ...] = ()
-    structure: tuple[str, ...] = ()
-    logged: dict[str, LoggedValue] = field(default_factory=dict)
-    changed: tuple[str, ...] = ()
-    drawn: tuple[Any, ...] = ()
-
-    def take(self, parameters: Sequence[Tensor]) -> None:
-        """Keep the gradients of these parameters alone; zeros where a loss does not depend on one."""
-        nothing = torch.zeros(0, dtype=torch.float64)  # cat refuses an empty list
-        parts = [self.entries[p] if p in self.entries else _entries(p, None) for p in parameters]
-        self.gradient = torch.cat([nothing, *parts])
-
-    @property
-    def everything(self) -> Tensor:
-        return torch.cat([torch.tensor([self.loss]).double(), self.gradient])
-
-    @property
-    def is_finite(self) -> bool:
-        return bool(torch.isfinite(self.everything).all())
-
-
-@dataclass
-class Split:
-    """A run, and the runs of the pieces that its samples were cut into.
-
-    Attributes:
-        parameters: whose gradients the runs have, one after another.
-    """
-
-    pieces: list[Any]
-    whole: Run
-    runs: list[Run]
-    parameters: list[Tensor]
-
-    def error(self, weights: Sequence[float], floor: float) -> float:
-        """How far ``Σ weight · piece`` is from the whole, relative: the worst of the loss and all parameters.
-
-        A parameter whose gradient is below ``floor`` of the average one is compared with that instead, though never
-        with more than all gradients together.
-        """
-        # A piece in which nothing counts has a mean of NaN, and a weight of 0.
-        used = [(w, run) for w, run in zip(weights, self.runs, strict=True) if w != 0]
-        if not all(run.is_finite for _, run in used):
-            return float("inf")
-        size = max([abs(self.whole.loss), *(abs(w * run.loss) for w, run in used)])
-        missed = abs(self.whole.loss - sum(w * run.loss for w, run in used))
-        norms = self._norms(self.whole.gradient)
-        low = torch.tensor([parameter.dtype in _LOW for parameter in self.parameters], dtype=torch.bool)
-        least = norms.square().mean().sqrt() * torch.where(low, _LOW_FLOOR, floor)
-        missed_norms = self._norms(sum((-w * run.gradient for w, run in used), self.whole.gradient))
-        # 1e-300: where a parameter has no gradient at all, 0 / 0 would be NaN.
-        errors = missed_norms / torch.maximum(norms, least.clamp(max=self.norm)).clamp(min=1e-300)
-        return max([missed / size if size else 0.0, *errors.tolist()])
-
-    @property
-    def norm(self) -> float:
-        return float(self.whole.gradient.norm())
-
-    def _norms(self, gradient: Tensor) -> Tensor:
-        """Of each parameter's entries."""
-        sizes = torch.tensor([len(_choose_entries(parameter)) for parameter in self.parameters], dtype=torch.int64)
-        owner = torch.arange(len(sizes)).repeat_interleave(sizes)
-        return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
-
-    def best_weights(self) -> list[float]:
-        """The weights that come nearest, whatever they mean; what they miss, no rule can reach."""
-        columns, weights = [run.everything for run in self.runs], [0.0] * len(self.runs)
-        usable = [i for i, column in enumerate(columns) if bool(torch.isfinite(column).all())]
-        if usable:
-            matrix = torch.stack([columns[i] for i in usable], dim=1)
-            whole = self.whole.everything[:, None]
-            # Pieces may be multiples of one another; gelsd does not need columns that are independent.
-            solved = torch.linalg.lstsq(matrix, whole, driver="gelsd").solution.flatten().tolist()
-            for i, weight in zip(usable, solved, strict=True):
-                weights[i] = weight
-        return weights
 
 
 @dataclass(frozen=True)
@@ -275,7 +165,7 @@ def _run_cuttings(
 def _parameters_in_float64(models: Iterable[nn.Module]) -> Iterator[None]:
     """So that their gradients are not rounded to the parameters' own type."""
     held = {id(parameter): parameter for model in models for parameter in model.parameters()}
-    cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *_LOW)]
+    cast = [parameter for parameter in held.values() if parameter.dtype in (torch.float32, *LOW)]
     before = [parameter.data for parameter in cast]
     try:
         for parameter in cast:
@@ -331,7 +221,7 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
                 read = read_normalizers(loss)
                 terms = tuple(_as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)
-    entries = {leaf: _entries(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
+    entries = {leaf: entries_of(leaf, gradient) for leaf, gradient in zip(leaves, gradients, strict=True)}
     changed = [name for name, buffer in _buffers(stage.models) if before.get(name) != (id(buffer), buffer._version)]
     return Run(
         float(loss.detach()),
@@ -424,19 +314,6 @@ def note_value(logged: dict[str, LoggedValue], name: str, value: Any) -> None:
         logged[name] = LoggedValue(float(value.detach()), None if divisor is None else float(divisor))
     elif isinstance(value, float | int):
         logged[name] = LoggedValue(float(value), None)
-
-
-def _entries(parameter: Tensor, gradient: Tensor | None) -> Tensor:
-    if gradient is None:
-        return torch.zeros(len(_choose_entries(parameter)), dtype=torch.float64)
-    if gradient.is_sparse:
-        gradient = gradient.to_dense()
-    return gradient.detach().reshape(-1)[:: _choose_entries(parameter).step].cpu().double()
-
-
-def _choose_entries(parameter: Tensor) -> range:
-    """Which entries of a gradient are compared, spread over it; an odd step meets every column."""
-    return range(0, parameter.numel(), (parameter.numel() // _ENTRIES) | 1)
 
 
 def _leaves_of(loss: Tensor) -> list[Tensor]:

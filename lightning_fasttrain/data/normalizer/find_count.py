@@ -1,0 +1,102 @@
+"""Find how the loss of a step function is split, on some samples of a batch."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, is_sharded
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
+from lightning_fasttrain.data.normalizer.trial.step_function import models_of
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.split_batch import batch_size
+
+
+def find_count(
+    step: Callable[[Any], Any],
+    batch: Any,
+    n: int = 2,
+    *,
+    count: Count = "auto",
+    check: bool = True,
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> CountTargets:
+    """Find a function that counts what a loss is divided by, before anything is computed.
+
+    A few samples are run, unsplit and in pieces. What each loss is divided by is read from its graph (see
+    :func:`~lightning_fasttrain.data.read_normalizers`), the gradient of the whole is compared with the weighted sum of
+    its pieces' gradients, and the counting rules that give the numbers read are found: targets other than -100, the
+    same after the shift of next-token models, other ignored labels, samples, and a plain sum. The step runs without
+    dropout and with autocast off, and what it changes is restored: random states, and buffers, metrics and plain
+    attributes of the models that it uses.
+
+    :func:`~lightning_fasttrain.accumulate_gradients` and ``MicroBatching`` do this by themselves, and need no rule.
+
+    Args:
+        step: a part of the batch → its loss, or a mapping with a ``"loss"``.
+        batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
+        n: the number of micro-batches that batches will be split into: one of them is known to fit.
+        count: a rule to check instead of finding one.
+        check: False takes the nearest rule, and says how far it is off.
+        no_sync: as for :func:`~lightning_fasttrain.accumulate_gradients`.
+
+    Returns:
+        batch → its weight. Pass it on as ``count=``.
+
+    Raises:
+        ValueError: the loss cannot be split, or no rule counts what it is divided by.
+
+    Example:
+        >>> import torch
+        >>> net, data = torch.nn.Linear(3, 1), torch.randn(6, 3)
+        >>> find_count(lambda x: net(x).pow(2).sum(), data)
+        CountRule(name='sum', ignore_index=-100)
+    """
+    named = named_count(count)
+    split = find_split_of(step, batch, n, count=named, check=check, no_sync=no_sync)
+    if split.is_sum:
+        return CountRule("sum")
+    if split.count is None:
+        why = f"it is divided by {split.read}, which is no number of samples or labels"
+        raise CannotSplitError(f"{why}: so no rule counts it beforehand, though micro-batches can read it")
+    return split.count
+
+
+def find_split_of(
+    step: Callable[[Any], Any],
+    batch: Any,
+    n: int,
+    *,
+    count: Count = "auto",
+    check: bool = True,
+    no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    whole_batches: bool = False,
+) -> LossSplit:
+    """How the loss of a step function is split, found on some samples of a batch.
+
+    Raises:
+        CannotSplitError: it is not a weighted sum of those of its micro-batches.
+    """
+    stage = stage_of(step, no_sync)
+    samples = sample_rows(batch, -(-batch_size(batch) // n))
+    found = find_split(stage, samples, count, check=check, whole_batches=whole_batches)
+    assert found is not None  # this stage refuses a step that returns None
+    return found
+
+
+def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext) -> Stage:
+    """Where a step function of a bare loop is tried out."""
+    models = models_of(step)
+    replicas = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
+
+    @contextmanager
+    def skip_syncs() -> Iterator[None]:
+        with ExitStack() as stack:
+            for context in (no_sync, *(replica.no_sync for replica in replicas)):
+                stack.enter_context(context())
+            yield
+
+    return Stage(step, models, skip_syncs, gradients=not any(map(is_sharded, models)))

@@ -1,0 +1,5 @@
+"""Runs a step on a few samples, unsplit and in pieces, and leaves no trace.
+
+From the bottom up: ``step_function``, ``restore_state``, ``deterministic_step``, ``sample_rows``, ``runs``,
+``try_split``.
+"""
