@@ -18,6 +18,7 @@ from lightning_fasttrain.data import MicroBatching as MicroBatching
 from lightning_fasttrain.data import TokenWeightedAccumulation as TokenWeightedAccumulation
 from lightning_fasttrain.data import accumulate_gradients as accumulate_gradients
 from lightning_fasttrain.data import accumulate_window as accumulate_window
+from lightning_fasttrain.data import micro_batch_forward_ as micro_batch_forward_
 from lightning_fasttrain.data import prefetch_to_device as prefetch_to_device
 from lightning_fasttrain.finetune import LoRA as LoRA
 from lightning_fasttrain.finetune import QLoRA as QLoRA

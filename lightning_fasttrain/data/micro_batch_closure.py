@@ -407,9 +407,9 @@ class BatchClosures:
         trainer, strategy = self.trainer, self.trainer.strategy
         outputs: list[Any] = []
         if len(parts) > 1 or step_goes_on(trainer) or self._sums.is_open:
-            self._sums.begin(trainer.lightning_module.parameters())
-        gradients = StepGradients(trainer.lightning_module.parameters())
+            self._sums.begin(_list_parameters(optimizer))
         scaled_here = weights.known is None and self.window is None
+        gradients = StepGradients(trainer.lightning_module.parameters() if scaled_here else ())
         if scaled_here:
             gradients.set_aside()
         for i, part in enumerate(parts):
@@ -435,7 +435,10 @@ class BatchClosures:
                     call_strategy(trainer, "backward", weighed, optimizer)
                     check.refuse()
                 del weighed  # its graph must be gone before the next part is run
-        self._forget_missing(weights, len(parts), gradients, scaled_here)
+        if scaled_here:  # and the last part's step returned None
+            gradients.close(weights.settle() if weights.held else None)
+        else:
+            self._forget_missing(weights, len(parts), optimizer)
         return outputs
 
     def _weigh(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
@@ -462,14 +465,10 @@ class BatchClosures:
             way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
             raise RuntimeError(explain("training_step returned None", why, way_out))
 
-    def _forget_missing(self, weights: StepWeights, parts: int, gradients: StepGradients, scaled_here: bool) -> None:
+    def _forget_missing(self, weights: StepWeights, parts: int, optimizer: Optimizer) -> None:
         """Where a part's step returned None: give its weight to the others."""
         held = weights.held
         if len(held) == parts or not held or self.window is not None or weights.split.is_sum:
-            return
-        if scaled_here:
-            if held[-1] != parts - 1:  # else it was done before the last backward
-                scale_(gradients.parameters, factor) if (factor := weights.settle()) is not None else None
             return
         assert weights.known is not None
         counted, total = weights.total, weights.known.total
@@ -479,7 +478,7 @@ class BatchClosures:
             what = "training_step returned None for one micro-batch inside an accumulation window"
             why = "the parts before it were already weighed as if it counted, and are summed with other batches"
             raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
-        scale_(gradients.parameters, _ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
+        scale_(_list_parameters(optimizer), _ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
 
 
 def _do_nothing() -> None:
@@ -501,12 +500,16 @@ def scale_gradients_(
     A strategy that keeps gradients where ``parameter.grad`` does not show them has a ``scale_gradients_`` of its own.
     """
     own = own_scaling(strategy)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _list_parameters(optimizer)
     if strategy is not None and own is not None:
         own(_ratio(numerator, denominator, strategy.root_device, torch.float32))
         return len(parameters)
     device = strategy.root_device if strategy is not None else parameters[0].device
     return scale_(parameters, _ratio(numerator, denominator, device, torch.float64))
+
+
+def _list_parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def own_scaling(strategy: Strategy | None) -> Callable[[Tensor], None] | None:

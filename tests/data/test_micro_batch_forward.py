@@ -103,6 +103,38 @@ def test_negative_control_the_mean_of_micro_batch_losses_is_another_gradient():
     assert largest_difference(expected, gradients_of(net, lambda: sum(contrast(net, h) / 2 for h in halves))) > 1e-2
 
 
+def test_gradients_of_16_bit_parameters_are_rounded_once():
+    whole, rounded = encoder(), encoder().bfloat16()
+    whole.load_state_dict(rounded.state_dict())
+    batch = {name: x.bfloat16() for name, x in pairs(size=64).items()}
+    truth = gradients_of(whole, lambda: contrast(whole, {name: x.double() for name, x in batch.items()}))
+    plain = gradients_of(rounded, lambda: contrast(rounded, batch).float())
+    micro_batch_forward_(rounded, 64)
+    seen = gradients_of(rounded, lambda: contrast(rounded, batch).float())
+    assert largest_difference(truth, seen) < 1.5 * largest_difference(truth, plain)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_a_backward_that_fails_leaves_nothing_behind(dtype):
+    """As where memory runs out in a recomputation, and the batch is tried again."""
+    net, batch = encoder().to(dtype), {name: x.to(dtype) for name, x in pairs(size=8).items()}
+    micro_batch_forward_(net, 4)
+    expected = gradients_of(net, lambda: contrast(net, batch).float())
+    net.zero_grad()
+    loss, calls = contrast(net, batch).float(), []
+
+    def fail(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise torch.OutOfMemoryError("CUDA out of memory (staged)")
+
+    handle = net.blocks[0].register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        loss.backward()
+    handle.remove()
+    assert largest_difference(expected, gradients_of(net, lambda: contrast(net, batch).float())) == 0
+
+
 # Random numbers and buffers
 
 

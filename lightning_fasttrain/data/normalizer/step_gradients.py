@@ -30,6 +30,7 @@ class StepGradients:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         self.parameters = list(parameters)
         self._earlier: list[tuple[Tensor, Tensor]] = []
+        self.closed = False
         self._had_others = any(parameter.grad is not None for parameter in self.parameters)
 
     def set_aside(self) -> None:
@@ -55,16 +56,22 @@ class StepGradients:
 
     def finish(self, loss: Tensor, factor: Number | None) -> Tensor:
         """Before the last backward: multiply what is there, and return the last loss multiplied, too."""
+        self.close(factor)
+        return loss if factor is None else loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
+
+    def close(self, factor: Number | None) -> None:
+        """Multiply what is there, and add it to what was there before the step; once."""
+        if self.closed:
+            return
+        self.closed = True
         if factor is not None:
             scale_(self.parameters, factor)
-            loss = loss * torch.as_tensor(factor, dtype=loss.dtype, device=loss.device)
         for parameter, gradient in self._earlier:
             if parameter.grad is None:
                 parameter.grad = gradient
             else:
                 parameter.grad.add_(gradient)  # in place: DDP may look at this tensor
         self._earlier = []
-        return loss
 
 
 def scale_(parameters: Iterable[Tensor], factor: Number) -> int:
