@@ -5,7 +5,7 @@ many micro-batches fit is found in ``fitting``; how much a step holds over the r
 loader is looked after in ``loading``.
 
 From the bottom up: ``loading``, ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``,
-``micro_batch_logging``, ``accumulate_gradients``, ``fitting``, ``micro_batch_closure``, ``micro_batching``,
+``micro_batch_logging``, ``accumulate_gradients``, ``fitting``, ``closure``, ``micro_batching``,
 ``token_weighted_accumulation``, ``sizes``.
 """
 

@@ -12,9 +12,9 @@ from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
-from lightning_fasttrain.data.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.split_batch import split_batch

@@ -16,7 +16,8 @@ from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain.data.micro_batch_closure import BatchClosures, own_scaling, scale_gradients_
+from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
+from lightning_fasttrain.data.closure.scale_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
     CountRule,

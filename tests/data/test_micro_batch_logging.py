@@ -130,7 +130,7 @@ def with_size(value: Callable[[Step], Any], size: Callable[[Step], int]) -> Call
 
 
 # Values that every batch tells how to put together.
-VALUES: dict[str, Callable[[Step], None]] = {
+VALUES: dict[str, Callable[[Step], Any]] = {
     "the loss": logs(lambda s: s.loss),
     "the loss, detached": logs(lambda s: s.loss.detach()),
     "the loss, by item()": logs(lambda s: s.loss.item()),
@@ -144,6 +144,7 @@ VALUES: dict[str, Callable[[Step], None]] = {
     "sum of targets": logs(lambda s: s.kept.sum().double(), reduce_fx="sum"),
     "sum of losses": logs(lambda s: s.each.sum(), reduce_fx="sum"),
     "sum, as a function": logs(lambda s: s.kept.sum().double(), reduce_fx=torch.sum),
+    "sum, by position": lambda s: s.net.log("value", s.kept.sum().double(), False, True, True, True, "sum"),
     "minimum": logs(lambda s: s.z.min(), reduce_fx="min"),
     "maximum": logs(lambda s: s.z.max(), reduce_fx=torch.max),
     "maximum of Python's numbers": logs(lambda s: s.z.max().item(), reduce_fx="max"),
@@ -156,7 +157,7 @@ VALUES: dict[str, Callable[[Step], None]] = {
     "by epoch only": logs(lambda s: s.right.mean(), on_step=False),
     "in the progress bar": logs(lambda s: s.right.mean(), prog_bar=True),
     "log_dict": lambda s: s.net.log_dict({"a": s.loss, "b": s.right.mean()}, on_step=True, on_epoch=True),
-    "logged twice a step": lambda s: [s.log(name, s.loss) for name in ("a", "b")] and None,
+    "logged twice a step": lambda s: [s.log(name, s.loss) for name in ("a", "b")],
 }
 
 

@@ -266,16 +266,20 @@ def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given:
 
 def _use_a_rule_alone(verdict: _Verdict, trial: Trial, check: bool) -> LossSplit:
     """For a loss that does not show its normalizers: a counting rule that splits it, where nothing else is known."""
-    assert verdict.split is not None
-    right = verdict.error <= verdict.limit and verdict.rules
-    otherwise = replace(verdict.split, count=verdict.rules[0]) if right else None
+    split = verdict.split
+    assert split is not None
+    right = verdict.error <= verdict.limit and bool(verdict.rules)
+    otherwise = replace(split, count=verdict.rules[0]) if right else None
+    if right and len(verdict.rules) > 1 and not _is_the_only_way(trial):
+        both = " and ".join(str(rule) for rule in verdict.rules[:2])
+        otherwise, verdict = None, replace(verdict, why_not=f"{verdict.why_not}; {both} fit these samples alike")
     if otherwise is not None and _is_the_only_way(trial):
         _say_found(otherwise, verdict.error, trial, verdict.rules[1:])
         return otherwise
-    if check or otherwise is not None or verdict.split.count is None:
+    if check or otherwise is not None or split.count is None:
         raise CannotSplitError(verdict.why_not, trial, otherwise, _nearest(trial, verdict))
     warn(_unchecked(verdict))
-    return verdict.split
+    return split
 
 
 def _is_the_only_way(trial: Trial) -> bool:

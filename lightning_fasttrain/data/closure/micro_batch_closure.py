@@ -1,0 +1,305 @@
+"""How this room takes part in Lightning's automatic optimisation: the closure of one batch, run a part at a time.
+
+Lightning runs ``training_step`` → ``zero_grad`` → ``backward``, once a batch, so gradients made inside
+``training_step`` would be wiped. Here the closure of a batch is ``zero_grad`` → (``training_step`` → ``backward``) × n,
+through the strategy's own methods, so that autocast, loss scaling, forward redirection and profiling stay Lightning's.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.strategies import ParallelStrategy
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain._host import (
+    call_strategy,
+    plain_closure,
+    replace_closures,
+    replaced_closures,
+    step_goes_on,
+    zero_grad_of_batch,
+)
+from lightning_fasttrain._messages import explain
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.data.closure.roles import Splitter, Window
+from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
+from lightning_fasttrain.data.closure.split_search import SplitSearch
+from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
+from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
+from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
+from lightning_fasttrain.data.normalizer.count_targets import count_targets
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
+from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.data.split_batch import batch_size, split_batch
+
+_TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
+_MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What running a batch in parts gave.
+
+    Attributes:
+        weights: of the parts.
+        output: what the unsplit step would have returned.
+        pass_on_logs: logs what the parts logged, once.
+    """
+
+    weights: StepWeights
+    output: Any
+    pass_on_logs: Callable[[], None]
+
+
+class BatchClosures:
+    """Makes the closures of Lightning's automatic optimization while a run uses our accumulation."""
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.trainer = trainer
+        self.search = SplitSearch(trainer)
+        self.logs = PartLogs()
+        self._sums = Float32GradientSums()
+        self._restore = replace_closures(trainer, self)
+
+    @classmethod
+    def join(
+        cls,
+        trainer: L.Trainer,
+        pl_module: L.LightningModule,
+        *,
+        micro: Splitter | None = None,
+        window: Window | None = None,
+    ) -> Undo:
+        """Take part in this trainer's closures; the returned function leaves them again."""
+        name = type(micro or window).__name__
+        if not pl_module.automatic_optimization:
+            why = "the module runs backward itself, so there is no step to split"
+            way_out = "Call accumulate_gradients(...) inside your training_step, with backward=self.manual_backward"
+            raise ValueError(explain(f"{name} with automatic_optimization=False", why, way_out))
+        if trainer.strategy is not None and trainer.strategy.handles_gradient_accumulation:
+            why = "this strategy counts micro-batches itself and steps on its own count"
+            way_out = "Use accumulate_grad_batches with a smaller batch"
+            raise ValueError(explain(f"{name} with {type(trainer.strategy).__name__}", why, way_out))
+        # One closure serves both kinds of technique: a second would replace the first.
+        joined = replaced_closures(trainer)
+        closures = joined if isinstance(joined, cls) else cls(trainer)
+        search = closures.search
+        search.micro = micro or search.micro
+        search.window = window or search.window
+
+        def leave() -> None:
+            search.micro = None if micro is not None else search.micro
+            search.window = None if window is not None else search.window
+            if micro is not None:
+                search.leave_trunk()
+            if search.micro is None and search.window is None:
+                closures._sums.finish()
+                closures._restore()
+
+        return leave
+
+    def __call__(self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, batch_idx: int) -> Closure:
+        if self._is_plain():
+            return plain_closure(self.trainer, kwargs, optimizer, batch_idx)
+        zero_grad = zero_grad_of_batch(self.trainer, batch_idx, optimizer)
+        return Closure(step_fn=lambda: self._run(kwargs, optimizer, zero_grad))
+
+    def _is_plain(self) -> bool:
+        """One part in a window of one batch weighs 1 whatever it counts: then Lightning's own closure does the same."""
+        one_part = self.search.micro is None or (self.search.micro.n == 1 and not self.search.micro.adaptive)
+        return one_part and (self.search.window is None or self.search.window.holds_one_batch)
+
+    def _run(
+        self, kwargs: "OrderedDict[str, Any]", optimizer: Optimizer, zero_grad: Callable[[], None] | None
+    ) -> ClosureResult:
+        if zero_grad is not None:
+            zero_grad()
+        if "any" in kwargs:  # what Lightning calls the iterator that it hands to such a step
+            why = "the module fetches its batches itself, so there is none to split"
+            raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
+        batch, *rest = kwargs.values()
+        self.search.look_at(batch, rest)
+        for attempt in range(_TRIES):
+            try:
+                return self._run_batch(batch, rest, optimizer)
+            except OtherSplitError as error:
+                self.search.find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
+                if zero_grad is not None:
+                    zero_grad()
+        raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
+
+    def _run_batch(self, batch: Any, rest: list[Any], optimizer: Optimizer) -> ClosureResult:
+        if self.search.window is not None:
+            self.search.window.take_reference(self.trainer, self.search.size_of(batch))
+        if self.search.micro is None:
+            return self._finish(self._run_parts([batch], rest, optimizer), optimizer)
+        if self.search.micro.adaptive:
+            return self._finish(self._run_until_it_fits(self.search.micro, batch, rest, optimizer), optimizer)
+        return self._finish(self._run_in(self.search.micro, self.search.micro.n, batch, rest, optimizer), optimizer)
+
+    def _run_in(self, micro: Splitter, n: int, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+        """Run a batch in ``n`` micro-batches: the whole step of each, or the trunk alone."""
+        if self.search.trunk is None:
+            parts = micro.split(batch, n)
+            micro.parts = len(parts)
+            return self._run_parts(parts, rest, optimizer)
+        for forward in self.search.forwards:
+            forward.n = n
+        micro.parts = n
+        return self._run_parts([batch], rest, optimizer)
+
+    def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
+        most = batch_size(batch) if micro.split is split_batch else _MANY
+
+        def attempt(n: int) -> _Parts:
+            return self._run_in(micro, n, batch, rest, optimizer)
+
+        def run_one() -> _Parts:
+            one = micro.split(batch, most)[0]
+            return self._run_in(micro, 1, one, rest, optimizer)
+
+        module, together = self.trainer.lightning_module, micro.together
+        left = functools.partial(micro.savings.list_left, module)
+        with together.run_alone():
+            together.rehearse(run_one, left)
+            tried, agree = together.wrap(attempt), together.agree
+            parts, micro.n = split_until_it_fits(tried, module, micro.n, most, then=left(), agree=agree)
+        together.join()
+        return parts
+
+    def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
+        reference = None
+        if self.search.window is not None:
+            # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
+            reference = self.search.window.reference
+        weights = StepWeights(self.search.split or LossSplit(None, count_targets), parts, reference)
+        with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as pass_on_logs:
+            outputs = self._forward_backward(parts, rest, weights, optimizer)
+        means = weights.counts
+        if weights.split.is_sum:
+            means = [batch_size(parts[part]) for part in weights.held]
+        weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
+        output = _combine(outputs, weights, weighting)
+        return _Parts(weights, output, functools.partial(pass_on_logs, weights.held, means))
+
+    def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
+        """What may wait for other ranks, and is done once, when all parts have fitted."""
+        parts.pass_on_logs()
+        if self.search.window is not None:
+            self.search.window.add(parts.weights.total, optimizer)
+        if not (step_goes_on(self.trainer) or takes_float32_gradients(optimizer)):
+            self._sums.finish()
+        return ClosureResult.from_training_step_output(parts.output, self.trainer.accumulate_grad_batches)
+
+    def _forward_backward(
+        self, parts: list[Any], rest: list[Any], weights: StepWeights, optimizer: Optimizer
+    ) -> list[Any]:
+        trainer, strategy = self.trainer, self.trainer.strategy
+        outputs: list[Any] = []
+        if len(parts) > 1 or step_goes_on(trainer) or self._sums.is_open:
+            self._sums.begin(list_parameters(optimizer))
+        scaled_here = weights.known is None and self.search.window is None
+        gradients = StepGradients(trainer.lightning_module.parameters() if scaled_here else ())
+        if scaled_here:
+            gradients.set_aside()
+        for i, part in enumerate(parts):
+            # block_backward_sync is a method of these strategies only: others have no ranks to wait for.
+            last = i == len(parts) - 1
+            with strategy.block_backward_sync() if self._has_sync and not last else nullcontext():
+                self.logs.part = i
+                output = call_strategy(trainer, "training_step", part, *rest)
+                if output is None:
+                    self._refuse_none()
+                    continue
+                outputs.append(_detach(output))
+                weighed = self._weigh(loss_of(output), weights, i)
+                del output
+                if not last:
+                    call_strategy(trainer, "backward", weighed, optimizer)
+                else:
+                    check = DeferredCheck(weights.disagreement())
+                    if scaled_here:
+                        weighed = gradients.finish(weighed, weights.settle())
+                    if self._reduces_gradients:
+                        self._sums.finish()  # DDP's buckets have the parameters' own type
+                    call_strategy(trainer, "backward", weighed, optimizer)
+                    check.refuse()
+                del weighed  # its graph must be gone before the next part is run
+        if scaled_here:  # and the last part's step returned None
+            gradients.close(weights.settle() if weights.held else None)
+        else:
+            self._forget_missing(weights, len(parts), optimizer)
+        return outputs
+
+    def _weigh(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
+        if weights.split.is_sum:
+            self.logs.note_sum(loss)
+        weighed = weights.weigh(loss, part)
+        if self.search.window is None and self.trainer.accumulate_grad_batches > 1:
+            # As Lightning's ClosureResult does with the loss of a whole batch.
+            weighed = weighed / self.trainer.accumulate_grad_batches
+        return weighed
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        """Whether the last backward of this batch averages gradients over ranks."""
+        return self.trainer.world_size > 1 and not step_goes_on(self.trainer)
+
+    @property
+    def _has_sync(self) -> bool:
+        return isinstance(self.trainer.strategy, ParallelStrategy)
+
+    def _refuse_none(self) -> None:
+        if self.trainer.world_size > 1:
+            why = "the other ranks would wait for this rank's gradients for ever"
+            way_out = "Return a loss of zero that depends on the parameters, such as 0 * output.sum()"
+            raise RuntimeError(explain("training_step returned None", why, way_out))
+
+    def _forget_missing(self, weights: StepWeights, parts: int, optimizer: Optimizer) -> None:
+        """Where a part's step returned None: give its weight to the others."""
+        held = weights.held
+        if len(held) == parts or not held or self.search.window is not None or weights.split.is_sum:
+            return
+        assert weights.known is not None
+        counted, total = weights.total, weights.known.total
+        if float(counted) in (0.0, float(total)):  # waits for the device, in a case that is rare
+            return
+        if self.trainer.accumulate_grad_batches > 1:
+            what = "training_step returned None for one micro-batch inside an accumulation window"
+            why = "the parts before it were already weighed as if it counted, and are summed with other batches"
+            raise RuntimeError(explain(what, why, "Use TokenWeightedAccumulation, or return a loss of zero"))
+        scale_(list_parameters(optimizer), ratio(total, counted, self.trainer.strategy.root_device, torch.float32))
+
+
+def _detach(output: Any) -> Any:
+    return apply_to_collection(output, Tensor, torch.Tensor.detach)
+
+
+def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) -> Any:
+    """What the unsplit step would have returned: the loss, tensors with an axis joined, other values as logged ones."""
+    if not outputs:
+        return None
+    loss = weights.loss()
+    if not isinstance(outputs[0], dict):
+        return loss
+    extras: dict[str, Any] = {}
+    for key, first in outputs[0].items():
+        values = [output[key] for output in outputs]
+        if isinstance(first, Tensor) and first.ndim > 0:
+            extras[key] = torch.cat(values)
+        elif isinstance(first, Tensor) and first.is_floating_point():
+            extras[key] = weighting.combine(f"return {key}", values, weights.held)
+        else:
+            extras[key] = values[-1]
+    return {**extras, "loss": loss}

@@ -1,0 +1,219 @@
+"""How the batches of a run are split: at the loss, by a rule that its batches keep to, or at the trunk."""
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
+from lightning_fasttrain.data.closure.scale_gradients import own_scaling
+from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch
+from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
+from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk, name_trunk
+from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward
+
+
+class SplitSearch:
+    """Finds how the batches of a run are split, and looks again where a batch is unlike those before it.
+
+    Attributes:
+        micro: the technique that splits batches, if one does.
+        window: the technique that sums batches, if one does.
+        split: how losses are split; None before the first batch.
+        trunk: what runs in micro-batches where the loss cannot be split.
+        forwards: of the trunk.
+    """
+
+    def __init__(self, trainer: L.Trainer) -> None:
+        self.trainer = trainer
+        self.micro: Splitter | None = None
+        self.window: Window | None = None
+        self.split: LossSplit | None = None
+        self.trunk: Trunk | None = None
+        self.forwards: list[MicroBatchedForward] = []
+        self._undo_trunk: Undo = _do_nothing
+        self._batches = 0
+        self._began, self._looked = time.monotonic(), 0.0  # seconds that looking at samples has taken
+
+    def look_at(self, batch: Any, rest: list[Any]) -> None:
+        """Before each batch: the first shows how to split it, and later ones may show what it has not."""
+        self._batches += 1
+        if self.split is None or self.split.provisional or self._is_time_to_look_again():
+            self._find_split(batch, rest)
+
+    def _is_time_to_look_again(self) -> bool:
+        """Batches 2, 4, 8, ... may show what the first has not, if looking takes under 1% of the time so far."""
+        if self._batches & (self._batches - 1) or self.micro is None or self.trunk is not None:
+            return False
+        reads = self.split is not None and self.split.read is not None
+        so_far = time.monotonic() - self._began
+        return reads and self._counting.check and self.trainer.world_size == 1 and self._looked < 0.01 * so_far
+
+    def size_of(self, batch: Any) -> Number:
+        """About what the loss of a batch is divided by."""
+        split = self.split or LossSplit(None, count_targets)
+        if split.is_sum:
+            return 1
+        if split.count is not None:
+            return split.count(batch)
+        return split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
+
+    def _find_split(self, batch: Any, rest: list[Any], together: bool = True) -> None:
+        through = None if self.micro is None else self.micro.through
+        if through is not None and self.trunk is None:
+            self._enter_trunk(name_trunk([self.trainer.lightning_module], through), "as through= says")
+        if self.trunk is not None and self.window is None:
+            self.split = LossSplit(None, CountRule("sum"))  # of a single part
+        else:
+            began = time.monotonic()
+            try:
+                self.split = self._try_batch(batch, rest, together)
+            except CannotSplitError as error:
+                self._use_trunk(error, rest, together)
+            self._looked += time.monotonic() - began
+        for technique in self._techniques:
+            technique.found = self.split
+
+    def _use_trunk(self, error: CannotSplitError, rest: list[Any], together: bool) -> None:
+        """For a loss that cannot be split: run the submodules in which samples are independent in micro-batches."""
+        if self.micro is None or self.window is not None or self._counting.count != "auto":
+            raise error
+        trunk: Trunk | str = "nothing could be tried"
+        if error.trial is not None and error.trial.splits and error.trial.splits[0].parameters:
+            trunk = find_trunk(self._stage(rest, CollectivesWatch()), error.trial)
+        found = sorted(trunk.modules) if isinstance(trunk, Trunk) else trunk
+        others = from_all_ranks([found]) if together else [found]
+        unlike = next((other for other in others if other != found), None)
+        if unlike is not None:
+            trunk = f"on another rank: {unlike}"
+        if isinstance(trunk, str):
+            if error.otherwise is None:
+                raise CannotSplitError(f"{error.why}, and {trunk}", error.trial, nearest=error.nearest) from None
+            warn(f"MicroBatching: {error.why}; {trunk}. So micro-batches are weighted by {error.otherwise}")
+            self.split = error.otherwise
+            return
+        self._enter_trunk(trunk, f"since {error.why}")
+        self.split = LossSplit(None, CountRule("sum"))
+
+    def _enter_trunk(self, trunk: Trunk, why: str) -> None:
+        self.trunk = trunk
+        self.forwards, self._undo_trunk = trunk.install(1)
+        say(
+            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees "
+            "the whole batch, %s",
+            trunk,
+            why,
+        )
+
+    def leave_trunk(self) -> None:
+        """At the end of the run."""
+        self._undo_trunk()
+        self.trunk, self.forwards, self._undo_trunk = None, [], _do_nothing
+
+    def find_another(self, batch: Any, rest: list[Any], error: OtherSplitError, attempt: int, is_first: bool) -> None:
+        """For a batch whose loss is not split as those before it: none of its gradients has been used."""
+        if not is_first:
+            what = "MicroBatching inside an accumulation window"
+            why = f"this batch is not split as those before it, whose gradients are in the sum: {error}"
+            raise ValueError(
+                explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
+            ) from error
+        before = self.split
+        assert before is not None
+        if attempt == 0:
+            self._find_split(batch, rest, together=False)
+        if self.trunk is None and self.split == before:
+            if before.count is not None and before.read is not None:
+                self.split = replace(before, count=None)  # the rule does not count what is read: it is read alone
+            else:
+                trial = try_split(self._stage(rest, CollectivesWatch()), self._sample(batch))
+                self._use_trunk(CannotSplitError(f"{error}", trial), rest, together=False)
+        if self.trunk is None:
+            say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, self.split)
+
+    def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
+        """How the loss of this batch is split; None where it is one part of one sample, and weighs 1."""
+        if self.micro is None and not can_be_cut(batch):
+            # Nothing can be compared, but the losses that the step computes may tell the rule.
+            return self._find_on(rest, iter([Sample(batch, 1, [])]), together)
+        is_one = self.micro is None or self.micro.split is split_batch
+        if is_one and batch_size(batch) < 2 and self.window is None and self.trainer.world_size == 1:
+            return None  # with several ranks the others would wait
+        return self._find_on(rest, self._sample(batch), together)
+
+    def _sample(self, batch: Any) -> Iterator[Sample]:
+        """A few samples of a batch; where a user's own function splits it, its first micro-batch."""
+        split, n = (self.micro.split, self.micro.n) if self.micro is not None else (split_batch, 1)
+        if split is not split_batch:
+            return first_micro_batch(batch, n, split)
+        return sample_rows(batch, -(-batch_size(batch) // n))
+
+    def _find_on(self, rest: list[Any], samples: Iterator[Sample], together: bool) -> LossSplit | None:
+        watch = CollectivesWatch()
+        stage = self._stage(rest, watch)
+        technique = self._counting
+        found = find_split(
+            stage,
+            samples,
+            technique.count,
+            check=technique.check,
+            preferred=technique.found_before,
+            together=together,
+            whole_batches=self.micro is None,
+        )
+        if self.micro is not None and self.micro.adaptive and stage.gradients:  # there each forward communicates
+            watch.refuse()
+        if found is not None and found.count is None and not found.is_sum and not self._can_scale:
+            why = f"{type(self.trainer.strategy).__name__} sums gradients over ranks before their total is known"
+            raise CannotSplitError(f"{why}, and no rule counts {found} beforehand")
+        return found
+
+    @property
+    def _can_scale(self) -> bool:
+        """Whether gradients of this rank can be multiplied before they are synchronised."""
+        return self.window is not None or own_scaling(self.trainer.strategy) is None
+
+    def _stage(self, rest: list[Any], watch: CollectivesWatch) -> Stage:
+        module, strategy = self.trainer.lightning_module, self.trainer.strategy
+        sharded = is_sharded(module)
+        # Past the strategy where it can be: then nothing is synchronised, and no engine waits for a backward.
+        training_step = strategy.training_step if sharded else module.training_step
+        return Stage(
+            watch.wrap(lambda rows: training_step(rows, *rest)),
+            [module],
+            strategy.precision_plugin.train_step_context,
+            gradients=not sharded,
+            may_skip=True,
+        )
+
+    @property
+    def _counting(self) -> Counting:
+        """The technique whose ``count`` is used: one that is given serves both."""
+        given = [technique for technique in self._techniques if technique.count != "auto"]
+        return (given or self._techniques)[0]
+
+    @property
+    def _techniques(self) -> list[Counting]:
+        return [technique for technique in (self.micro, self.window) if technique is not None]
+
+
+def _do_nothing() -> None:
+    pass
+
+
+def can_be_cut(batch: Any) -> bool:
+    """Whether a batch has samples, by the rule of :func:`~lightning_fasttrain.data.split_batch`."""
+    try:
+        return batch_size(batch) > 0
+    except ValueError:
+        return False
