@@ -1,5 +1,6 @@
 """What ``self.log`` records while a batch is run in parts: the values of the unsplit step, once."""
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from lightning_fasttrain._messages import note_once, warn
 from lightning_fasttrain._metric_state import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
-from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, LogRule, own_divisor
+from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, FoundRule, LogRule, own_divisor
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.split_batch import batch_size
+
+# The arguments of LightningModule.log after the value.
+_BY_POSITION = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
 
 class PartLogs:
@@ -46,7 +50,7 @@ class PartLogs:
 
     @contextmanager
     def of_parts(
-        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, LogRule | None]
+        self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, FoundRule | None]
     ) -> Iterator[Callable[[Sequence[int], Sequence[Number]], None]]:
         """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards.
 
@@ -58,10 +62,10 @@ class PartLogs:
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             # The order of LightningModule.log.
-            kwargs = {**dict(zip(("prog_bar", "logger", "on_step", "on_epoch"), args, strict=False)), **kwargs}
+            kwargs = {**dict(zip(_BY_POSITION, args, strict=False)), **kwargs}
             own: Number | None = None
             if isinstance(value, Tensor):
-                own = own_divisor(value) if several and rules.get(name, OWN) == OWN else None
+                own = own_divisor(value) if several and _may_be_own(rules, name) else None
                 value = value.detach()
             calls.setdefault(name, []).append(_Call(self.part, value, kwargs, own))
 
@@ -139,6 +143,11 @@ def _set_aside(metric: Metric) -> MetricState:
     return state
 
 
+def _may_be_own(rules: Mapping[str, FoundRule | None], name: str) -> bool:
+    found = rules.get(name)
+    return found is None or found.rule == OWN
+
+
 @dataclass(frozen=True)
 class _Call:
     """One call of ``self.log`` in one part: ``own`` is what the value's graph says that it was divided by."""
@@ -159,16 +168,19 @@ class LogWeights:
     """
 
     def __init__(
-        self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: Mapping[str, LogRule | None]
+        self, parts: Sequence[Any], loss_counts: Mapping[int, Number], rules: Mapping[str, FoundRule | None]
     ) -> None:
         self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
         self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every part, and share one division
 
     def rule_of(self, name: str, seen: Sequence[_Call]) -> LogRule | None:
         """What was found out; of a name that was not logged then, or that nothing fits, what is likely."""
-        rule = self.rules.get(name)
-        if rule is not None:
-            return rule
+        has_size = all(isinstance(call.kwargs.get("batch_size"), int) for call in seen)
+        found = self.rules.get(name)
+        if found is not None and (found.is_sure or not has_size):
+            return found.rule
+        if found is not None:
+            return None
         if name in self.rules:
             note_once(
                 f"self.log('{name}') in micro-batches: no weights give the value of the unsplit batch, so "
@@ -176,9 +188,12 @@ class LogWeights:
             )
         elif all(call.own is not None for call in seen):
             return OWN
-        if all(isinstance(call.kwargs.get("batch_size"), int) for call in seen):
-            return None
-        return LOSS
+        elif not has_size:
+            note_once(
+                f"self.log('{name}') in micro-batches: it was not logged in the first batch and has no graph, so it is "
+                "weighted as the loss is. Give batch_size=, or log a Metric object."
+            )
+        return None if has_size else LOSS
 
     def of(self, name: str, seen: Sequence[_Call]) -> MicroBatchWeights | None:
         """The weights of these calls; None where the values are added."""
@@ -194,9 +209,10 @@ class LogWeights:
             self._shared[rule, logging] = _as_weights([self._count(rule, part) for part in logging])
         return self._shared[rule, logging]
 
-    def combine(self, name: str, values: Sequence[Tensor], parts: Sequence[int]) -> Any:
+    def combine(self, name: str, values: Sequence[Any], owns: Sequence[Number | None], parts: Sequence[int]) -> Any:
         """What the unsplit step would have returned under a name, of the values of these parts."""
-        return _combine(name, [_Call(part, value, {}) for part, value in zip(parts, values, strict=True)], self, "mean")
+        seen = [_Call(part, value, {}, own) for part, value, own in zip(parts, values, owns, strict=True)]
+        return _combine(name, seen, self, "mean")
 
     def _count(self, rule: LogRule, part: int) -> Number:
         if isinstance(rule, CountRule):

@@ -93,7 +93,7 @@ class MicroBatching(Technique):
         self.count: Count = named_count(count)
         self.split = split or split_batch
         self.check = check
-        self.through = through
+        self.through = _refuse_what_is_no_name(through)
         self.then = list(then)
         self.savings = FurtherSavings(then)
         if then and not self.adaptive:
@@ -167,6 +167,19 @@ class MicroBatching(Technique):
             # The run that wrote it may have had a longer list.
             self.savings.taken = min(state.get("then", 0), len(self.savings.techniques))
         self.found_before = rule_in(state)
+
+
+def _refuse_what_is_no_name(through: Through | None) -> Through | None:
+    """Raises: TypeError: neither a name, nor a class of modules, nor several of these."""
+    names: list[Any] = list(through) if isinstance(through, list | tuple | set) else [through]
+    for name in names:
+        is_class = isinstance(name, type) and issubclass(name, nn.Module)
+        if name is not None and not is_class and not (isinstance(name, str) and name):
+            why = "expected the qualified name of a submodule, a pattern, a module class, or a list of these"
+            raise TypeError(explain(f"through={through!r}", why, "Use through='encoder'"))
+    if through is not None and not names:
+        raise ValueError(explain(f"through={through!r}", "it names nothing", "Use through='encoder', or leave it out"))
+    return through
 
 
 def _refuse_static_graph(replica: nn.Module | None) -> None:

@@ -38,6 +38,8 @@ from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, 
 from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.log_rules import own_divisor
+from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
@@ -222,7 +224,7 @@ class BatchClosures:
                 if output is None:
                     self._refuse_none()
                     continue
-                outputs.append(_detach(output))
+                outputs.append((_detach(output), _read_divisors(output)))
                 weighed = self._weigh(loss_of(output), weights, i)
                 del output
                 if not last:
@@ -291,15 +293,33 @@ def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) ->
     if not outputs:
         return None
     loss = weights.loss()
-    if not isinstance(outputs[0], dict):
+    first_output = outputs[0][0]
+    if not isinstance(first_output, dict):
         return loss
     extras: dict[str, Any] = {}
-    for key, first in outputs[0].items():
-        values = [output[key] for output in outputs]
+    for key, first in first_output.items():
+        values = [output[key] for output, _ in outputs]
+        if key == "loss":
+            continue
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = torch.cat(values)
-        elif isinstance(first, Tensor) and first.is_floating_point():
-            extras[key] = weighting.combine(f"return {key}", values, weights.held)
+        elif _is_number(first) and any(value != values[0] for value in values):
+            divisors = [divisors.get(key) for _, divisors in outputs]
+            extras[key] = weighting.combine(f"return {key}", values, divisors, weights.held)
         else:
             extras[key] = values[-1]
     return {**extras, "loss": loss}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor | int | float) and not isinstance(value, bool)
+
+
+def _read_divisors(output: Any) -> dict[str, Number]:
+    """What the graphs of the values beside the loss say that they were divided by."""
+    found: dict[str, Number] = {}
+    for key, value in output.items() if isinstance(output, dict) else ():
+        own = own_divisor(value) if key != "loss" and isinstance(value, Tensor) and value.numel() == 1 else None
+        if own is not None:
+            found[key] = own
+    return found

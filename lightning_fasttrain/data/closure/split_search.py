@@ -14,12 +14,13 @@ from lightning_fasttrain.data.closure.scale_gradients import own_scaling
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
+from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk, name_trunk
+from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk, name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward
 
 
@@ -71,13 +72,17 @@ class SplitSearch:
     def _find_split(self, batch: Any, rest: list[Any], together: bool = True) -> None:
         through = None if self.micro is None else self.micro.through
         if through is not None and self.trunk is None:
-            self._enter_trunk(name_trunk([self.trainer.lightning_module], through), "as through= says")
+            trunk = name_trunk([self.trainer.lightning_module], through)
+            refuse_dependent_samples(self._stage(rest, CollectivesWatch()), self._sample(batch), trunk)
+            self._enter_trunk(trunk, "as through= says")
         if self.trunk is not None and self.window is None:
             self.split = LossSplit(None, CountRule("sum"))  # of a single part
         else:
-            began = time.monotonic()
+            began, before = time.monotonic(), self.split
             try:
                 self.split = self._try_batch(batch, rest, together)
+                if before is not None and self.split is not None:
+                    self.split = replace(self.split, log_rules=merge_log_rules(before.log_rules, self.split.log_rules))
             except CannotSplitError as error:
                 self._use_trunk(error, rest, together)
             self._looked += time.monotonic() - began
@@ -86,8 +91,12 @@ class SplitSearch:
 
     def _use_trunk(self, error: CannotSplitError, rest: list[Any], together: bool) -> None:
         """For a loss that cannot be split: run the submodules in which samples are independent in micro-batches."""
-        if self.micro is None or self.window is not None or self._counting.count != "auto":
+        if self.micro is None or self._counting.count != "auto":
             raise error
+        if self.window is not None:
+            name = type(self.window).__name__
+            why = f"{error.why}; {name} sums several batches, for which the loss must have one normalizer"
+            raise CannotSplitError(why, error.trial, nearest=error.nearest) from None
         trunk: Trunk | str = "nothing could be tried"
         if error.trial is not None and error.trial.splits and error.trial.splits[0].parameters:
             trunk = find_trunk(self._stage(rest, CollectivesWatch()), error.trial)

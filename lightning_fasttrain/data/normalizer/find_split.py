@@ -23,7 +23,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     CountTargets,
     is_sum,
 )
-from lightning_fasttrain.data.normalizer.log_rules import LoggedRun, LogRule, find_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import FoundRule, LoggedRun, find_log_rules
 from lightning_fasttrain.data.normalizer.match_rules import error_of_rule, list_rules, rules_that_give, scale_of
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
@@ -312,7 +312,7 @@ def error_limit(trial: Trial) -> float:
     return _ROUNDED if trial.rounding else _FLOAT32
 
 
-def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, LogRule | None]:
+def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, FoundRule | None]:
     def as_logged(batch: Any, run: Run) -> LoggedRun:
         count: float | None = None
         if split.read is not None and split.read.term is not None:

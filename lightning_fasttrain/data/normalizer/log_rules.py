@@ -48,6 +48,19 @@ class LoggedRun:
 LogRule = str | CountRule
 
 
+@dataclass(frozen=True)
+class FoundRule:
+    """How a value is put together.
+
+    Attributes:
+        rule: the likeliest of those that give the value of the unsplit samples.
+        is_sure: whether there is no other.
+    """
+
+    rule: LogRule
+    is_sure: bool
+
+
 def own_divisor(value: Tensor) -> Number | None:
     """What the graph of a logged value says that it was divided by.
 
@@ -65,7 +78,7 @@ def own_divisor(value: Tensor) -> Number | None:
 
 def find_log_rules(
     splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]], rules: Sequence[CountRule]
-) -> dict[str, LogRule | None]:
+) -> dict[str, FoundRule | None]:
     """For each name, how its values add up over pieces; None where no rule gives the unsplit value.
 
     Args:
@@ -77,17 +90,37 @@ def find_log_rules(
         >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
         >>> pieces = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
         >>> find_log_rules([(whole, pieces)], [])
-        {'rows': 'sum'}
+        {'rows': FoundRule(rule='sum', is_sure=True)}
     """
     names = [name for whole, _ in splits[:1] for name in whole.values]
-    found: dict[str, LogRule | None] = {}
+    found: dict[str, FoundRule | None] = {}
     for name in names:
         if not all(name in run.values for whole, pieces in splits for run in (whole, *pieces)):
             continue
         is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
         usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
-        found[name] = next((rule for rule in (*usual, *rules, SUM) if _fits_all(name, rule, splits)), None)
+        fitting = [rule for rule in (*usual, *rules, SUM) if _fits_all(name, rule, splits)]
+        sure = fitting[:1] == [OWN] or is_loss or len(fitting) == 1
+        found[name] = FoundRule(fitting[0], sure) if fitting else None
     return found
+
+
+def merge_log_rules(
+    before: dict[str, FoundRule | None], now: dict[str, FoundRule | None]
+) -> dict[str, FoundRule | None]:
+    """What two batches show: a rule that only one of them tells apart from others is that one's.
+
+    Example:
+        >>> tie, sure = FoundRule("samples", is_sure=False), FoundRule("loss", is_sure=True)
+        >>> merge_log_rules({"accuracy": tie, "loss": sure}, {"accuracy": sure, "loss": tie})
+        {'accuracy': FoundRule(rule='loss', is_sure=True), 'loss': FoundRule(rule='loss', is_sure=True)}
+    """
+    merged = {**before, **now}
+    for name, found in before.items():
+        later = now.get(name)
+        if found is not None and (found.is_sure or later is None or not later.is_sure):
+            merged[name] = found
+    return merged
 
 
 def _fits_all(name: str, rule: LogRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]) -> bool:

@@ -211,7 +211,7 @@ class _Walk:
         if len(held) != 1:
             return self._end("nonlinear", slots, node)
         factor = node._saved_self if held == [1] else node._saved_other
-        value = factor.detach() if isinstance(factor, Tensor) else factor
+        value = _without_graph(factor)
         self.structure.append("learned" if learned else "")
         following, output = edges[held[0]]
         self.visit(following, output, (*slots, Slot(_as_scalar(value), divides=False)))
@@ -224,7 +224,7 @@ class _Walk:
         if above[0] is None or (below[0] is not None and not learned):
             return self._end("nonlinear", slots, node)
         divisor = node._saved_other
-        value = divisor.detach() if isinstance(divisor, Tensor) else divisor
+        value = _without_graph(divisor)
         self.visit(above[0], above[1], (*slots, Slot(_as_scalar(value), divides=True)))
         return None
 
@@ -373,8 +373,13 @@ def _is_of_one_parameter(node: Any) -> bool:
     return True
 
 
+def _without_graph(value: Any) -> Any:
+    # Only where it has one: even detach() is an operation, which a user's dispatch mode would see.
+    return value.detach() if isinstance(value, Tensor) and value.requires_grad else value
+
+
 def _as_scalar(value: Any) -> Number:
-    return value.reshape(()) if isinstance(value, Tensor) else value
+    return value.reshape(()) if isinstance(value, Tensor) and value.ndim > 0 else value
 
 
 def _product(values: Iterator[Number]) -> Number:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum, weights_of
-from lightning_fasttrain.data.normalizer.log_rules import LogRule
+from lightning_fasttrain.data.normalizer.log_rules import FoundRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import (
     MicroBatchWeights,
     Number,
@@ -157,7 +157,7 @@ class LossSplit:
     scale: float = 1.0
     provisional: bool = field(default=False, compare=False)
     per_sample: float = field(default=1.0, compare=False)
-    log_rules: dict[str, LogRule | None] = field(default_factory=dict, compare=False)
+    log_rules: dict[str, FoundRule | None] = field(default_factory=dict, compare=False)
     leaves: tuple["weakref.ref[Tensor]", ...] = field(default=(), compare=False)
 
     @property

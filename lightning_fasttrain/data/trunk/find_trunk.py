@@ -13,9 +13,10 @@ from lightning_fasttrain._blocks import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
-from lightning_fasttrain.data.normalizer.find_split import error_limit
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, error_limit
 from lightning_fasttrain.data.normalizer.trial.runs import Split
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
 from lightning_fasttrain.data.trunk.micro_batch_forward import (
     MicroBatchedForward,
     find_batch_size,
@@ -138,6 +139,24 @@ def _name_models(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     if len(models) == 1:
         return [("", models[0])]
     return [(f"{type(model).__name__}{place}", model) for place, model in enumerate(models)]
+
+
+def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], trunk: Trunk) -> None:
+    """Try a trunk that was named on a few samples, and note which of its tensors are not split.
+
+    Raises:
+        CannotSplitError: the gradient is not that of the unsplit samples.
+    """
+    trial = try_split(stage, samples) if stage.gradients else None
+    if trial is None or trial.why_not or not trial.splits[0].parameters:
+        return
+    unsplit, piece = _record_calls(stage, trial, None), _record_calls(stage, trial, 1)
+    rows = trial.sample.size, _rows_of_piece(trial)
+    for name, module in trunk.modules.items():
+        trunk.shared[name] = _read_shared(unsplit.get(module, []), piece.get(module, []), rows) or frozenset()
+    if not is_exact(stage, trial, trunk):
+        why = "its gradient is not that of the unsplit samples, so they depend on one another inside of it"
+        raise CannotSplitError(f"through= names {trunk}, but {why}", trial)
 
 
 def is_exact(stage: Stage, trial: Trial, trunk: Trunk) -> bool:

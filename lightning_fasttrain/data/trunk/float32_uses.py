@@ -49,20 +49,28 @@ class _Sum:
         self.parameter = parameter
         self.total: Tensor | None = None
         self._handle: Any = None
+        self._backward = -1
 
     def add(self, gradient: Tensor) -> Tensor | None:
         """Returns what autograd goes on with: zeros for the first use, so that the parameter's hooks are called."""
-        if self.total is not None:
+        if self.total is not None and self._backward == _current_backward():
             self.total.add_(gradient)
             return None
-        self.total = gradient.float()
-        self._handle = self.parameter.register_hook(self._finish)
+        self.total, self._backward = gradient.float(), _current_backward()
+        if self._handle is None:
+            self._handle = self.parameter.register_hook(self._finish)
         return gradient.new_zeros(()).expand_as(gradient)
 
     def _finish(self, gradient: Tensor) -> Tensor:
         self._handle.remove()
-        total, self.total = self.total, None
-        return gradient if total is None else total.add_(gradient).to(gradient.dtype)
+        total, self.total, self._handle = self.total, None, None
+        if total is None or self._backward != _current_backward():
+            return gradient  # what an earlier backward left behind that failed
+        return total.add_(gradient).to(gradient.dtype)
+
+
+def _current_backward() -> int:
+    return torch._C._current_graph_task_id()
 
 
 class _Use(torch.autograd.Function):

@@ -1,5 +1,6 @@
 """Run a submodule in micro-batches with recomputation, for losses that need the whole batch."""
 
+import copy
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -137,12 +138,12 @@ class MicroBatchedForward(RecomputedForward):
             items = [self._join(list(column), sizes, f"{path}[{i}]") for i, column in enumerate(columns)]
             return type(first)(*items) if hasattr(first, "_fields") else type(first)(items)
         if dataclasses.is_dataclass(first) and not isinstance(first, type):
-            values: dict[str, Any] = {}
+            joined_fields = copy.copy(first)
             for field in dataclasses.fields(first):
-                values[field.name] = self._join(
-                    [getattr(o, field.name) for o in outputs], sizes, f"{path}.{field.name}"
-                )
-            return dataclasses.replace(first, **values)
+                values = [getattr(output, field.name) for output in outputs]
+                # Past __setattr__, which a frozen dataclass refuses.
+                object.__setattr__(joined_fields, field.name, self._join(values, sizes, f"{path}.{field.name}"))
+            return joined_fields
         if all(output is first or (type(output) in _PLAIN and output == first) for output in outputs):
             return first
         return NotJoined(path, type(first).__name__)
