@@ -94,9 +94,10 @@ class SplitSearch:
         if self.micro is None or self._counting.count != "auto":
             raise error
         if self.window is not None:
-            name = type(self.window).__name__
-            why = f"{error.why}; {name} sums several batches, for which the loss must have one normalizer"
-            raise CannotSplitError(why, error.trial, nearest=error.nearest) from None
+            what = f"MicroBatching with {type(self.window).__name__}"
+            why = f"{error.why}, and the samples of several batches are never in memory together"
+            way_out = "Use larger batches in more micro-batches, or give count= a function"
+            raise ValueError(explain(what, why, way_out)) from None
         trunk: Trunk | str = "nothing could be tried"
         if error.trial is not None and error.trial.splits and error.trial.splits[0].parameters:
             trunk = find_trunk(self._stage(rest, CollectivesWatch()), error.trial)

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Number = Tensor | float
 Kind = Literal["mean", "sum", "quotient", "parameter", "nonlinear", "opaque"]
@@ -149,7 +150,7 @@ def read_normalizers(loss: Tensor) -> Normalizers:
         >>> loss = torch.nn.functional.cross_entropy(scores, torch.tensor([0, 2, -100, 1])) + scores.square().sum() / 4
         >>> mean, penalty = read_normalizers(loss).terms
         >>> mean.kind, mean.normalizer, penalty.kind, penalty.normalizer
-        ('mean', tensor(3.), 'quotient', tensor(4))
+        ('mean', tensor(3.), 'quotient', 4)
 
     Source:
         The nodes' attributes are those of torch's ``derivatives.yaml``; checked with torch 2.11 to 2.13.
@@ -379,6 +380,13 @@ def _without_graph(value: Any) -> Any:
 
 
 def _as_scalar(value: Any) -> Number:
+    """As a Python number where no device has to be waited for.
+
+    Autograd keeps a Python number beside a tensor as a tensor of its own, which a user's dispatch mode cannot take.
+    """
+    if type(value) is Tensor and value.device.type == "cpu":
+        with _disable_current_modes():
+            return value.item()
     return value.reshape(()) if isinstance(value, Tensor) and value.ndim > 0 else value
 
 

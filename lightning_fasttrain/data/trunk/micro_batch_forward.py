@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -72,6 +73,7 @@ class MicroBatchedForward(RecomputedForward):
         super().__init__(module)
         self.n = positive_int("n", n)
         self.shared: frozenset[str] = frozenset()
+        self._fixed: frozenset[str] | None = None  # outputs of one shape for one row and for two
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.n == 1 or not torch.is_grad_enabled():
@@ -88,7 +90,32 @@ class MicroBatchedForward(RecomputedForward):
         for rows in sizes:
             outputs.append(self._run_rows(args, kwargs, start, rows, size, uses))
             start += rows
-        return self._join(outputs, sizes, "output")
+        self._find_fixed = functools.partial(self._compare_rows, args, kwargs, size)
+        try:
+            return self._join(outputs, sizes, "output")
+        finally:
+            del self._find_fixed
+
+    @torch.no_grad()
+    def _compare_rows(self, args: Any, kwargs: Any, size: int) -> frozenset[str]:
+        """The outputs whose first axis does not follow the number of rows, such as a table of positions."""
+        shapes: list[dict[str, torch.Size]] = []
+        for rows in (1, 2):
+            found: dict[str, torch.Size] = {}
+
+            def take(leaf: Any, path: str, rows: int = rows) -> Any:
+                return leaf[:rows] if is_batched(leaf, path, size, self.shared) else leaf
+
+            def note(leaf: Any, path: str, found: dict[str, torch.Size] = found) -> Any:
+                if isinstance(leaf, Tensor):
+                    found[path] = leaf.shape
+                return leaf
+
+            with self.leaving_no_trace():
+                some_args, some_kwargs = walk_leaves((args, kwargs), take, "input")
+                walk_leaves(self.inner(*some_args, **some_kwargs), note, "output")
+            shapes.append(found)
+        return frozenset(path for path, shape in shapes[0].items() if shapes[1].get(path) == shape)
 
     def _run_rows(self, args: Any, kwargs: Any, start: int, rows: int, size: int, uses: Float32Uses) -> Any:
         tensors: list[Tensor] = []
@@ -152,6 +179,11 @@ class MicroBatchedForward(RecomputedForward):
         if path in self.shared:
             return outputs[0]
         multiple = outputs[0].shape[0] // sizes[0] if outputs[0].ndim > 0 else 0
+        # A table of positions (T, D) may be as long as a micro-batch; gradients do not reach it.
+        if multiple > 0 and not outputs[0].requires_grad and len({output.shape for output in outputs}) == 1:
+            self._fixed = self._find_fixed() if self._fixed is None else self._fixed
+            if path in self._fixed:
+                return outputs[0]
         # A flattened (B·T, C) has several rows for each sample.
         if multiple > 0 and all(o.shape[0] == multiple * rows for o, rows in zip(outputs, sizes, strict=True)):
             return torch.cat(outputs)
