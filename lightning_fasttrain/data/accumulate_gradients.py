@@ -44,20 +44,21 @@ def accumulate_gradients(
 
     With c_i the number of targets in part i, ℓ_i its mean loss and C = Σ c_i, the loss of the whole batch is
     L = Σ (c_i / C) ℓ_i, so its gradient is the sum of the parts' gradients with these weights; plain averaging
-    would be wrong as soon as padding makes the c_i differ. Layers that mix samples (BatchNorm) see one part at a
-    time, and dropout draws other masks than for the unsplit batch.
+    would be wrong as soon as padding makes the c_i differ. c_i is read from the graph of ℓ_i, in every part of every
+    batch. A loss that is no such sum, as of several normalizers or of samples that depend on one another, is computed
+    from the whole batch, while the trunk of the model runs in parts with recomputation: see
+    :func:`~lightning_fasttrain.data.micro_batch_forward_`. Dropout draws other masks than for the unsplit batch.
 
     Args:
         step: a part of the batch → its mean loss (or sum), or a mapping with a ``"loss"``. Runs n times, and some more
             in the first call.
         batch: anything :func:`~lightning_fasttrain.data.split_batch` takes.
         n: number of parts.
-        count: what c_i is. ``"auto"`` finds it in the first call with this step, by comparing gradients: see
-            :func:`~lightning_fasttrain.data.find_count`. Else ``"targets"``, ``"next_tokens"``, ``"samples"``,
-            ``"sum"`` (the parts' losses are added), or a function: batch → the number of terms its mean loss averages
-            over, or the sum of their weights.
-        check: refuse, in the first call, a loss that cannot be split by ``count``. False goes on, and says with
-            ``"auto"`` how far off it is.
+        count: what c_i is. ``"auto"`` reads it from each loss: see :func:`~lightning_fasttrain.data.read_normalizers`.
+            Else ``"targets"``, ``"next_tokens"``, ``"samples"``, ``"sum"`` (the parts' losses are added), or a
+            function: batch → the number of terms its mean loss averages over, or the sum of their weights.
+        check: refuse, in the first call, what would not be the same training. False goes on with what is nearest, and
+            says how far off it is.
         backward: ``fabric.backward`` under Fabric.
         no_sync: a context in which gradients are not synchronised, entered for all parts but the last, forward
             and backward; ``lambda: fabric.no_backward_sync(model)`` under Fabric, ``ddp.no_sync`` for plain DDP.
@@ -66,7 +67,8 @@ def accumulate_gradients(
         The mean loss of the whole batch: a detached 0-dimensional tensor, not waited for.
 
     Raises:
-        ValueError: the batch cannot be split, the loss is not one number, or it cannot be split exactly.
+        ValueError: the batch cannot be split, the loss is not one number, or neither the loss nor a trunk can be split
+            exactly: BatchNorm in training mode, for instance.
 
     Example:
         >>> import torch

@@ -26,7 +26,10 @@ from lightning_fasttrain.technique.technique import techniques_of
 class MicroBatching(Technique):
     """Run each batch as ``n`` micro-batches inside one step; everything else stays as it is.
 
-    ``training_step`` is called once a micro-batch and returns its loss, as always. Batch size, ``batch_idx``,
+    ``training_step`` is called once a micro-batch and returns its loss, as always. Each loss is weighted by what it was
+    divided by, which is read from its graph. Where that cannot give the gradient of the unsplit batch, the submodule in
+    which samples do not depend on one another runs in micro-batches with recomputation instead, and ``training_step``
+    is called once, with the whole batch: which of the two it is, is logged in one line. Batch size, ``batch_idx``,
     ``global_step``, schedules, clipping and the values of ``self.log`` are those of the unsplit step;
     ``accumulate_grad_batches`` goes on top of it, and under DDP gradients are synchronised once a step.
     ``on_before_backward`` and ``on_after_backward`` fire once a micro-batch. For the arithmetic and its limits
@@ -41,11 +44,11 @@ class MicroBatching(Technique):
             On several processes, with DDP or FSDP2, all double when one runs out of memory. For this they speak once
             a step, and average gradients after the backward rather than during it. Once the number is known, giving it
             saves both. A ``training_step`` that communicates by itself is refused, where it is seen to.
-        count: by what the parts are weighed, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"`` finds
-            it on the first batch, and logs it in one line.
+        count: by what micro-batches are weighted, as for :func:`~lightning_fasttrain.accumulate_gradients`. ``"auto"``
+            reads it from each micro-batch's own loss.
         split: how to split a batch, for batches that :func:`~lightning_fasttrain.data.split_batch` refuses.
-        check: stop on the first batch if ``count`` does not split the loss exactly; see
-            :func:`~lightning_fasttrain.data.find_count`.
+        check: stop on the first batch if the training would not be the same, as with BatchNorm in training mode. False
+            goes on with what is nearest, and says by how much it is off.
         then: with ``"auto"``, what else to use once single samples do not fit either, one after another and only then:
             ``[ActivationCheckpointing(), ActivationOffload()]``. After each the search begins again with one part.
             What was taken is kept, also in checkpoints.
@@ -54,10 +57,10 @@ class MicroBatching(Technique):
             found where a loss cannot be split.
 
     Raises:
-        TypeError: n is not a whole number; ``then`` holds no technique.
+        TypeError: n is not a whole number; ``then`` holds no technique; ``through`` is no name and no class.
         ValueError: n is less than 1; ``then`` holds another kind of technique; in ``fit``: manual optimisation, a
             strategy that accumulates by itself, or ``"auto"`` on several processes with another strategy than DDP and
-            FSDP2, or a step that communicates.
+            FSDP2, or a step that communicates; a loss that can be split neither by itself nor at a trunk.
         torch.OutOfMemoryError: in ``fit``: nothing is left to try; with what was missing, and what else helps.
 
     Example:

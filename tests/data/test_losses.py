@@ -40,6 +40,9 @@ IN_THE_TRAINER = {
     "BertForPreTraining",
 }
 
+# Normalizers that lie on the device: equal in the first batch, not in later ones; kept from zero; of class weights.
+ON_A_GPU = {"two heads", "class weights", "m.sum().clamp(min=1)", "(w * e).sum() / w.sum()", "two towers"}
+
 
 def number_of_micro_batches(case):
     return random.Random(case.name).choice([2, 3, 4])
@@ -161,3 +164,15 @@ def test_in_the_trainer(case):
         fit(Wrapped(training), training.batches, callbacks)
         runs.append(weights(training.module))
     assert largest_difference(*runs) <= case.tolerance
+
+
+@pytest.mark.gpu
+@by_name([case for case in OURS if case.name in ON_A_GPU])
+def test_on_a_gpu_what_the_first_batch_hides_is_seen_before_the_optimizer_uses_it(case):
+    def on_the_gpu(training):
+        training = in_float32(training)
+        training.module.cuda()
+        training.batches = [apply_to_collection(batch, Tensor, Tensor.cuda) for batch in training.batches]
+        return training
+
+    assert first_difference(case, 2e-5, prepare=on_the_gpu) is None
