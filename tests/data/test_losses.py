@@ -40,8 +40,8 @@ IN_THE_TRAINER = {
     "BertForPreTraining",
 }
 
-# Normalizers that lie on the device: equal in the first batch, not in later ones; kept from zero; of class weights.
-ON_A_GPU = {"two heads", "class weights", "m.sum().clamp(min=1)", "(w * e).sum() / w.sum()", "two towers"}
+# Normalizers that lie on the device: equal in the first batch, not in later ones; kept from zero; sums of weights.
+ON_A_GPU = {"two heads", "m.sum().clamp(min=1)", "(w * e).sum() / w.sum()"}
 
 
 def number_of_micro_batches(case):
