@@ -237,6 +237,7 @@ def _accumulate(
     gradients: StepGradients,
 ) -> Tensor:
     weights = StepWeights(split, parts)
+    weights.in_window = ranks > 1  # where nothing counts here, something may on another rank
     if weights.known is not None and ranks > 1 and not split.is_sum:
         # All ranks come here or none: they have found the same rule.
         weights.known = MicroBatchWeights(weights.known.counts, _sum_over_ranks(weights.known.total, parts[0]))

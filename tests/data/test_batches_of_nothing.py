@@ -80,3 +80,11 @@ def test_a_window_of_lightnings_that_lacks_a_loss_is_said_to_be_wrong():
 def test_what_has_no_samples_cannot_be_split():
     with pytest.raises(ValueError, match="has 0 samples"):
         run(with_nothing("no samples"), [ft.MicroBatching(2)])
+
+
+@pytest.mark.parametrize("techniques", [[], [ft.MicroBatching(3)]], ids=["unsplit", "in micro-batches"])
+def test_a_batch_without_targets_has_the_loss_and_the_gradient_of_the_unsplit_step(techniques):
+    seen = Gradients()
+    module = run([BATCHES[0], NOTHING["no targets"](BATCHES[1])], [*techniques, seen], optimizer=sgd)
+    assert module.losses[-1].isnan()
+    assert all(not gradient.any() for gradient in seen.seen[1].values())

@@ -236,13 +236,21 @@ class BatchClosures:
                     if self._reduces_gradients:
                         self._sums.finish()  # DDP's buckets have the parameters' own type
                     call_strategy(trainer, "backward", weighed, optimizer)
-                    check.refuse()
+                    self._look_at(check)
                 del weighed  # its graph must be gone before the next part is run
         if scaled_here:  # and the last part's step returned None
             gradients.close(weights.settle() if weights.held else None)
         else:
             self._forget_missing(weights, len(parts), optimizer)
         return outputs
+
+    def _look_at(self, check: DeferredCheck) -> None:
+        try:
+            check.refuse()
+        except OtherSplitError as error:
+            if self._reduces_gradients:  # then the step cannot be run again on this rank alone
+                raise CannotSplitError(f"{error}, and other ranks have this rank's gradients already") from error
+            raise
 
     def _weigh(self, loss: Tensor, weights: StepWeights, part: int) -> Tensor:
         if weights.split.is_sum:

@@ -188,12 +188,16 @@ class StepWeights:
         split: how the loss is split.
         parts: the micro-batches.
         reference: what counts are divided by in a window of several batches, whose total is not known yet.
+
+    Attributes:
+        in_window: whether other batches or ranks count, too.
     """
 
     def __init__(self, split: LossSplit, parts: Sequence[Any], reference: Number | None = None) -> None:
         self.split = split
         self.parts = len(parts)
         self.reference = reference
+        self.in_window = reference is not None
         self.losses: list[Tensor] = []
         self.readings: list[Reading] = []
         self.held: list[int] = []  # micro-batches that gave a loss
@@ -218,6 +222,8 @@ class StepWeights:
         if self.known is not None:
             if reading is not None:
                 self._refuse_other(reading, part)
+                if self._counts_nothing(part):
+                    return loss
                 _silence(reading, self.known.counts[part])
             return self.known.weigh(loss, part)
         assert reading is not None
@@ -227,10 +233,14 @@ class StepWeights:
             raise OtherSplitError(_UNCLEAR)
         if self.reference is None:
             self.reference = _estimate_total(reading.count, self.parts)
-        if part == self.parts - 1 and _is_zero(self.total):
-            return loss  # nothing counts anywhere: what the unsplit step gives
+        if self._counts_nothing(part):
+            return loss
         _silence(reading, reading.divisor)
         return weigh_loss(loss, reading.divisor, self.reference)
+
+    def _counts_nothing(self, part: int) -> bool:
+        """Whether this is the last micro-batch and nothing counts in any: then it is as the unsplit step."""
+        return part == self.parts - 1 and not self.in_window and _is_zero(_on_host(self.total))
 
     def _refuse_other(self, reading: Reading, part: int) -> None:
         assert self.known is not None
@@ -304,11 +314,11 @@ class StepWeights:
 
     def loss(self, total: Number | None = None) -> Tensor:
         """The loss of the step, detached; of this rank's share, where the total is that of all ranks."""
+        if self.readings and not self.in_window and _is_zero(_on_host(self.total if total is None else total)):
+            return self.losses[-1]
         if self.known is not None:
             return self.known.select(self.held).add_up(self.losses)
         total = self.total if total is None else total
-        if _is_zero(total):
-            return self.losses[-1]
         divisors = [reading.divisor for reading in self.readings if reading.divisor is not None]
         return MicroBatchWeights(divisors, total).add_up(self.losses)
 
