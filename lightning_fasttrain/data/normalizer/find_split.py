@@ -98,7 +98,11 @@ def find_split(
             trial, verdict = precise, replace(_judge(precise, count, preferred), **facts)
     if not callable(count):
         verdict = _judge_altered(verdict, trial, stage)
-    verdict = _worst(from_all_ranks([verdict]) if together else [verdict])
+    if together:
+        # A user's function may be one that cannot be sent; all ranks have it.
+        own = {"split": verdict.split, "rules": verdict.rules} if callable(count) else {}
+        sent = replace(verdict, split=None, rules=()) if callable(count) else verdict
+        verdict = replace(_worst(from_all_ranks([sent])), **own)
     split = _conclude(verdict, trial, count, check)
     if split is None or trial.whole is None:
         return split
