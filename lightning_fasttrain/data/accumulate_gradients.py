@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain._messages import explain, say, warn
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
@@ -201,9 +201,14 @@ def _find_trunk(stage: Stage, error: CannotSplitError) -> LossSplit | Trunk:
         raise error
     trunk = find_trunk(stage, trial)
     if isinstance(trunk, Trunk):
-        say("accumulate_gradients: %s runs in micro-batches, since %s", trunk, error.why)
+        say(
+            "accumulate_gradients: micro-batches run through %s, and the loss sees the whole batch, since %s",
+            trunk,
+            error.why,
+        )
         return trunk
     if error.otherwise is not None:
+        warn(f"accumulate_gradients: {error.why}; {trunk}. So micro-batches are weighted by {error.otherwise}")
         return error.otherwise
     raise CannotSplitError(f"{error.why}, and {trunk}", trial, nearest=error.nearest) from None
 

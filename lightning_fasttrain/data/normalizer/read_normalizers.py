@@ -20,43 +20,14 @@ _MOST_TERMS = 64  # a graph in which one scalar is used over and over would unfo
 _REDUCED = ("none", "mean", "sum")  # torch's numbers of the `reduction=` argument
 # Nodes that pass on their one number as it is. `nan_to_num` and `where` pass on one branch of a finite loss.
 _PASSED_ON = frozenset(
-    [
-        "Alias",
-        "Clone",
-        "Expand",
-        "Permute",
-        "ReshapeAlias",
-        "Squeeze",
-        "T",
-        "ToCopy",
-        "Transpose",
-        "UnsafeView",
-        "Unsqueeze",
-        "View",
-        "NanToNum",
-        "Where",
-    ]
+    """Alias Clone Expand NanToNum Permute ReshapeAlias Squeeze T ToCopy Transpose UnsafeView Unsqueeze View
+    Where""".split()  # noqa: SIM905
 )
 _BY_REDUCTION = frozenset(
-    ["MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"]
+    {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
 )
 _OF_ONE_PARAMETER = frozenset(
-    [
-        "Exp",
-        "Log",
-        "Log1P",
-        "Neg",
-        "Mul",
-        "Div",
-        "Add",
-        "Sub",
-        "Pow",
-        "Sigmoid",
-        "Softplus",
-        "Select",
-        "Clamp",
-        "Reciprocal",
-    ]
+    "Exp Log Log1P Neg Mul Div Add Sub Pow Sigmoid Softplus Select Clamp Reciprocal".split()  # noqa: SIM905
 )
 
 
@@ -82,7 +53,6 @@ class Term:
             number; ``"parameter"`` is a parameter of one element; ``"nonlinear"`` and ``"opaque"`` cannot be split.
         slots: the numbers on the way from the loss to the reduction.
         node: the reduction's node in the autograd graph.
-        summed: the node that produced what is summed; None where it is the reduction's own input.
     """
 
     kind: Kind

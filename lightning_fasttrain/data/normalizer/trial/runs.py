@@ -109,19 +109,6 @@ class Split:
         owner = torch.arange(len(sizes)).repeat_interleave(sizes)
         return torch.zeros(len(sizes), dtype=gradient.dtype).index_add(0, owner, gradient.square()).sqrt()
 
-    def best_weights(self) -> list[float]:
-        """The weights that come nearest, whatever they mean; what they miss, no rule can reach."""
-        columns, weights = [run.everything for run in self.runs], [0.0] * len(self.runs)
-        usable = [i for i, column in enumerate(columns) if bool(torch.isfinite(column).all())]
-        if usable:
-            matrix = torch.stack([columns[i] for i in usable], dim=1)
-            whole = self.whole.everything[:, None]
-            # Pieces may be multiples of one another; gelsd does not need columns that are independent.
-            solved = torch.linalg.lstsq(matrix, whole, driver="gelsd").solution.flatten().tolist()
-            for i, weight in zip(usable, solved, strict=True):
-                weights[i] = weight
-        return weights
-
 
 def entries_of(parameter: Tensor, gradient: Tensor | None) -> Tensor:
     if gradient is None:
