@@ -119,8 +119,8 @@ class SplitSearch:
         self.trunk = trunk
         self.forwards, self._undo_trunk = trunk.install(1)
         say(
-            "MicroBatching: micro-batches run through %s with recomputation, which is one more forward, and the loss "
-            "sees the whole batch, %s",
+            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees "
+            "the whole batch, %s",
             trunk,
             why,
         )
