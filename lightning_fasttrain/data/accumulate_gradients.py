@@ -202,7 +202,7 @@ def _find_trunk(stage: Stage, error: CannotSplitError) -> LossSplit | Trunk:
     trunk = find_trunk(stage, trial)
     if isinstance(trunk, Trunk):
         say(
-            "accumulate_gradients: micro-batches run through %s, and the loss sees the whole batch, since %s",
+            "accumulate_gradients: %s runs in micro-batches and the loss sees the whole batch, since %s",
             trunk,
             error.why,
         )

@@ -557,7 +557,7 @@ def test_the_trunk_of_bert_for_question_answering_is_bert():
     assert isinstance(training.module, transformers.BertForQuestionAnswering)
     with heard() as said:
         accumulate_gradients(training.step, training.batches[1], 3)
-    assert any("run through 'bert'" in line for line in said)
+    assert any("'bert' runs in micro-batches" in line for line in said)
 
 
 class Normed(Matching):
