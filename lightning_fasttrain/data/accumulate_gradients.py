@@ -3,14 +3,13 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
@@ -21,9 +20,9 @@ from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSp
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
 Backward = Callable[[Tensor], Any]
@@ -84,8 +83,8 @@ def accumulate_gradients(
     """
     parts = split_batch(batch, n)
     most = n if rank_count() > 1 else len(parts)  # all ranks find the rule together, also where one has a single sample
-    found = _find(step, batch, n, count, check, no_sync, most, may_use_trunk=True)
-    for attempt in range(_TRIES):
+    found = _find(step, batch, n, count, check, no_sync, most, is_window=False)
+    for attempt in range(TRIES):
         if isinstance(found, Trunk):
             return _run_through(found, step, batch, n, backward)
         gradients = StepGradients(found.parameters)
@@ -93,9 +92,10 @@ def accumulate_gradients(
             return _accumulate(step, parts, found, backward, no_sync, 1, gradients)
         except OtherSplitError as error:
             gradients.discard(error)
-            found = _find_another(step, batch, n, found, error, attempt)
-            _found[_key(step, named_count(count), True)] = found
-    raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
+            search = _search(step, batch, n, "auto", True, no_sync, is_window=False)
+            found = search.find_another(found, error, attempt)
+            _found[_key(step, named_count(count), is_window=False)] = found
+    raise CannotSplitError(OUT_OF_TRIES)
 
 
 def _run_through(trunk: Trunk, step: Step, batch: Any, n: int, backward: Backward) -> Tensor:
@@ -146,8 +146,8 @@ def accumulate_window(
         raise ValueError(explain("no batches", "a window without batches has no gradient", "Skip the step"))
     ranks = rank_count()
     # Where there are other ranks, a single part is one of several.
-    found = _find(step, held[0], n, count, check, no_sync, len(parts) * ranks)
-    assert isinstance(found, LossSplit)  # the trunk of several batches cannot run as one
+    found = _find(step, held[0], n, count, check, no_sync, len(parts) * ranks, is_window=True)
+    assert isinstance(found, LossSplit)
     try:
         return _accumulate(step, parts, found, backward, no_sync, ranks, StepGradients(found.parameters))
     except OtherSplitError as error:
@@ -155,7 +155,6 @@ def accumulate_window(
 
 
 _found: OrderedDict[Any, LossSplit | Trunk] = OrderedDict()  # by step and count: what the first call found
-_TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 _MOST_FOUND = 64  # a program that makes model after model would fill it without end
 
 
@@ -167,69 +166,49 @@ def _find(
     check: bool,
     no_sync: NoSync,
     parts: int,
-    may_use_trunk: bool = False,
+    is_window: bool,
 ) -> LossSplit | Trunk:
     """How the loss is split, found in the first call with more than one part: a single part weighs 1."""
     count = named_count(count)
     if callable(count) and not check:
         return LossSplit(None, count)
-    key = _key(step, count, may_use_trunk)
+    key = _key(step, count, is_window)
     if key not in _found and parts > 1:
-        _found[key] = _find_on(step, batch, n, count, check, no_sync, may_use_trunk)
+        found = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
+        assert found is not None  # this stage refuses a step that returns None
+        _found[key] = found
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
     # A part that is alone weighs 1: by "sum" nothing is looked for in the batch.
     return _found.get(key, LossSplit(None, count if callable(count) else CountRule("sum")))
 
 
-def _find_on(
-    step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, may_use_trunk: bool
-) -> LossSplit | Trunk:
-    try:
-        whole_batches = not may_use_trunk and n == 1
-        return find_split_of(step, batch, n, count=count, check=check, no_sync=no_sync, whole_batches=whole_batches)
-    except CannotSplitError as error:
-        if not may_use_trunk or count != "auto":
-            raise
-        return _find_trunk(stage_of(step, no_sync), error)
-
-
-def _find_trunk(stage: Stage, error: CannotSplitError) -> LossSplit | Trunk:
-    """For a loss that cannot be split: the submodules in which samples are independent."""
-    trial = error.trial
-    if trial is None or not trial.splits or not trial.splits[0].parameters:
-        raise error
-    trunk = find_trunk(stage, trial)
-    if isinstance(trunk, Trunk):
-        say(
-            "accumulate_gradients: %s runs in micro-batches and the loss sees the whole batch, since %s",
-            trunk,
-            error.why,
+def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, is_window: bool) -> BatchSearch:
+    def find_split(together: bool) -> LossSplit:
+        return find_split_of(
+            step,
+            batch,
+            n,
+            count=count,
+            check=check,
+            no_sync=no_sync,
+            whole_batches=is_window and n == 1,
+            together=together,
         )
-        return trunk
-    if error.otherwise is not None:
-        warn(f"accumulate_gradients: {error.why}; {trunk}. So micro-batches are weighted by {error.otherwise}")
-        return error.otherwise
-    raise CannotSplitError(f"{error.why}, and {trunk}", trial, nearest=error.nearest) from None
+
+    return BatchSearch(
+        "accumulate_gradients",
+        stage_of(step, no_sync),
+        batch,
+        n,
+        lambda: sample_rows(batch, -(-batch_size(batch) // n)),
+        find_split,
+        may_use_trunk=count == "auto" and not is_window,  # the trunk of several batches cannot run as one
+    )
 
 
-def _find_another(
-    step: Step, batch: Any, n: int, before: LossSplit, error: OtherSplitError, attempt: int
-) -> LossSplit | Trunk:
-    """For a batch whose loss is not split as those before it: none of its gradients has been used."""
-    if attempt == 0:
-        found = _find_on(step, batch, n, "auto", True, nullcontext, may_use_trunk=True)
-        if found != before:
-            return found
-    if before.count is not None and before.read is not None:
-        return replace(before, count=None)  # the rule does not count what is read: it is read alone
-    stage = stage_of(step)
-    trial = try_split(stage, sample_rows(batch, -(-batch_size(batch) // n)))
-    return _find_trunk(stage, CannotSplitError(f"{error}", trial))
-
-
-def _key(step: Step, count: Count, may_use_trunk: bool) -> tuple[Any, ...]:
-    return key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count), may_use_trunk
+def _key(step: Step, count: Count, is_window: bool) -> tuple[Any, ...]:
+    return key_of(step), count if count == "auto" or isinstance(count, CountRule) else key_of(count), is_window
 
 
 def _accumulate(
@@ -262,9 +241,18 @@ def _accumulate(
                     sums.finish()  # DDP's buckets have the parameters' own type
                 backward(loss * ranks if ranks > 1 else loss)  # DDP takes the mean over ranks: make it the sum
                 if check is not None:
-                    check.refuse()
+                    _look_at(check)
             del loss  # and with it the part's graph, before the next one is built
     return weights.loss(total)
+
+
+def _look_at(check: DeferredCheck) -> None:
+    try:
+        check.refuse()
+    except OtherSplitError as error:
+        if rank_count() > 1:  # then the step cannot be run again on this rank alone
+            raise CannotSplitError(f"{error}, and other ranks have this rank's gradients already") from error
+        raise
 
 
 def _sum_over_ranks(number: Number, part: Any) -> Tensor:

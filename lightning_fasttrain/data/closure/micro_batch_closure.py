@@ -44,8 +44,8 @@ from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSp
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
+from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 
-_TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 _MANY = 2**16  # parts to give up at, where a user's own split function knows the number of samples
 
 
@@ -132,14 +132,14 @@ class BatchClosures:
             raise TypeError(explain("training_step(self, dataloader_iter)", why, "Take `batch` in training_step"))
         batch, *rest = kwargs.values()
         self.search.look_at(batch, rest)
-        for attempt in range(_TRIES):
+        for attempt in range(TRIES):
             try:
                 return self._run_batch(batch, rest, optimizer)
             except OtherSplitError as error:
                 self.search.find_another(batch, rest, error, attempt, is_first=zero_grad is not None)
                 if zero_grad is not None:
                     zero_grad()
-        raise CannotSplitError("its micro-batches are divided by other numbers than was found out on this very batch")
+        raise CannotSplitError(OUT_OF_TRIES)
 
     def _run_batch(self, batch: Any, rest: list[Any], optimizer: Optimizer) -> ClosureResult:
         if self.search.window is not None:

@@ -7,21 +7,24 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain._messages import explain, say, warn
+from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, from_all_ranks, is_sharded
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, is_sharded
 from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.find_trunk import Trunk, find_trunk, name_trunk, refuse_dependent_samples
-from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
+from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
+from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
+
+_NAME = "MicroBatching"
 
 
 class SplitSearch:
@@ -69,61 +72,48 @@ class SplitSearch:
             return split.count(batch)
         return split.per_sample * (batch_size(batch) if can_be_cut(batch) else 1)
 
-    def _find_split(self, batch: Any, rest: list[Any], together: bool = True) -> None:
+    def _find_split(self, batch: Any, rest: list[Any]) -> None:
         through = None if self.micro is None else self.micro.through
         if through is not None and self.trunk is None:
-            trunk = name_trunk([self.trainer.lightning_module], through)
-            refuse_dependent_samples(self._stage(rest, CollectivesWatch()), self._sample(batch), trunk)
-            self._enter_trunk(trunk, "as through= says")
+            self._use(self._name_trunk(batch, rest, through))
         if self.trunk is not None and self.window is None:
-            self.split = LossSplit(None, CountRule("sum"))  # of a single part
+            self._use(self.trunk)
         else:
             began, before = time.monotonic(), self.split
-            try:
-                self.split = self._try_batch(batch, rest, together)
-                if before is not None and self.split is not None:
-                    self.split = replace(self.split, log_rules=merge_log_rules(before.log_rules, self.split.log_rules))
-            except CannotSplitError as error:
-                self._use_trunk(error, rest, together)
+            found = self._find(batch, rest)
+            if isinstance(found, LossSplit) and before is not None:
+                found = replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
+            self._use(found)
             self._looked += time.monotonic() - began
-        for technique in self._techniques:
-            technique.found = self.split
 
-    def _use_trunk(self, error: CannotSplitError, rest: list[Any], together: bool) -> None:
-        """For a loss that cannot be split: run the submodules in which samples are independent in micro-batches."""
-        if self.micro is None or self._counting.count != "auto":
-            raise error
-        if self.window is not None:
-            what = f"MicroBatching with {type(self.window).__name__}"
+    def _name_trunk(self, batch: Any, rest: list[Any], through: Through) -> Trunk:
+        trunk = name_trunk([self.trainer.lightning_module], through)
+        search = self._search(batch, rest)
+        refuse_dependent_samples(search.stage, search.samples(), batch, search.n, trunk)
+        say_trunk(_NAME, trunk, "as through= says")
+        return trunk
+
+    def _find(self, batch: Any, rest: list[Any]) -> LossSplit | Trunk | None:
+        try:
+            return self._search(batch, rest).find(together=True)
+        except CannotSplitError as error:
+            if self.micro is None or self.window is None or self._counting.count != "auto":
+                raise
+            what = f"{_NAME} with {type(self.window).__name__}"
             why = f"{error.why}, and the samples of several batches are never in memory together"
             way_out = "Use larger batches in more micro-batches, or give count= a function"
             raise ValueError(explain(what, why, way_out)) from None
-        trunk: Trunk | str = "nothing could be tried"
-        if error.trial is not None and error.trial.splits and error.trial.splits[0].parameters:
-            trunk = find_trunk(self._stage(rest, CollectivesWatch()), error.trial)
-        found = sorted(trunk.modules) if isinstance(trunk, Trunk) else trunk
-        others = from_all_ranks([found]) if together else [found]
-        unlike = next((other for other in others if other != found), None)
-        if unlike is not None:
-            trunk = f"on another rank: {unlike}"
-        if isinstance(trunk, str):
-            if error.otherwise is None:
-                raise CannotSplitError(f"{error.why}, and {trunk}", error.trial, nearest=error.nearest) from None
-            warn(f"MicroBatching: {error.why}; {trunk}. So micro-batches are weighted by {error.otherwise}")
-            self.split = error.otherwise
-            return
-        self._enter_trunk(trunk, f"since {error.why}")
-        self.split = LossSplit(None, CountRule("sum"))
 
-    def _enter_trunk(self, trunk: Trunk, why: str) -> None:
-        self.trunk = trunk
-        self.forwards, self._undo_trunk = trunk.install(1)
-        say(
-            "MicroBatching: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees "
-            "the whole batch, %s",
-            trunk,
-            why,
-        )
+    def _use(self, found: LossSplit | Trunk | None) -> None:
+        """Split batches that way, and tell the techniques."""
+        if isinstance(found, Trunk):
+            if self.trunk is None:
+                self.forwards, self._undo_trunk = found.install(1)
+            self.trunk = found
+            found = LossSplit(None, CountRule("sum"))  # of a single part
+        self.split = found
+        for technique in self._techniques:
+            technique.found = self.split
 
     def leave_trunk(self) -> None:
         """At the end of the run."""
@@ -138,18 +128,24 @@ class SplitSearch:
             raise ValueError(
                 explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
             ) from error
-        before = self.split
-        assert before is not None
-        if attempt == 0:
-            self._find_split(batch, rest, together=False)
-        if self.trunk is None and self.split == before:
-            if before.count is not None and before.read is not None:
-                self.split = replace(before, count=None)  # the rule does not count what is read: it is read alone
-            else:
-                trial = try_split(self._stage(rest, CollectivesWatch()), self._sample(batch))
-                self._use_trunk(CannotSplitError(f"{error}", trial), rest, together=False)
-        if self.trunk is None:
-            say("MicroBatching: %s; from here on each micro-batch is weighted by %s", error, self.split)
+        assert self.split is not None
+        found = self._search(batch, rest).find_another(self.split, error, attempt)
+        if isinstance(found, LossSplit):
+            found = replace(found, log_rules=merge_log_rules(self.split.log_rules, found.log_rules))
+            say("%s: %s; from here on each micro-batch is weighted by %s", _NAME, error, found)
+        self._use(found)
+
+    def _search(self, batch: Any, rest: list[Any]) -> BatchSearch:
+        """Where and on what this batch is tried."""
+        return BatchSearch(
+            _NAME,
+            self._stage(rest, CollectivesWatch()),
+            batch,
+            1 if self.micro is None else self.micro.n,
+            lambda: self._sample(batch),
+            lambda together: self._try_batch(batch, rest, together),
+            may_use_trunk=self.micro is not None and self.window is None and self._counting.count == "auto",
+        )
 
     def _try_batch(self, batch: Any, rest: list[Any], together: bool) -> LossSplit | None:
         """How the loss of this batch is split; None where it is one part of one sample, and weighs 1."""

@@ -74,6 +74,7 @@ def find_split_of(
     check: bool = True,
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext,
     whole_batches: bool = False,
+    together: bool = True,
 ) -> LossSplit:
     """How the loss of a step function is split, found on some samples of a batch.
 
@@ -82,7 +83,7 @@ def find_split_of(
     """
     stage = stage_of(step, no_sync)
     samples = sample_rows(batch, -(-batch_size(batch) // n))
-    found = find_split(stage, samples, count, check=check, whole_batches=whole_batches)
+    found = find_split(stage, samples, count, check=check, together=together, whole_batches=whole_batches)
     assert found is not None  # this stage refuses a step that returns None
     return found
 

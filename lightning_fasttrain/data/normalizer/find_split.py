@@ -266,7 +266,7 @@ def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given:
     if verdict.statistics:
         warn(f"{_STATISTICS} ({verdict.statistics}): not the same training")
     if verdict.failed and check and not is_given:
-        raise CannotSplitError(trial.why_not)
+        raise CannotSplitError(verdict.why_not, trial)
 
 
 def _use_a_rule_alone(verdict: _Verdict, trial: Trial, check: bool) -> LossSplit:

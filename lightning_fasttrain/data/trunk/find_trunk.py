@@ -1,28 +1,17 @@
 """Find the trunk of a model: the submodules in which the samples of a batch do not depend on one another."""
 
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fasttrain._blocks import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain._surgery import Undo
-from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, error_limit
-from lightning_fasttrain.data.normalizer.trial.runs import Split
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
-from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_split
-from lightning_fasttrain.data.trunk.micro_batch_forward import (
-    MicroBatchedForward,
-    find_batch_size,
-    list_batch_statistics,
-    refuse_batch_statistics,
-)
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch_statistics, refuse_batch_statistics
+from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnSamples, TrunkTrial
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 # Layers that save no more than their input, which has to be kept anyway.
@@ -35,36 +24,7 @@ _SINGLE_LAYERS = (
     nn.modules.batchnorm._BatchNorm,
     nn.modules.dropout._DropoutNd,
 )
-
-
 _LEAST_SHARE = 0.5  # of the trained parameters: layers beside BatchNorm, say, are no trunk
-
-
-@dataclass
-class Trunk:
-    """Submodules that run in micro-batches while the rest of a step sees the whole batch.
-
-    Attributes:
-        modules: qualified name → module.
-        shared: for each name, the arguments and outputs whose first axis is not the batch.
-    """
-
-    modules: dict[str, nn.Module]
-    shared: dict[str, frozenset[str]] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return list_some([repr(name or "the module itself") for name in self.modules])
-
-    def install(self, n: int) -> tuple[list[MicroBatchedForward], Undo]:
-        """Run these submodules in ``n`` micro-batches until the returned function is called."""
-        with ExitStack() as stack:
-            wrappers: list[MicroBatchedForward] = []
-            for name, module in self.modules.items():
-                wrapper = MicroBatchedForward(module, n)
-                wrapper.shared = self.shared.get(name, frozenset())
-                stack.callback(wrapper.install())
-                wrappers.append(wrapper)
-            return wrappers, stack.pop_all().close
 
 
 def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
@@ -89,29 +49,45 @@ def name_trunk(models: Sequence[nn.Module], through: Through) -> Trunk:
     return Trunk(outermost)
 
 
-def find_trunk(stage: Stage, trial: Trial) -> Trunk | str:
+def find_trunk_of(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trunk | str:
+    """The trunk that shows where the step was tried; or why there is none."""
+    try:
+        tried = _try_modules(stage, trial, batch, n)
+    except FAILURES as error:
+        return f"on the whole batch it fails, too: {type(error).__name__} {error}"
+    return "nothing could be tried" if tried is None else find_trunk(tried)
+
+
+def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> TrunkTrial | None:
+    """On a few samples, or on the whole batch where the step fails on these; None where gradients cannot be had."""
+    if trial is not None and trial.splits and trial.splits[0].parameters:
+        return TrialOnSamples(stage, trial)
+    if trial is None or not trial.failed or not stage.gradients:
+        return None
+    return TrialOnBatch(stage, batch, n)
+
+
+def find_trunk(tried: TrunkTrial) -> Trunk | str:
     """The largest submodules in which samples do not depend on one another; or why there are none.
 
     Modules that were called with the batch as the first axis of what goes in and of what comes out are taken from the
     outside to the inside, and kept if the step with them in micro-batches has the loss and gradient of the unsplit one.
     """
-    unsplit = _record_calls(stage, trial, None)
-    piece = _record_calls(stage, trial, 1)
-    rows = trial.sample.size, _rows_of_piece(trial)
+    models = tried.stage.models
     trunk = Trunk({})
-    waiting = _name_models(stage.models)
+    waiting = _name_models(models)
     statistics: list[str] = []
     while waiting:
         name, module = waiting.pop(0)
-        shared = _read_shared(unsplit.get(module, []), piece.get(module, []), rows)
+        shared = tried.find_shared(module)
         if shared is not None and _is_worth_it(module):
             statistics += [f"{name}.{layer}".strip(".") for layer in list_batch_statistics(module)]
             added = Trunk({**trunk.modules, name: module}, {**trunk.shared, name: shared})
-            if not any(list_batch_statistics(module)) and is_exact(stage, trial, added):
+            if not any(list_batch_statistics(module)) and tried.is_exact(added):
                 trunk = added
                 continue
         waiting += [(f"{name}.{child}".strip("."), inner) for child, inner in module.named_children()]
-    if trunk.modules and _share(trunk, stage.models) >= (_LEAST_SHARE if statistics else 0):
+    if trunk.modules and _share(trunk, models) >= (_LEAST_SHARE if statistics else 0):
         return trunk
     if statistics:
         layers = list_some([repr(layer) for layer in statistics])
@@ -141,117 +117,20 @@ def _name_models(models: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     return [(f"{type(model).__name__}{place}", model) for place, model in enumerate(models)]
 
 
-def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], trunk: Trunk) -> None:
-    """Try a trunk that was named on a few samples, and note which of its tensors are not split.
+def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], batch: Any, n: int, trunk: Trunk) -> None:
+    """Try a trunk that was named, where it can be tried, and note which of its tensors are not split.
 
     Raises:
         CannotSplitError: the gradient is not that of the unsplit samples.
     """
-    trial = try_split(stage, samples) if stage.gradients else None
-    if trial is None or trial.why_not or not trial.splits[0].parameters:
+    if not stage.gradients:
         return
-    unsplit, piece = _record_calls(stage, trial, None), _record_calls(stage, trial, 1)
-    rows = trial.sample.size, _rows_of_piece(trial)
+    trial = try_split(stage, samples)
+    tried = _try_modules(stage, trial, batch, n)
+    if tried is None or (trial.why_not and not trial.failed):
+        return  # the samples show nothing, as where no target counts
     for name, module in trunk.modules.items():
-        trunk.shared[name] = _read_shared(unsplit.get(module, []), piece.get(module, []), rows) or frozenset()
-    if not is_exact(stage, trial, trunk):
+        trunk.shared[name] = tried.find_shared(module) or frozenset()
+    if not tried.is_exact(trunk):
         why = "its gradient is not that of the unsplit samples, so they depend on one another inside of it"
-        raise CannotSplitError(f"through= names {trunk}, but {why}", trial)
-
-
-def is_exact(stage: Stage, trial: Trial, trunk: Trunk) -> bool:
-    """Whether the step has the loss and gradient of the unsplit one with this trunk in two micro-batches."""
-    _, undo = trunk.install(2)
-    try:
-        run = run_again(stage, trial)
-    except (RuntimeError, ValueError, TypeError, AttributeError, IndexError):  # whatever a user's model may raise
-        return False
-    finally:
-        undo()
-    whole = trial.splits[0].whole
-    if not set(run.changed) <= set(whole.changed) or any(_holds(trunk, name) for name in whole.changed):
-        return False
-    split = Split([trial.sample.whole], whole, [run], trial.splits[0].parameters)
-    return split.error([1.0], gradient_floor(trial)) <= error_limit(trial)
-
-
-def _holds(trunk: Trunk, buffer: str) -> bool:
-    """Whether a buffer that the step changes is in the trunk, where each micro-batch would change it."""
-    return any(not name or buffer.startswith(f"{name}.") for name in trunk.modules)
-
-
-def _rows_of_piece(trial: Trial) -> int:
-    where = trial.sample.cuttings[0][1][1]
-    return 0 if where is None else where.stop - where.start
-
-
-@dataclass
-class _Call:
-    """The shapes of what went into a module and came out of it."""
-
-    inputs: dict[str, torch.Size]
-    outputs: dict[str, torch.Size]
-    size: int
-
-
-def _record_calls(stage: Stage, trial: Trial, piece: int | None) -> dict[nn.Module, list[_Call]]:
-    """All calls of all modules in one run of the step."""
-    calls: dict[nn.Module, list[_Call]] = {}
-
-    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = dict(_shapes_in((args, kwargs), "input")), dict(_shapes_in(output, "output"))
-        calls.setdefault(module, []).append(_Call(inputs, outputs, find_batch_size((args, kwargs))))
-
-    with _hooked(stage.models, note):
-        run_again(stage, trial, piece)
-    return calls
-
-
-@contextmanager
-def _hooked(models: Sequence[nn.Module], hook: Any) -> Iterator[None]:
-    with ExitStack() as stack:
-        for module in {module: None for model in models for module in model.modules()}:
-            handle = module.register_forward_hook(hook, with_kwargs=True)
-            stack.callback(handle.remove)
-        yield
-
-
-def _shapes_in(value: Any, path: str) -> Iterator[tuple[str, torch.Size]]:
-    """The tensors in a value, by the paths that :class:`MicroBatchedForward` uses."""
-    if isinstance(value, Tensor):
-        yield path, value.shape
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _shapes_in(item, f"{path}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for place, item in enumerate(value):
-            yield from _shapes_in(item, f"{path}[{place}]")
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for one in dataclasses.fields(value):
-            yield from _shapes_in(getattr(value, one.name), f"{path}.{one.name}")
-
-
-def _read_shared(unsplit: list[_Call], piece: list[_Call], rows: tuple[int, int]) -> frozenset[str] | None:
-    """The tensors that are the same for all micro-batches; None where a call is not batch-first."""
-    if not unsplit or len(unsplit) != len(piece) or not rows[1]:
-        return None
-    shared: set[str] = set()
-    for one, other in zip(unsplit, piece, strict=True):
-        if one.inputs.keys() != other.inputs.keys() or one.outputs.keys() != other.outputs.keys():
-            return None
-        grown = {path for path in one.inputs if _has_grown(one.inputs[path], other.inputs[path], rows)}
-        if not grown or any(len(shape) == 0 for shape in one.outputs.values()):
-            return None
-        if not any(_has_grown(one.outputs[path], other.outputs[path], rows) for path in one.outputs):
-            return None
-        fixed = [path for path in one.inputs if path not in grown]
-        fixed += [path for path in one.outputs if one.outputs[path] == other.outputs[path]]
-        shared.update(fixed)
-    return frozenset(shared)
-
-
-def _has_grown(unsplit: torch.Size, piece: torch.Size, rows: tuple[int, int]) -> bool:
-    """Whether the first axis follows the number of samples."""
-    if not len(unsplit) or len(unsplit) != len(piece):
-        return False
-    return unsplit[0] * rows[1] == piece[0] * rows[0] and unsplit[0] != piece[0]
+        raise CannotSplitError(f"through= names {trunk}, but {why}")

@@ -4,7 +4,8 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._recomputed_forward import RecomputedForward, recomputed_outside
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.split_batch import split_sizes, walk_leaves
@@ -192,6 +193,33 @@ class MicroBatchedForward(RecomputedForward):
         what = f"{path} of {type(self.module).__name__}, of shape {tuple(outputs[0].shape)}, in micro-batches"
         why = "its first axis is not the batch, so outputs of several micro-batches cannot be joined"
         raise ValueError(explain(what, why, "Name a submodule whose outputs are batch-first, with through="))
+
+
+@dataclass
+class Trunk:
+    """Submodules that run in micro-batches while the rest of a step sees the whole batch.
+
+    Attributes:
+        modules: qualified name → module.
+        shared: for each name, the arguments and outputs whose first axis is not the batch.
+    """
+
+    modules: dict[str, nn.Module]
+    shared: dict[str, frozenset[str]] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return list_some([repr(name or "the module itself") for name in self.modules])
+
+    def install(self, n: int) -> tuple[list[MicroBatchedForward], Undo]:
+        """Run these submodules in ``n`` micro-batches until the returned function is called."""
+        with ExitStack() as stack:
+            wrappers: list[MicroBatchedForward] = []
+            for name, module in self.modules.items():
+                wrapper = MicroBatchedForward(module, n)
+                wrapper.shared = self.shared.get(name, frozenset())
+                stack.callback(wrapper.install())
+                wrappers.append(wrapper)
+            return wrappers, stack.pop_all().close
 
 
 def _is_the_same(one: Tensor, other: Tensor) -> bool:

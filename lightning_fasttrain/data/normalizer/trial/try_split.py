@@ -96,6 +96,14 @@ def try_split(stage: Stage, samples: Iterator[Sample], precision: str = "float32
     return trial
 
 
+def try_unsplit(stage: Stage, sample: Sample) -> Trial:
+    """Run the step on a sample that is not cut. Raises: whatever the step raises, or that it returns no loss."""
+    try:
+        return _try(stage, sample, "float32")
+    except _NoLossError as error:
+        raise error.reason from None
+
+
 def _try_in_step(stage: Stage, sample: Sample) -> Trial:
     """Where parameters are sharded every forward gathers them, so all ranks must run the same number: three."""
     try:
@@ -191,18 +199,16 @@ def _why_not(mode: DeterministicStep, splits: list[Split], stage: Stage) -> str:
 
 
 def run_again(stage: Stage, trial: Trial, piece: int | None = None) -> Run:
-    """Run the step once more, on the unsplit sample of a trial or on one of its first pieces, for its parameters."""
+    """Run the step once more, on the unsplit sample of a trial or on one of its first pieces."""
     mode = DeterministicStep(trial.precision)
     sample = trial.sample
     rows, where = (sample.whole, None) if piece is None else sample.cuttings[0][piece]
     restore = remember(stage.models)
     try:
         with _parameters_in_float64(stage.models) if trial.precise else nullcontext():
-            run = _run_once(stage, mode, rows, where, sample.size)
+            return _run_once(stage, mode, rows, where, sample.size)
     finally:
         restore()
-    run.take(trial.splits[0].parameters)
-    return run
 
 
 def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | None, samples: int) -> Run:

@@ -1,0 +1,100 @@
+"""Find how the step of a batch is split: its loss, by weights that are read, or else its model, at the trunk."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_fasttrain._messages import say, warn
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, from_all_ranks
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split
+from lightning_fasttrain.data.trunk.find_trunk import find_trunk_of
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
+
+TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
+OUT_OF_TRIES = "its micro-batches are divided by other numbers than was found out on this very batch"
+
+
+@dataclass
+class BatchSearch:
+    """Finds how the step of one batch is split.
+
+    Args:
+        who: runs micro-batches, for the line that says what was found.
+        stage: where the step runs.
+        batch: on which it runs.
+        n: number of micro-batches.
+        samples: yields a few samples of the batch.
+        find_split: whether all ranks call it → how the loss is split; raises :class:`CannotSplitError`.
+        may_use_trunk: else that error is raised.
+    """
+
+    who: str
+    stage: Stage
+    batch: Any
+    n: int
+    samples: Callable[[], Iterator[Sample]]
+    find_split: Callable[[bool], LossSplit | None]
+    may_use_trunk: bool
+
+    def find(self, *, together: bool) -> LossSplit | Trunk | None:
+        """How the step is split; None where the step returned None, so that nothing can be said yet.
+
+        Args:
+            together: whether all ranks call this; then all use what all have found.
+
+        Raises:
+            CannotSplitError: it cannot be split.
+        """
+        try:
+            return self.find_split(together)
+        except CannotSplitError as error:
+            return self._find_trunk(error, together)
+
+    def find_another(self, before: LossSplit, error: OtherSplitError, attempt: int) -> LossSplit | Trunk:
+        """For a batch whose loss is not split as those before it. Other ranks do not take part.
+
+        Args:
+            before: how it was split.
+            error: what it shows.
+            attempt: how often this was asked for this batch.
+
+        Raises:
+            CannotSplitError: it cannot be split.
+        """
+        if attempt == 0:
+            found = self.find(together=False)
+            if found is not None and found != before:
+                return found
+        if before.count is not None and before.read is not None:
+            return replace(before, count=None)  # the rule does not count what is read: it is read alone
+        return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
+
+    def _find_trunk(self, error: CannotSplitError, together: bool) -> Trunk | LossSplit:
+        """The trunk, or else a rule that is only likely, with a warning."""
+        if not self.may_use_trunk:
+            raise error
+        found = find_trunk_of(self.stage, error.trial, self.batch, self.n)
+        named = sorted(found.modules) if isinstance(found, Trunk) else found
+        others = from_all_ranks([named]) if together else []
+        unlike = next((other for other in others if other != named), None)
+        if unlike is not None:
+            found = f"on another rank: {unlike}"
+        if isinstance(found, Trunk):
+            say_trunk(self.who, found, f"since {error.why}")
+            return found
+        if error.otherwise is None:
+            raise CannotSplitError(f"{error.why}, and {found}", error.trial, nearest=error.nearest) from None
+        warn(f"{self.who}: {error.why}; {found}. So micro-batches are weighted by {error.otherwise}")
+        return error.otherwise
+
+
+def say_trunk(who: str, trunk: Trunk, why: str) -> None:
+    say(
+        "%s: %s runs in micro-batches with recomputation, which is one more forward, and the loss sees the whole "
+        "batch, %s",
+        who,
+        trunk,
+        why,
+    )

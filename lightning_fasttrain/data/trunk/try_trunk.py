@@ -1,0 +1,206 @@
+"""Try out whether a step gives what the unsplit step gives while submodules of its model run in micro-batches."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
+from lightning_fasttrain.data.normalizer.find_split import error_limit
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Split
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
+from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch_size
+
+# Whatever a user's model may raise when it is called with other shapes than it is used to.
+FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
+
+
+class TrunkTrial(Protocol):
+    """What submodules are tried on."""
+
+    stage: Stage
+
+    def find_shared(self, module: nn.Module) -> frozenset[str] | None:
+        """The tensors that are the same for all micro-batches; None where a call is not batch-first."""
+        ...
+
+    def is_exact(self, trunk: Trunk) -> bool:
+        """Whether the step has the loss and gradient of the unsplit one while this trunk runs in micro-batches."""
+        ...
+
+
+class TrialOnSamples:
+    """Tries submodules on a few samples, which have been run unsplit and in pieces.
+
+    Args:
+        stage: where the step runs.
+        trial: with gradients.
+    """
+
+    def __init__(self, stage: Stage, trial: Trial) -> None:
+        self.stage, self._trial = stage, trial
+        self._unsplit = _record_calls(stage, trial, None)
+        self._piece = _record_calls(stage, trial, 1)
+        where = trial.sample.cuttings[0][1][1]
+        self._rows = trial.sample.size, 0 if where is None else where.stop - where.start
+
+    def find_shared(self, module: nn.Module) -> frozenset[str] | None:
+        unsplit, piece = self._unsplit.get(module, []), self._piece.get(module, [])
+        if not unsplit or len(unsplit) != len(piece) or not self._rows[1]:
+            return None
+        shared: set[str] = set()
+        for one, other in zip(unsplit, piece, strict=True):
+            if one.inputs.keys() != other.inputs.keys() or one.outputs.keys() != other.outputs.keys():
+                return None
+            inputs = {path for path in one.inputs if self._has_grown(one.inputs[path], other.inputs[path])}
+            outputs = {path for path in one.outputs if self._has_grown(one.outputs[path], other.outputs[path])}
+            if not inputs or not outputs or one.returns_numbers:
+                return None
+            shared |= one.inputs.keys() - inputs
+            shared |= {path for path in one.outputs if one.outputs[path] == other.outputs[path]}
+        return frozenset(shared)
+
+    def _has_grown(self, unsplit: torch.Size, piece: torch.Size) -> bool:
+        """Whether the first axis follows the number of samples."""
+        if not len(unsplit) or len(unsplit) != len(piece):
+            return False
+        return unsplit[0] * self._rows[1] == piece[0] * self._rows[0] and unsplit[0] != piece[0]
+
+    def is_exact(self, trunk: Trunk) -> bool:
+        run = _run_through(self.stage, self._trial, trunk, 2)
+        return run is not None and _is_near(self._trial, trunk, self._trial.splits[0].whole, run)
+
+
+class TrialOnBatch:
+    """Tries submodules on a whole batch: for a step that does not run on a few of its samples.
+
+    The activations of the unsplit batch may not fit, so its loss alone is computed, without gradients. Where samples
+    depend on one another in a submodule, that loss is another in micro-batches, and gradients differ between ``n``
+    micro-batches and another number of them.
+
+    Args:
+        stage: where the step runs.
+        batch: on which it runs.
+        n: number of micro-batches.
+
+    Raises: whatever the step raises.
+    """
+
+    def __init__(self, stage: Stage, batch: Any, n: int) -> None:
+        self.stage, self._size = stage, batch_size(batch)
+        self._n = min(max(2, n), self._size)
+        sample = Sample(batch, self._size, [])
+        with _recording_calls(stage.models) as self._calls:
+            self._trial = try_unsplit(replace(stage, gradients=False), sample)
+
+    def find_shared(self, module: nn.Module) -> frozenset[str] | None:
+        calls = self._calls.get(module, [])
+        shared: set[str] = set()
+        for call in calls:
+            outputs = {path for path, shape in call.outputs.items() if len(shape) and shape[0] % call.size == 0}
+            if call.size % self._size or not outputs or call.returns_numbers:
+                return None
+            shared |= {path for path, shape in call.inputs.items() if not len(shape) or shape[0] != call.size}
+            shared |= call.outputs.keys() - outputs
+        return frozenset(shared) if calls else None
+
+    def is_exact(self, trunk: Trunk) -> bool:
+        whole = self._trial.whole
+        one = _run_through(self.stage, self._trial, trunk, self._n)
+        other = _run_through(self.stage, self._trial, trunk, self._n + 1 if self._n < self._size else self._n - 1)
+        if whole is None or one is None or other is None:
+            return False
+        as_unsplit = replace(one, loss=whole.loss, changed=whole.changed)
+        return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))
+
+
+def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None:
+    """The step on the samples of a trial, with this trunk in micro-batches; None where it fails."""
+    _, undo = trunk.install(n)
+    try:
+        return run_again(stage, trial)
+    except FAILURES:
+        return None
+    finally:
+        undo()
+
+
+def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
+    """Whether two runs have the same loss and gradient, and no buffer is changed once a micro-batch."""
+    if not set(run.changed) <= set(expected.changed) or any(_holds(trunk, name) for name in expected.changed):
+        return False
+    parameters = trial.splits[0].parameters if trial.splits else _list_common_leaves(expected, run)
+    for one in (expected, run):
+        one.take(parameters)
+    split = Split([trial.sample.whole], expected, [run], parameters)
+    tried = replace(trial, splits=[split])
+    return bool(parameters) and split.error([1.0], gradient_floor(tried)) <= error_limit(tried)
+
+
+def _list_common_leaves(one: Run, other: Run) -> list[Tensor]:
+    """The leaves of both runs: a step may make others of its own, such as the inputs of a gradient penalty."""
+    return [leaf for leaf in one.entries if leaf in other.entries or isinstance(leaf, nn.Parameter)]
+
+
+def _holds(trunk: Trunk, buffer: str) -> bool:
+    """Whether a buffer that the step changes is in the trunk, where each micro-batch would change it."""
+    return any(not name or buffer.startswith(f"{name}.") for name in trunk.modules)
+
+
+@dataclass
+class _Call:
+    """The shapes of what went into a module and came out of it."""
+
+    inputs: dict[str, torch.Size]
+    outputs: dict[str, torch.Size]
+    size: int
+
+    @property
+    def returns_numbers(self) -> bool:
+        """Whether an output has no axis, as a mean over the samples."""
+        return any(len(shape) == 0 for shape in self.outputs.values())
+
+
+_Calls = dict[nn.Module, list[_Call]]
+
+
+def _record_calls(stage: Stage, trial: Trial, piece: int | None) -> _Calls:
+    """All calls of all modules in one run of the step."""
+    with _recording_calls(stage.models) as calls:
+        run_again(stage, trial, piece)
+    return calls
+
+
+@contextmanager
+def _recording_calls(models: Sequence[nn.Module]) -> Iterator[_Calls]:
+    calls: _Calls = {}
+
+    def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        inputs, outputs = dict(_shapes_in((args, kwargs), "input")), dict(_shapes_in(output, "output"))
+        calls.setdefault(module, []).append(_Call(inputs, outputs, find_batch_size((args, kwargs))))
+
+    with ExitStack() as stack:
+        for module in {module: None for model in models for module in model.modules()}:
+            stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
+        yield calls
+
+
+def _shapes_in(value: Any, path: str) -> Iterator[tuple[str, torch.Size]]:
+    """The tensors in a value, by the paths that :class:`MicroBatchedForward` uses."""
+    if isinstance(value, Tensor):
+        yield path, value.shape
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _shapes_in(item, f"{path}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _shapes_in(item, f"{path}[{place}]")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for one in dataclasses.fields(value):
+            yield from _shapes_in(getattr(value, one.name), f"{path}.{one.name}")
