@@ -122,6 +122,10 @@ class MicroBatching(Technique):
         # What may be taken later must go with the others: this is asked now, not in the middle of a run.
         check_together([*techniques_of(trainer), *self.savings.techniques], trainer.strategy)
         self.together = together_of(trainer)
+        if self.through is not None and not self.together.may_split_forwards:
+            what = f"MicroBatching('auto', through=...) with {type(trainer.strategy).__name__}"
+            why = "ranks gather parameters in each micro-batch of a forward, and would take different numbers of them"
+            raise ValueError(explain(what, why, "Give a number, as MicroBatching(8, through=...)"))
 
         def undo() -> None:
             leave()

@@ -36,6 +36,7 @@ IN_THE_TRAINER = {
     "sum + weight penalty",
     "two towers",
     "a queue of negatives",
+    "mixup with partners in the batch",
     "BatchNorm in the head, mean",
     "BertForPreTraining",
 }

@@ -579,6 +579,65 @@ def test_a_trunk_is_found_around_batchnorm():
     assert any("'encoder.blocks.0', 'encoder.blocks.2' run" in line for line in said)
 
 
+class Partners(Matching):
+    """Mixes each sample with another one of the batch, by its number: so the step fails on a few samples alone."""
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        mixed = 0.7 * batch["a"] + 0.3 * batch["a"][batch["order"]]
+        return super().training_step({"a": mixed, "b": batch["b"]}, batch_idx)
+
+
+class MixingEncoder(Encoder):
+    def forward(self, x: Tensor, order: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x[order] + 0.5 * x)
+
+
+class PartnersInside(Matching):
+    """Does so inside of the encoder, whose blocks are the trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks, self.encoder = self.encoder.blocks, MixingEncoder()
+        self.encoder.blocks = blocks
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return info_nce(*[self.head(self.encoder(batch[name], batch["order"])) for name in ("a", "b")])
+
+
+def batches_with_partners() -> list[dict[str, Tensor]]:
+    return [{**batch, "order": torch.arange(len(batch["a"])).flip(0)} for batch in batches()]
+
+
+@pytest.mark.parametrize(
+    ("make_net", "through", "trunk"),
+    [
+        (Partners, None, "'encoder' runs"),
+        (Partners, "encoder", "'encoder' runs"),
+        (PartnersInside, None, "'encoder.blocks.0', 'encoder.blocks.1'"),
+        (PartnersInside, "encoder.blocks.*", "'encoder.blocks.0', 'encoder.blocks.1'"),
+    ],
+)
+def test_a_step_that_fails_on_a_few_samples_is_tried_on_its_batch(make_net, through, trunk):
+    expected, *_ = steps(make_net=make_net, given=batches_with_partners())
+    with heard() as said:
+        seen, *_ = steps([ft.MicroBatching(3, through=through)], make_net=make_net, given=batches_with_partners())
+    assert worst(expected, seen) < 1e-10
+    assert any(trunk in line for line in said)
+
+
+def test_a_trunk_that_mixes_samples_by_their_numbers_is_refused():
+    with pytest.raises(ValueError, match="through= names 'encoder', but"):
+        steps([ft.MicroBatching(3, through="encoder")], make_net=PartnersInside, given=batches_with_partners())
+
+
+def test_a_step_that_fails_on_its_batch_too_is_refused_with_its_error():
+    def fail(x: Tensor) -> Tensor:
+        raise IndexError(f"no row of {len(x)}")
+
+    with pytest.raises(ValueError, match="fails, too: IndexError no row of 6"):
+        accumulate_gradients(fail, torch.ones(6, 2), n=2)
+
+
 @pytest.mark.parametrize("through", ["enkoder", nn.LSTM, ["enkoder", nn.LSTM]])
 def test_names_of_nothing_list_the_candidates(through):
     with pytest.raises(ValueError, match=r"through=.* matches nothing: candidates are .*Block.*pattern or a class"):
@@ -672,5 +731,9 @@ def test_all_ranks_take_more_micro_batches_when_one_runs_out_of_memory(found):
 
 def test_looking_for_a_number_through_a_trunk_under_fsdp2_is_refused(found):
     for rank in found:
-        assert "MicroBatching('auto') with FSDP2" in rank["fsdp2 auto"]
+        assert "MicroBatching('auto', through=...) with FSDP2Strategy" in rank["fsdp2 auto"]
         assert "Give a number" in rank["fsdp2 auto"]
+
+
+def test_one_rank_of_a_loop_looks_at_a_batch_again_while_the_other_does_not(found):
+    assert all(rank["loop"] < 1e-6 for rank in found)

@@ -9,7 +9,9 @@ import time
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
 from tests.data.test_micro_batch_forward import Matching, Starved, pairs
@@ -62,6 +64,50 @@ def agree(gathered):
     return (flat - other).abs().max().item()
 
 
+def two_means(net, batch):
+    """Of the same entries in the first batch; on the second rank no longer so in the next one."""
+    errors = (net(batch["x"]) - batch["y"]).square().mean(-1)
+    return (errors * batch["one"]).sum() / batch["one"].sum() + (errors * batch["two"]).sum() / batch["two"].sum()
+
+
+def masked_batches(rank):
+    g = torch.Generator().manual_seed(rank)
+    for i in range(STEPS):
+        one, two = torch.arange(12) % 2, torch.arange(12) % 2
+        if rank == 1 and i > 0:
+            two = 1 - (torch.arange(12) == 2).long()
+        x, y = torch.randn(12, 4, generator=g), torch.randn(12, 4, generator=g)
+        yield {"x": x, "y": y, "one": one.float(), "two": two.float()}
+
+
+def mlp():
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def train_loop(net, add_gradients, *ranks):
+    """The weights after three steps of a loop without a Trainer."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for batches in zip(*map(masked_batches, ranks), strict=True):
+        optimizer.zero_grad()
+        for batch in batches:
+            add_gradients(batch)
+        optimizer.step()
+    return weights(net)
+
+
+def difference_of_loops():
+    """Between two processes of which one finds, alone, that its loss is split in another way, and one process."""
+    whole = mlp()
+    expected = train_loop(whole, lambda batch: (two_means(whole, batch) / 2).backward(), 0, 1)
+    replica = DistributedDataParallel(mlp())
+    step = lambda batch: two_means(replica, batch)  # noqa: E731
+    seen = train_loop(
+        replica.module, lambda batch: ft.accumulate_gradients(step, batch, 3, no_sync=replica.no_sync), RANK
+    )
+    return largest_difference(expected, seen)
+
+
 def main(path):
     expected, found = reference(), {}
 
@@ -82,6 +128,7 @@ def main(path):
         train(STRATEGIES["fsdp2"](), [ft.MicroBatching("auto", through="encoder")], kind=(Matching, Starved)[RANK])
     except ValueError as error:
         found["fsdp2 auto"] = str(error)
+    found["loop"] = difference_of_loops()
     everything = [None, None]
     dist.all_gather_object(everything, found)
     if RANK == 0:

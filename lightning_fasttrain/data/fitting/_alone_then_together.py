@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import lightning as L
 import torch
@@ -23,7 +23,13 @@ _WAY_OUT = "Give a number, as MicroBatching(8): then nothing is tried again"
 
 
 class Together:
-    """How the processes of a run try a number of parts: here, a single one that need not ask anybody."""
+    """How the processes of a run try a number of parts: here, a single one that need not ask anybody.
+
+    Attributes:
+        may_split_forwards: whether forwards inside of the step may run in parts.
+    """
+
+    may_split_forwards: ClassVar[bool] = True
 
     def __init__(self, several: bool = False) -> None:
         # Every process is a member, so every process must make it.

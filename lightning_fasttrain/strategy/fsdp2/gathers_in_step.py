@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ class FSDP2Together(Together):
     Args:
         model_of: gives the sharded model, once it is.
     """
+
+    may_split_forwards: ClassVar[bool] = False  # each micro-batch of a forward would gather once more
 
     def __init__(self, model_of: Callable[[], nn.Module]) -> None:
         super().__init__(several=True)
