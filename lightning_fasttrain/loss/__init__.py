@@ -3,13 +3,12 @@
 Logits of a few tokens are there at a time, never all.
 
 From the bottom up: ``_chunks``, ``_counted_positions``, ``deferred_logits``, ``linear_cross_entropy``,
-``linear_kl_divergence``, ``_module_io``, ``_watched_logits``, ``find_loss_head``, ``fused_loss_head``, ``_teacher``,
-``_distiller``, ``distillation``.
+``linear_kl_divergence``, ``_module_io``, ``_watched_logits``, ``fused_loss_head``, ``_teacher``, ``_distiller``,
+``distillation``.
 """
 
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.distillation import Distillation, distil_into
-from lightning_fasttrain.loss.find_loss_head import find_loss_head
 from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence

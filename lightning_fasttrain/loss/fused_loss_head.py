@@ -19,7 +19,6 @@ from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
-from lightning_fasttrain.loss.find_loss_head import widest_layers
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.technique import Setting, Surgery, Technique
 
@@ -44,8 +43,7 @@ def fuse_loss_head_(
 
     Args:
         model: any module whose head is an ``nn.Linear``, and whose loss is ``cross_entropy`` of the head's output.
-        head: qualified name of the head, such as :func:`~lightning_fasttrain.loss.find_loss_head` returns. By default
-            it is found.
+        head: qualified name of the head. By default the first training loss shows it.
         chunk: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
         backend: as for :func:`~lightning_fasttrain.linear_cross_entropy`.
 
@@ -112,7 +110,9 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _list_widest(model: nn.Module) -> str:
-    return f"the widest linear layers are {', '.join(map(repr, widest_layers(model))) or 'none'}"
+    widths = {name: layer.out_features for name, layer in model.named_modules() if isinstance(layer, nn.Linear)}
+    widest = sorted(widths, key=lambda name: -widths[name])[:4]
+    return f"the widest linear layers are {', '.join(map(repr, widest)) or 'none'}"
 
 
 class HeadSearch:
