@@ -134,6 +134,8 @@ def test_a_conflict_may_depend_on_settings_and_on_no_name():
     class LoRA(Technique):
         """A stranger's, that has nothing to do with ours."""
 
+        surgery = Surgery.ARCHITECTURE
+
         def apply(self, model):
             return None
 
@@ -165,6 +167,16 @@ def test_cuda_graphs_and_accumulation_are_refused_where_there_are_graphs(monkeyp
         fit(TinyLM(), lm_batches(1), [ft.CompileBlocks("max-autotune"), ft.MicroBatching(2)])
     with pytest.raises(ValueError, match="accumulate_grad_batches=2"):
         fit(TinyLM(), lm_batches(1), [ft.CompileBlocks("max-autotune")], accumulate_grad_batches=2)
+
+
+class Forgetful(Technique):
+    def apply(self, model):
+        raise AssertionError
+
+
+def test_a_technique_whose_apply_nothing_would_call_is_refused():
+    with pytest.raises(TypeError, match=r"Forgetful has apply\(\), but neither surgery.*surgery = Surgery.ADAPT"):
+        Forgetful()
 
 
 def test_a_loop_technique_says_which_function_to_call():

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import lightning as L
@@ -34,7 +34,8 @@ class Technique(L.Callback):
         exactness: how near the technique keeps to the plain run.
         bound: of the class tolerance: how far loss and gradients of a float32 step may be off, relative.
         keeps_draws: whether random layers, such as dropout, draw what they draw in the plain step.
-        surgery: its place in the order of surgery; None if it does not operate on the model.
+        surgery: its place in the order of surgery; None if it does not operate on the model. A class
+            that overrides :meth:`apply` alone would never be called, and its objects are refused.
         effect: one line for the table of techniques.
         when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
@@ -62,6 +63,15 @@ class Technique(L.Callback):
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
             remember_arguments(cls)  # once for each __init__: one that is inherited is wrapped already
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        # Not when the class is made: one that others inherit from may leave its place to them.
+        calls_apply = cls.surgery is not None or cls.attach is not Technique.attach
+        if cls.apply is not Technique.apply and not calls_apply:
+            why = "what operates on the model does so at its place in the suite's order, so it would never be called"
+            way_out = "Set surgery = Surgery.ADAPT, or another place that Surgery lists, beside it"
+            raise TypeError(explain(f"{cls.__name__} has apply(), but neither surgery nor attach()", why, way_out))
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         return describe(self)

@@ -71,6 +71,38 @@ def test_the_same_masks_are_drawn_where_a_technique_promises_them():
     assert all(distance.error == 0.0 for distance in verified.rows[0].distances)
 
 
+class WithSGD(Classifier):
+    """AdamW's epsilon of 1e-8 is 0 in float16."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), self.lr)
+
+
+class WeighedBySize(ft.MicroBatching):
+    """Weights each micro-batch by its samples, whatever its loss is divided by."""
+
+    def __init__(self):
+        super().__init__(2, count="samples", check=False)
+
+
+def masked_error(net, batch):
+    rows, mask = batch
+    return (net(rows).square() * mask).sum() / mask.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+def test_a_module_of_another_dtype_with_a_batch_of_it(dtype):
+    torch.manual_seed(0)
+    net = WithSGD(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), masked_error, lr=0.1).to(dtype)
+    batch = torch.randn(8, 6, dtype=dtype), torch.tensor([[1], [1], [1], [0], [1], [0], [0], [0]], dtype=dtype)
+    verified = verify([ft.MicroBatching(2)], net, batch)
+    assert verified
+    assert net.net[0].weight.dtype is dtype
+    if dtype is torch.float64:
+        assert max(distance.error for distance in verified.rows[0].distances) < 1e-12
+    assert not verify([WeighedBySize()], net, batch)
+
+
 def test_low_precision_is_verified_beside_float32_and_a_bound_beside_what_is_exact():
     techniques = [ft.MicroBatching(3), ft.LowPrecisionProducts("int8", min_features=8)]
     verified = verify(techniques, precision="bf16-mixed")

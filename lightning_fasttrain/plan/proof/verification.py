@@ -71,6 +71,10 @@ class Verification:
         """Whether every technique keeps what it promises, and the comparison means something."""
         return not self.problems and all(row.ok for row in self.rows)
 
+    def __bool__(self) -> bool:
+        """As :attr:`ok`, so that ``assert ft.verify(...)`` means what it says."""
+        return self.ok
+
     @property
     def guilty(self) -> tuple[str, ...]:
         """The techniques that do not keep what they promise when they act alone."""

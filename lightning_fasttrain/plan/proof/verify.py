@@ -38,6 +38,7 @@ from lightning_fasttrain.technique.declarations import least_exact
 Loss = Callable[[Any, Any], Any]
 
 _FULL = "32-true"
+_LOW = (torch.bfloat16, torch.float16)
 _TIMES = 16.0  # what rounding does to a step is small and random; two steps may meet it at its two ends
 _TIMES_ROUNDED = 3.0  # the distance of low precision from float32 is no small thing
 _NO_YARDSTICK = 1e-3  # of the loss: turning the rows round does more than rounding would, so their order matters
@@ -148,6 +149,11 @@ def as_lightning_module(
     return _Supervised(built, loss, optimizer)
 
 
+def _in_float32(tensor: Tensor) -> Tensor:
+    """A tensor of 16 bits in float32; others, float64 among them, as they are."""
+    return tensor.float() if tensor.dtype in _LOW else tensor
+
+
 @dataclass
 class _Reference:
     """The steps that others are compared with, in one precision."""
@@ -186,8 +192,12 @@ class _Proof:
             self._judge(self._refer_in(precision, exact), precision)
 
     def _refer_in_float32(self) -> _Reference:
-        module = copy_module(self.module).float()
-        steps = Steps(module, self.batches, {**self.settings, "precision": _FULL})
+        module, batches = copy_module(self.module), self.batches
+        if any(parameter.dtype in _LOW for parameter in module.parameters()):
+            batches = apply_to_collection(batches, Tensor, _in_float32)
+            for tensor in (*module.parameters(), *module.buffers()):
+                tensor.data = _in_float32(tensor.data)
+        steps = Steps(module, batches, {**self.settings, "precision": _FULL})
         plain = record_steps(steps)
         if plain.draws and not all(technique.keeps_draws for technique in self.keeping):
             steps = replace(steps, dropout=False)
@@ -200,7 +210,9 @@ class _Proof:
         return _Reference(steps, plain, record, noise, find_meaning(record, noise), _TIMES)
 
     def _refer_in(self, precision: str, exact: _Reference) -> _Reference:
-        steps = replace(exact.steps, module=self.module, settings={**self.settings, "precision": precision})
+        steps = replace(
+            exact.steps, module=self.module, batches=self.batches, settings={**self.settings, "precision": precision}
+        )
         plain = record_steps(steps)
         record = self._with_changes(steps, plain)
         # Of all entries first, to find which of them mean something; then of those alone, as they are compared.
