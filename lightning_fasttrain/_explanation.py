@@ -18,10 +18,11 @@ _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")
 class SaysWhatItHolds(Protocol):
     """What is asked of a technique here."""
 
-    exactness: ClassVar[Any]
     surgery: ClassVar[Any]
 
     def took_hold(self, model: nn.Module) -> str: ...
+
+    def exactness_on(self, model: nn.Module) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -185,7 +186,7 @@ def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> 
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)
     acting: list[Acting] = []
     for one in in_order:
-        acting.append(Acting(type(one).__name__, repr(one), one.took_hold(model), one.exactness.value))
+        acting.append(Acting(type(one).__name__, repr(one), one.took_hold(model), one.exactness_on(model).value))
     return tuple(acting)
 
 

@@ -19,7 +19,8 @@ from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, 
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
-from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics
+from lightning_fasttrain.technique import Exactness, Technique, check_together
 from lightning_fasttrain.technique.technique import techniques_of
 
 
@@ -138,6 +139,11 @@ class MicroBatching(Technique):
     def took_hold(self, model: nn.Module) -> str:
         parts = f"each batch runs in {number_of(self.n, 'part')}"
         return f"{parts}, in twice as many when memory runs out" if self.adaptive else parts
+
+    def exactness_on(self, model: nn.Module) -> Exactness:
+        """Batch statistics are refused unless ``check=False`` accepts them."""
+        accepts_statistics = not self.check and any(list_batch_statistics(model))
+        return Exactness.CHANGES_TRAINING if accepts_statistics else self.exactness
 
     def outcome(self, model: nn.Module) -> str:
         return f"batches of this size fit in {number_of(self.n, 'part')}" if self.adaptive else ""

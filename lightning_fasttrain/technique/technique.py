@@ -108,6 +108,10 @@ class Technique(L.Callback):
         """Half a sentence for the start of a run: what it took hold of; "" if how it was made says enough."""
         return ""
 
+    def exactness_on(self, model: nn.Module) -> Exactness:
+        """How near it keeps to the plain run of this model, as it is set; by default as near as its class."""
+        return self.exactness
+
     def outcome(self, model: nn.Module) -> str:
         """Half a sentence for the end of a run: what fell back, was found, or gained nothing; "" if nothing did."""
         return ""

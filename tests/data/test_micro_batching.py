@@ -11,6 +11,7 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 import lightning_fasttrain as ft
+from lightning_fasttrain._explanation import describe_acting
 from tests.nets import (
     DIM,
     VOCAB,
@@ -247,8 +248,12 @@ def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
             fit(WithNorm(), lm_batches(1), [ft.MicroBatching(n)])
     with pytest.warns(ft.FastTrainWarning, match="BatchNorm in training mode .*not the same training"):
         fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2, check=False)])
+    accepted = describe_acting([ft.MicroBatching(2, check=False)], WithNorm())
+    assert accepted[0].exactness == "changes_training"
     frozen = WithNorm()
+    frozen.unused_norm.eval()
     frozen.net[1].eval()
+    assert describe_acting([ft.MicroBatching(2, check=False)], frozen)[0].exactness == "exact"
     fit(frozen, lm_batches(1), [ft.MicroBatching(2)])  # warnings are errors here
 
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +81,8 @@ class SplitSearch:
             self._use(self.trunk)
         else:
             began, before = time.monotonic(), self.split
-            found = self._find(batch, rest)
+            with self._explaining_windows():
+                found = self._search(batch, rest).find(together=True)
             if isinstance(found, LossSplit) and before is not None:
                 found = replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
             self._use(found)
@@ -93,9 +95,11 @@ class SplitSearch:
         say_trunk(_NAME, trunk, "as through= says")
         return trunk
 
-    def _find(self, batch: Any, rest: list[Any]) -> LossSplit | Trunk | None:
+    @contextmanager
+    def _explaining_windows(self) -> Iterator[None]:
+        """A loss that cannot be split is refused in a window: naming a trunk would not help there."""
         try:
-            return self._search(batch, rest).find(together=True)
+            yield
         except CannotSplitError as error:
             if self.micro is None or self.window is None or self._counting.count != "auto":
                 raise
@@ -129,7 +133,8 @@ class SplitSearch:
                 explain(what, why, "Use TokenWeightedAccumulation, or name the trunk with through=")
             ) from error
         assert self.split is not None
-        found = self._search(batch, rest).find_another(self.split, error, attempt)
+        with self._explaining_windows():
+            found = self._search(batch, rest).find_another(self.split, error, attempt)
         if isinstance(found, LossSplit):
             found = replace(found, log_rules=merge_log_rules(self.split.log_rules, found.log_rules))
             say("%s: %s; from here on each micro-batch is weighted by %s", _NAME, error, found)
