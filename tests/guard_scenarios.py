@@ -141,8 +141,8 @@ def sleep_for_ever():
     time.sleep(10_000)
 
 
-def hold_the_lock():
-    ctypes.PyDLL(None).sleep(10_000)  # PyDLL keeps Python's lock
+def hold_the_lock(seconds=10_000):
+    ctypes.PyDLL(None).sleep(seconds)  # PyDLL keeps Python's lock
 
 
 def hangs(folder):
@@ -201,6 +201,12 @@ def is_suspended(folder):
         (folder / "ready0").touch()
         for _ in range(8):
             time.sleep(0.1)
+
+
+def holds_the_lock_at_once(folder):
+    """Before the watching thread has looked once."""
+    with ProgressWatch(2.0, 60.0):
+        hold_the_lock(4)
 
 
 def outlives_its_parent(folder):
@@ -290,6 +296,7 @@ SCENARIOS = {
     "fails, torchrun": ("torchrun", fails_unwatched, nothing),
     "alone": ("alone", loops_alone, nothing),
     "suspended": ("alone", is_suspended, suspend),
+    "holds the lock at once": ("alone", holds_the_lock_at_once, nothing),
     "orphan": ("alone", outlives_its_parent, kill_the_parent),
 }
 

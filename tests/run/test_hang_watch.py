@@ -15,6 +15,7 @@ from tests.nets import TinyLM, as_loader, lm_batches, trainer
 HERE = [
     *("hangs", "holds the lock", "stopped", "main stopped", "main killed", "validates for long"),
     *("fails, Lightning", "fails, torchrun", "alone", "suspended", "orphan"),
+    "holds the lock at once",
 ]
 
 ENDED = ([1], [-9])  # the main process, by itself, or by Lightning's observer when it sees that a child has ended
@@ -59,6 +60,12 @@ def test_a_rank_that_holds_pythons_lock_is_silent_and_faulthandler_shows_where(f
     assert "rank 1 is silent: stopped, ended, or holding Python's lock" in seen["err"]["0"]
     assert "in hold_the_lock" in seen["err"]["1"].partition("Timeout (")[2]
     assert seen["codes"][0] == 1
+
+
+def test_a_lock_held_from_the_first_moment_is_shown_too(found):
+    seen = found["holds the lock at once"]
+    assert "in hold_the_lock" in seen["err"]["main"].partition("Timeout (")[2]
+    assert seen["codes"] == [0]
 
 
 def test_a_stopped_child_is_named_and_killed(found):

@@ -109,6 +109,7 @@ class ProgressWatch:
             self._board.publish(self._mine)
             self._check_parent(self._board)
         self._watched = threading.get_ident()
+        self._set_timer_without_lock()  # here, as the thread may never get the lock
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fasttrain-hang-watch")
         self._thread.start()
         return self
@@ -146,8 +147,7 @@ class ProgressWatch:
             last = now
             seen, quiet_s = (self._at, 0.0) if self._at is not seen else (seen, quiet_s + passed)
             self._end_without_parent()
-            # Goes off if this thread cannot run, without asking for Python's lock; before the others end this process.
-            faulthandler.dump_traceback_later(max(0.8 * self.timeout_s, 4 * self._poll_s), file=2)
+            self._set_timer_without_lock()
             step, beats, phase = seen
             over = quiet_s >= (self.timeout_s if self._is_known(phase) else self.first_timeout_s)
             self._mine = replace(
@@ -174,6 +174,10 @@ class ProgressWatch:
             # All must be over time or silent. Who moves will come to where the others wait.
             if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
                 self._end(others, silent)
+
+    def _set_timer_without_lock(self) -> None:
+        """Goes off if the thread cannot run, without asking for Python's lock; before the others end this process."""
+        faulthandler.dump_traceback_later(max(0.8 * self.timeout_s, 4 * self._poll_s), file=2)
 
     def _is_known(self, phase: str) -> bool:
         return bool(self._error) or (phase in self._known and phase != "checkpoint")
