@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -72,3 +73,16 @@ def number_of(count: int, thing: str, things: str = "") -> str:
         ('1 rank', '1,200 ranks', '2 batches')
     """
     return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"
+
+
+def count_bytes(batch: Any) -> int:
+    """The bytes of all tensors in a batch.
+
+    Example:
+        >>> import torch
+        >>> count_bytes({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
+        24
+    """
+    sizes: list[int] = []
+    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.nbytes))
+    return sum(sizes)

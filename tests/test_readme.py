@@ -102,6 +102,18 @@ def test_the_table_of_the_chunked_loss_is_what_was_measured():
         assert cells == [f"{row['step_ms']:.0f} ms, {row['added_mib']:.0f} MiB" for row in found]
 
 
+def test_the_table_of_what_a_proof_costs_is_what_was_measured():
+    written = RESULTS.split("<!-- proof cost -->\n")[1].split("\n<!-- /proof cost -->")[0].splitlines()[2:]
+    rows = json.loads((ROOT / "examples" / "results" / "proof_cost_cpu.json").read_text())["rows"]
+    expected = []
+    for row in rows:
+        cells = [row["size"], f"{row['step_s']:.1f} s, {row['step_peak_bytes'] / 2**30:.1f} GiB"]
+        for side in ("verify", "rehearsal"):
+            cells.append(f"{row[f'{side}_steps']:.1f} steps, {row[f'{side}_more_parameters']:+.1f} × the parameters")
+        expected.append(f"| {' | '.join(cells)} |")
+    assert written == expected
+
+
 def test_the_cold_start_is_what_was_measured():
     rows = json.loads((ROOT / "examples" / "results" / "compile_cold_start_cpu.json").read_text())["rows"]
     blocks, whole = (row for row in rows if row["blocks"] == 24)

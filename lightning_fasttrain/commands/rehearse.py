@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -94,10 +94,16 @@ def rehearse_script(
     Returns:
         What was found, None if no fit began; and the exit code of the script.
     """
+    return ask_script(script, arguments, {"FASTTRAIN_REHEARSAL_SECONDS": str(seconds)}, quiet=quiet)
+
+
+def ask_script(
+    script: str, arguments: Sequence[str], orders: Mapping[str, str], *, quiet: bool
+) -> tuple[dict[str, Any] | None, int]:
+    """Run a script up to its first step; returns what the callback found, None if no fit began, and the exit code."""
     with tempfile.TemporaryDirectory() as name:
         result = Path(name) / "result.json"
-        orders = {"FASTTRAIN_REHEARSAL_RESULT": str(result), "FASTTRAIN_REHEARSAL_SECONDS": str(seconds)}
-        code = run_script(script, arguments, _POINT, orders, quiet=quiet)
+        code = run_script(script, arguments, _POINT, {"FASTTRAIN_REHEARSAL_RESULT": str(result), **orders}, quiet=quiet)
         return json.loads(result.read_text()) if result.exists() else None, code
 
 

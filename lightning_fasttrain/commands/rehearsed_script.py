@@ -1,4 +1,4 @@
-"""In a script that is rehearsed: the callback that every Trainer of it gets, and that ends the process."""
+"""In a script that is rehearsed or verified: the callback that each Trainer of it gets, and that ends the process."""
 
 import json
 import os
@@ -9,19 +9,26 @@ from typing import Any
 import lightning as L
 
 from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal, is_rehearsing
+from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
+from lightning_fasttrain.plan.rehearsal.rehearsed import read_batches
+from lightning_fasttrain.plan.rehearsal.stages import verify_run
+from lightning_fasttrain.plan.subject import techniques_named
 
-RESULT, SECONDS = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS"  # in the environment
+# In the environment.
+RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS", "FASTTRAIN_VERIFY"
 
 
 def make_callbacks() -> list[L.Callback]:
     """What Lightning adds to each Trainer: it asks the entry points of its group ``callbacks_factory``.
 
-    Nothing outside of ``fasttrain rehearse``, nor in the Trainers of a rehearsal itself.
+    Nothing outside of ``fasttrain rehearse`` and ``fasttrain verify``, nor in the Trainers of a rehearsal itself.
     """
     if is_rehearsing() or RESULT not in os.environ:
         return []
+    if VERIFY in os.environ:
+        return [VerifyAndEnd(**json.loads(os.environ[VERIFY]))]
     return [RehearseAndEnd(float(os.environ[SECONDS]))]
 
 
@@ -48,6 +55,35 @@ class RehearseAndEnd(Rehearsal):
             act()
         except RehearsalError as error:
             _end(True, {"ok": False, "error": str(error)})  # whichever rank: the others may wait for it
+
+
+class VerifyAndEnd(RehearseAndEnd):
+    """A verification of the first batches, in the run's precision, after which the process ends.
+
+    Args:
+        techniques: as on the command line, instead of the Trainer's own; "" for those.
+        steps: as for :func:`~lightning_fasttrain.verify`.
+    """
+
+    def __init__(self, techniques: str, steps: int) -> None:
+        super().__init__()
+        self.techniques, self.steps = techniques, steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: as of :class:`Rehearsal`, of which only the first stage is done."""
+        run = self._run
+        assert run is not None
+        try:
+            with Rehearsing(), leaving_no_trace(trainer, pl_module):
+                techniques = techniques_named(self.techniques) or run.techniques
+                sample, validation = read_batches(trainer, self.steps, seconds=0.0)
+                verified = verify_run(trainer, run, sample.first, validation, techniques, self.steps)
+        except (RehearsalError, ValueError, TypeError) as error:
+            _end(True, {"ok": False, "error": str(error)})
+            raise  # not reached
+        trainer.strategy.barrier()
+        found = {"ok": verified.ok, "report": verified.as_dict(), "table": str(verified)}
+        _end(trainer.is_global_zero, found)
 
 
 def _end(tells: bool, result: dict[str, Any]) -> None:

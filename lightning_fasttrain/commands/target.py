@@ -38,6 +38,9 @@ def add_target(parser: argparse.ArgumentParser, batch: str) -> None:
     parser.add_argument(
         "--arg", action="append", default=[], metavar="KEY=VALUE", help="an argument for TARGET, may be repeated"
     )
+    parser.add_argument(
+        "--data", default="", metavar="TARGET", help="package.module:Name of a LightningDataModule, for its batches"
+    )
     parser.add_argument("--size", help="a reference GPT instead: nano, tiny, mini, gpt2-small, gpt2-medium or gpt2-xl")
     parser.add_argument("--batch", type=int, metavar="N", help=batch)
 
@@ -52,7 +55,7 @@ def load_target(options: argparse.Namespace) -> tuple[Any, Any]:
 
     _refuse_both_or_none(options)
     if options.size is None:
-        return load_subject(options.target, options.arg, fake=False)
+        return load_subject(options.target, options.arg, data=options.data, fake=False)
     specimen = _reference(options.size, 4 if options.batch is None else options.batch)
     return specimen.module(), specimen.batch()
 
@@ -68,7 +71,7 @@ def load_target_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
 
     _refuse_both_or_none(options)
     if options.size is None:
-        return load_subject(options.target, options.arg)
+        return load_subject(options.target, options.arg, data=options.data)
     specimen = _reference(options.size, size_named(options.size).batch if options.batch is None else options.batch)
     return specimen.module, specimen.batch()
 

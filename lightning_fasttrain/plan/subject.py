@@ -18,21 +18,24 @@ from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.technique import Technique
 
 
-def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True) -> tuple[nn.Module, Any]:
+def load_subject(
+    path: str, arguments: Sequence[str] = (), *, data: str = "", fake: bool = True
+) -> tuple[nn.Module, Any]:
     """Import what ``path`` names, call it, and take a batch. This runs its code.
 
     Args:
         path: ``"package.module:name"``, looked for in the current folder too. A LightningModule's class, whose
             batch is the first of its own ``train_dataloader``; or a function that returns (module, batch).
         arguments: ``"key=value"`` each, for the call. Values are Python literals, or else strings.
+        data: the same for a LightningDataModule, or a function that returns one, which gives the batch instead.
         fake: whether the model is made of tensors without memory.
 
     Returns:
         The module and the batch.
 
     Raises:
-        ValueError: a path or an argument that cannot be read, or a module without a loader.
-        TypeError: the call returned something else.
+        ValueError: a path or an argument that cannot be read.
+        TypeError: the call returned something else, or a module without a loader.
 
     Example:
         >>> module, batch = load_subject("torch.nn:Linear", ["in_features=3"])
@@ -48,16 +51,36 @@ def load_subject(path: str, arguments: Sequence[str] = (), *, fake: bool = True)
             what = f"{path} with {' '.join(arguments) or 'no arguments'}"
             why = str(error).partition("\n")[0].rstrip(".")
             raise TypeError(explain(what, why, "Check the --arg values")) from error
+    if data:
+        return _with_data(made, path, data)
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
     if not isinstance(made, L.LightningModule) or not is_overridden("train_dataloader", made):
         what = f"{path} gives {type(made).__name__}"
         why = "a batch is needed too, and only a LightningModule with a train_dataloader brings one"
-        raise TypeError(explain(what, why, "Name a function that returns (module, batch)"))
+        way_out = "Name a LightningDataModule with --data, or a function that returns (module, batch)"
+        raise TypeError(explain(what, why, way_out))
     # Out of the mode, as loaders read real data.
     made.prepare_data()
     made.setup("fit")
     return made, next(iter(made.train_dataloader()))
+
+
+def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:
+    """The module, which does to batches what the datamodule does, and the first batch of the datamodule."""
+    if not isinstance(module, nn.Module):
+        why = "the data are named beside it, and a model is needed"
+        raise TypeError(explain(f"{path} gives {type(module).__name__}", why, "Name a LightningModule's class"))
+    datamodule = _import_target(data)()
+    if not isinstance(datamodule, L.LightningDataModule):
+        why = "a LightningDataModule is needed"
+        raise TypeError(explain(f"--data {data} gives {type(datamodule).__name__}", why, "Name its class"))
+    datamodule.prepare_data()
+    datamodule.setup("fit")
+    for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+        if is_overridden(hook, datamodule):
+            setattr(module, hook, getattr(datamodule, hook))
+    return module, next(iter(datamodule.train_dataloader()))
 
 
 def techniques_named(text: str) -> list[Technique]:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from lightning_fasttrain._counts import format_bytes
 from lightning_fasttrain._host import configured_optimizers
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
-from lightning_fasttrain.plan.proof.step_record import copy_module, quietly
+from lightning_fasttrain.plan.proof.short_run import copy_module, quietly
 
 _LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0

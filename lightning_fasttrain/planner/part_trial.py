@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
-from lightning_fasttrain.plan.proof.step_record import EnoughError
+from lightning_fasttrain.plan.proof.short_run import EnoughError
 from lightning_fasttrain.plan.rehearsal.rehearsed import fill_up
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again

@@ -224,6 +224,15 @@ def test_weights_that_are_not_read_back(tmp_path):
     refused(tmp_path, "read back, and differ in weight", [writer], saves=False, plugins=[Damages()])
 
 
+class Stops(L.Callback):
+    def on_train_start(self, trainer, pl_module):
+        trainer.should_stop = True
+
+
+def test_a_run_that_a_callback_ends_at_once(tmp_path):
+    refused(tmp_path, "ended after .*, before its second epoch: .* trainer.should_stop", [Stops()])
+
+
 class Warmup(L.Callback):
     """Counts steps, and forgets the count when the run is killed."""
 

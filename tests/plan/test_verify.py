@@ -13,7 +13,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain._messages import note_once
 from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
 from lightning_fasttrain.finetune.parts import _float32_adapters
-from lightning_fasttrain.plan.proof.step_record import quietly
+from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.plan.proof.without_dropout import without_dropout
 from tests.nets import TinyLM, as_loader, lm_batches, weights
 
@@ -57,7 +57,9 @@ def test_exact_techniques_are_the_same_and_nothing_is_left_changed():
     verified = verify([ft.MicroBatching(3), ft.ActivationCheckpointing(), ft.EagerGradientRelease()], net, steps=2)
     assert verified.ok, str(verified)
     assert verified.rows[0].verdict == "the same"
-    assert {distance.what for distance in verified.rows[0].distances} == {"loss", "gradients", "updates", "evaluation"}
+    assert {distance.what for distance in verified.rows[0].distances} == {
+        "loss", "gradients", "updates", "evaluation", "validation"
+    }  # fmt: skip
     assert any("Dropout is off" in note for note in verified.notes)
     assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
     assert net.blocks[0].dropout.p == 0.1
@@ -131,7 +133,7 @@ def test_kernels_of_quantised_layers_round_otherwise_in_evaluation():
 def test_a_window_of_batches_is_held_against_one_large_batch():
     verified = verify([ft.TokenWeightedAccumulation(2)])
     assert verified.ok, str(verified)
-    assert {distance.what for distance in verified.rows[0].distances} == {"gradients", "updates"}
+    assert {distance.what for distance in verified.rows[0].distances} == {"gradients", "updates", "validation"}
 
 
 def test_a_plain_module_a_factory_and_a_module_with_techniques_of_its_own():
@@ -224,7 +226,7 @@ def empty(change):
 def test_empty_proofs_are_no_proofs():
     ignored = {**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}
     assert "The loss is nan" in tail(verify([ft.EagerGradientRelease()], batch=ignored))
-    assert "No weight moved in 1 steps" in empty(lambda net: net.settings.update(lr=0.0, weight_decay=0.0))
+    assert "No weight moved in 2 steps" in empty(lambda net: net.settings.update(lr=0.0, weight_decay=0.0))
 
     class Flat(TinyLM):
         def training_step(self, batch, batch_idx):

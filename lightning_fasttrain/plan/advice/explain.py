@@ -14,7 +14,7 @@ from lightning_fasttrain._free_memory import free_bytes
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.predict.fake_copy import Factory
-from lightning_fasttrain.plan.proof.step_record import quietly
+from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.technique import Technique
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fasttrain._messages import list_some
 from lightning_fasttrain.plan.proof.step_record import StepRecord
@@ -22,15 +22,16 @@ def find_empty(record: StepRecord) -> list[str]:
     """Why a record shows nothing, so that to equal it means nothing."""
     if not all(map(math.isfinite, record.losses)):
         return [f"The loss is {record.losses[0]}: nothing can be compared with it. Check the batch."]
-    if not any(bool(gradient.any()) for gradient in record.gradients.values()):
+    if all(gradient.is_zero() for gradient in record.gradients.values()):
         why = "Are all labels ignored, or is the loss cut off from the weights?"
         return [f"The gradient is zero everywhere, which any step equals. {why}"]
-    if not any(bool(update.any()) for update in record.updates.values()):
-        way_out = "Is it a warm-up that begins with a rate of zero? Then give steps=2 or more"
-        return [f"No weight moved in {len(record.losses)} steps. {way_out}."]
-    first, last = record.evaluation[0], record.evaluation[-1]
+    if all(update.is_zero() for _, update in record.updates()):
+        steps = len(record.losses)
+        way_out = f"Is it a warm-up that begins with a rate of zero? Then give steps={steps + 1} or more"
+        return [f"No weight moved in {steps} steps. {way_out}."]
+    first, last = record.losses[0], record.training
     # In 16 bits a loss may well round to the same number after one step.
-    if first is not None and first == last and not _in_half_precision(record):
+    if first == last and not _in_half_precision(record):
         return ["The loss is flat: weights moved, and the same batch has the same loss as before."]
     return []
 
@@ -38,10 +39,10 @@ def find_empty(record: StepRecord) -> list[str]:
 def find_unsteady(record: StepRecord, noise: Distances) -> list[str]:
     """Weights that rounding moves far though it hardly touches their gradient: what the optimizer does is unstable."""
     unsteady = []
-    for name, update in record.updates.items():
+    for name, update in record.updates():
         if name in record.gradients:
-            rounding = noise.gradients.get(name, 0.0) / max(float(record.gradients[name].double().norm()), 1e-300)
-            moved = noise.updates.get(name, 0.0) / max(float(update.norm()), 1e-300)
+            rounding = noise.gradients.get(name, 0.0) / max(record.gradients[name].norm(), 1e-300)
+            moved = noise.updates.get(name, 0.0) / max(update.norm(), 1e-300)
             if rounding < _LITTLE and moved > _MUCH:
                 unsteady.append((moved, name))
     if not unsteady:
@@ -61,7 +62,7 @@ def find_unheld(plain: StepRecord, other: StepRecord) -> list[str]:
 
 def find_without_gradient(plain: StepRecord, other: StepRecord) -> list[str]:
     """Parameters that lose their gradient with the techniques."""
-    had = [name for name, gradient in plain.gradients.items() if bool(gradient.any())]
+    had = [name for name in plain.before if _has_gradient(plain, name)]
     lost = [name for name in had if name in other.trains and not _has_gradient(other, name)]
     if not lost:
         return []
@@ -71,12 +72,12 @@ def find_without_gradient(plain: StepRecord, other: StepRecord) -> list[str]:
 def find_stuck(plain: StepRecord, other: StepRecord) -> list[str]:
     """New weights in low precision whose updates are smaller than what their numbers can tell apart."""
     new = [name for name in other.before if name not in plain.before and name in other.reached]
-    half = [name for name in new if other.before[name].element_size() < 4]
+    half = [name for name in new if other.before[name].dtype.itemsize < 4]
     moved, total = 0, 0
     for name in half:
         should_move = other.reached[name]
         total += int(should_move.sum())
-        moved += int((should_move & (other.after[name] != other.before[name])).sum())
+        moved += int((should_move & (other.after[name].entries != other.before[name].entries)).sum())
     if total == 0 or moved >= (1 - _MOST_STUCK) * total:
         return []
     what = f"{1 - moved / total:.0%} of the numbers in {list_some(half)} have a gradient and did not move"
@@ -115,21 +116,57 @@ def find_changed_base(plain: StepRecord, other: StepRecord, noise: Distances) ->
     return [f"With adapters switched off the model is not the plain one: its loss is {apart / size:.1e} off."]
 
 
-def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> list[str]:
-    """Techniques that should operate on the model and leave it as it was.
+def find_other_conduct(plain: StepRecord, other: StepRecord) -> list[str]:
+    """What techniques change about a run that no number of a step shows.
+
+    Args:
+        plain: without them.
+        other: with them, where they do not say that they change training.
+    """
+    found = []
+    moved = [name for name in other.frozen if name not in plain.frozen and name in plain.unmoved]
+    if moved:
+        found.append(f"{list_some(moved)} do not train, and were changed.")
+    still = [name for name in plain.frozen if name not in other.frozen and name in other.unmoved]
+    if still:
+        found.append(f"{list_some(still)} do not train, are changed by the step all the same, and were not.")
+    for when, modes in plain.modes.items():
+        theirs = other.modes.get(when, modes)
+        switched = [name or "the module" for name, mode in modes.items() if theirs.get(name, mode) != mode]
+        if switched:
+            mode = "evaluation" if modes.get(switched[0], modes.get("")) else "training"
+            found.append(f"In {when} {list_some(switched)} are in {mode} mode, unlike without the techniques.")
+    keys = [
+        name for name in dict.fromkeys([*plain.state, *other.state]) if plain.state.get(name) != other.state.get(name)
+    ]
+    if plain.state and other.state and keys:
+        found.append(f"state_dict has other entries: {list_some(keys)}.")
+    if plain.numbers != other.numbers:
+        found.append("After a step the random numbers are others than after the plain step.")
+    acting = [name or "the module" for name, hooks in plain.left_behind.items() if other.left_behind.get(name) != hooks]
+    if acting:
+        found.append(f"When the fit is over {list_some(acting)} are left with other hooks than before.")
+    if set(plain.validated) != set(other.validated):
+        named = sorted(set(plain.validated) ^ set(other.validated))
+        found.append(f"Validation or prediction gives other things: {list_some(named)}.")
+    return found
+
+
+def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:
+    """Which techniques should operate on the model and leave it as it was.
 
     Args:
         model: a copy that may be operated on.
         techniques: copies.
     """
-    idle = []
+    idle = set[str]()
     for technique in techniques:
         if technique.surgery is None:
             continue
         before = _structure(model)
         undo = technique.apply(model)
         if undo is None and _structure(model) == before:  # who returns an undo has done something
-            idle.append(f"{technique} changed nothing.")
+            idle.add(str(technique))
     return idle
 
 
@@ -151,9 +188,8 @@ def _gap(record: StepRecord) -> float | None:
 
 
 def _has_gradient(record: StepRecord, name: str) -> bool:
-    gradient: Tensor | None = record.gradients.get(name)
-    return gradient is not None and bool(gradient.any())
+    return any(not gradient.is_zero() for gradient in record.gradients_of(name))
 
 
 def _in_half_precision(record: StepRecord) -> bool:
-    return any(weight.element_size() < 4 for weight in record.before.values())
+    return any(weight.dtype.itemsize < 4 for weight in record.before.values())

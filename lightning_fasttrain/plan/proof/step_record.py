@@ -1,26 +1,21 @@
-"""Runs a few steps of a model's copy in a Trainer of their own, and keeps what came of them."""
+"""Keeps what came of a few steps: digests of gradients, weights and buffers, losses, and what the run left behind."""
 
-import copy
-import logging
-import random
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
 import lightning as L
-import numpy as np
 import torch
 from lightning.fabric.utilities.apply_func import apply_to_collection
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._host import without_trainer
-from lightning_fasttrain._messages import FastTrainWarning, explain, list_some, log
+from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.data.normalizer.trial.restore_state import remember
@@ -29,28 +24,38 @@ from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.adapters.base_model import base_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.plan.proof.digest import Digest, take_digest
+from lightning_fasttrain.plan.proof.short_run import Steps, copy_batch, run_steps, seed_step
 from lightning_fasttrain.plan.proof.without_dropout import without_dropout
 from lightning_fasttrain.technique import Technique
 
 _LARGE_SHARE = 0.05  # of a model's bytes
-_SEED = 1_000_003  # of the first step; any number that nobody's own seed is likely to be
+
+Digests = dict[str, Digest]
 
 
 @dataclass
 class StepRecord:
-    """What a few steps gave. Tensors are copies on the CPU, by the names of parameters and buffers.
+    """What a few steps gave, by the names of parameters and buffers.
 
     Attributes:
         losses: of each batch; none where several batches make a step.
-        gradients: of the first optimizer step, before clipping.
-        reached: which entries of each weight ever had a gradient other than zero.
+        gradients: of each optimizer step, before clipping; those of later steps under ``"name, step 2"``.
+        reached: which sampled entries of each weight ever had a gradient other than zero.
         before, after: the weights that train, at the start and at the end.
+        unmoved: names of the weights that do not train.
+        frozen: those of them that were changed nevertheless, at the end.
         buffers: at the end.
-        evaluation: the first batch's loss in evaluation, at the start and at the end; None where it has none.
+        validated: what validation returned and logged, and what ``predict_step`` returned.
+        evaluation: the first batch's loss in evaluation, at the start and at the end; None where it is not known.
         training: its loss in training without dropout, at the end.
         base: its loss in evaluation with the adapters switched off, at the end; None if there are none.
         trains: names of the parameters that require a gradient.
         unheld: those of them that no optimizer has.
+        modes: whether each module is in training mode, in the last step and in validation.
+        state: shapes and dtypes of what ``state_dict`` gives.
+        numbers: fingerprints of the random states after each step.
+        left_behind: which modules have hooks or another ``forward`` when the fit is over.
         quantized: whether the model has quantised layers.
         draws: whether the first step drew random numbers.
         idle: name of a technique that did nothing → why.
@@ -59,43 +64,37 @@ class StepRecord:
     """
 
     losses: list[float] = field(default_factory=list)
-    gradients: dict[str, Tensor] = field(default_factory=dict)
+    gradients: Digests = field(default_factory=dict)
     reached: dict[str, Tensor] = field(default_factory=dict)
-    before: dict[str, Tensor] = field(default_factory=dict)
-    after: dict[str, Tensor] = field(default_factory=dict)
-    buffers: dict[str, Tensor] = field(default_factory=dict)
+    before: Digests = field(default_factory=dict)
+    after: Digests = field(default_factory=dict)
+    unmoved: list[str] = field(default_factory=list)
+    frozen: Digests = field(default_factory=dict)
+    buffers: Digests = field(default_factory=dict)
+    validated: Digests = field(default_factory=dict)
     evaluation: list[float | None] = field(default_factory=list)
     training: float | None = None
     base: float | None = None
     trains: list[str] = field(default_factory=list)
     unheld: list[str] = field(default_factory=list)
+    modes: dict[str, dict[str, bool]] = field(default_factory=dict)
+    state: dict[str, tuple[object, ...]] = field(default_factory=dict)
+    numbers: list[str] = field(default_factory=list)
+    left_behind: dict[str, tuple[object, ...]] = field(default_factory=dict)
     quantized: bool = False
     draws: bool = False
     idle: dict[str, str] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    @property
-    def updates(self) -> dict[str, Tensor]:
-        """What the optimizer added to each weight, in float64."""
-        return {name: self.after[name].double() - before.double() for name, before in self.before.items()}
+    def updates(self) -> Iterator[tuple[str, Digest]]:
+        """What the optimizer added to each weight, one after another."""
+        for name, before in self.before.items():
+            yield name, self.after[name] - before
 
-
-@dataclass(frozen=True)
-class Steps:
-    """Which steps are run.
-
-    Attributes:
-        module: left as it is; copies are run.
-        batches: one for each step.
-        settings: of the Trainer.
-        dropout: whether it stays on.
-    """
-
-    module: L.LightningModule
-    batches: Sequence[Any]
-    settings: dict[str, Any]
-    dropout: bool = True
+    def gradients_of(self, name: str) -> list[Digest]:
+        """The gradients of one weight in each step that it has one in."""
+        return [digest for key, digest in self.gradients.items() if key.partition(", step ")[0] == name]
 
 
 def record_steps(
@@ -104,6 +103,9 @@ def record_steps(
     *,
     window: int = 1,
     change: Callable[[nn.Module], Any] | None = None,
+    evaluates: bool = True,
+    from_start: bool = False,
+    store: Path | None = None,
 ) -> StepRecord:
     """Run a step for each of the batches, or for each ``window`` of them, on a copy, and keep what came of it.
 
@@ -112,122 +114,39 @@ def record_steps(
         techniques: copies of them act.
         window: batches that make a step.
         change: done to the copy right before its first step.
+        evaluates: whether all is kept that two runs are compared by; False for one that tells what rounding does.
+        from_start: whether the first batch is evaluated before the first step too.
+        store: a folder for the entries of all tensors, which are otherwise sampled.
 
     Raises:
         TypeError: the module cannot be copied.
         Exception: whatever the module, or a technique, raises.
     """
-    recorder = _Recorder(len(of.batches), window, change)
+    recorder = _Recorder(of, window, change, evaluates, from_start, store)
     recorder.record.warnings = run_steps(of, techniques, recorder)
     return recorder.record
-
-
-def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:
-    """Run the batches on a copy, with copies of ``techniques`` and with ``watcher``, which is called last.
-
-    Returns:
-        What the suite warned about.
-
-    Raises:
-        TypeError: the module cannot be copied.
-        Exception: whatever the module, or a technique, raises.
-    """
-    module = copy_module(of.module)
-    if not of.dropout:
-        without_dropout(module)
-    with isolate_rng(), quietly() as warned, _only_these_techniques(module):
-        _seed(0)
-        trainer = L.Trainer(
-            **{
-                "accelerator": "auto",
-                "devices": 1,
-                "logger": False,
-                "enable_checkpointing": False,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
-                "use_distributed_sampler": False,
-                "limit_val_batches": 0,
-                "max_epochs": 1000,  # what Lightning takes where nothing is said, without its warning
-                **of.settings,
-            },
-            # The one that ends the run is last, so that the watcher sees the end of the last batch.
-            callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(of.batches))],
-        )
-        loader = DataLoader(_Repeated(of.batches), batch_size=None, collate_fn=as_it_is)
-        with suppress(EnoughError):
-            trainer.fit(module, loader)
-    return warned
-
-
-def copy_module(module: L.LightningModule) -> L.LightningModule:
-    """A copy without the Trainer that ``module`` may be attached to.
-
-    Raises:
-        TypeError: it cannot be copied.
-    """
-    try:
-        with without_trainer(module):
-            return copy.deepcopy(module)
-    except Exception as error:
-        why = f"{type(error).__name__}: {error}"
-        way_out = "Give a function that builds it: lambda: MyModule(...)"
-        raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
-
-
-def _seed(number: int) -> None:
-    """Seed what a step may draw from. Lightning's own function would leave environment variables behind."""
-    random.seed(_SEED + number)
-    np.random.seed(_SEED + number)
-    torch.manual_seed(_SEED + number)
-
-
-class EnoughError(Exception):
-    """Ends a fit before anything that belongs to the end of an epoch."""
-
-
-class _StopAfter(L.Callback):
-    """Ends a fit after so many batches."""
-
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
-
-    def on_train_batch_end(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if batch_idx + 1 == self.batches:
-            raise EnoughError
-
-
-class _Repeated(Dataset[Any]):
-    """The batches and as many again, so that none of the steps is the last of an epoch; each time a new copy."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = batches
-
-    def __len__(self) -> int:
-        return 2 * len(self.batches) + 1
-
-    def __getitem__(self, index: int) -> Any:
-        return copy_batch(self.batches[index % len(self.batches)])
-
-
-def as_it_is(batch: Any) -> Any:
-    return batch
-
-
-def copy_batch(batch: Any) -> Any:
-    return apply_to_collection(batch, Tensor, torch.clone)
 
 
 class _Recorder(L.Callback):
     """Fills a record. It comes after the techniques, so that they have acted."""
 
-    def __init__(self, batches: int, window: int, change: Callable[[nn.Module], Any] | None) -> None:
+    def __init__(
+        self,
+        of: Steps,
+        window: int,
+        change: Callable[[nn.Module], Any] | None,
+        evaluates: bool,
+        from_start: bool,
+        store: Path | None,
+    ) -> None:
         self.record = StepRecord()
-        self.batches, self.window, self.change = batches, window, change
+        self.of, self.window, self.change, self.evaluates = of, window, change, evaluates
+        self.from_start, self.store, self.stored = from_start, store, 0
         self.first: Any = None
-        self.arrived: dict[str, Tensor] = {}
-        self.stepped = False
+        self.arrived: Digests = {}
+        self.unmoved: Digests = {}
+        self.logged: set[str] = set()
+        self.step = 0
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         record = self.record
@@ -236,47 +155,59 @@ class _Recorder(L.Callback):
         for name, parameter in pl_module.named_parameters():
             if parameter.requires_grad:
                 record.trains.append(name)
-                record.before[name] = _keep(parameter)
+                record.before[name] = self._keep(parameter)
                 parameter.register_hook(self._arrive(name))  # called before the gradient is added to `grad`
+            elif self.evaluates:
+                self.unmoved[name] = take_digest(parameter)
         if not record.trains:
             why = "no parameter requires a gradient, so there is no training to compare"
             raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
         record.unheld = _find_unheld(trainer, pl_module)
         record.left = _left_in_floats(pl_module)
+        record.unmoved = list(self.unmoved)
         record.quantized = any(is_quantized(each) for each in pl_module.modules())
 
+    def _keep(self, tensor: Tensor) -> Digest:
+        if self.store is None:
+            return take_digest(tensor)
+        self.stored += 1
+        return take_digest(tensor, self.store / f"{self.stored}.safetensors")
+
     def _arrive(self, name: str) -> Callable[[Tensor], None]:
-        """An optimizer may use a gradient up as it arrives, so what arrives is added up here."""
+        """An optimizer may use a gradient up as it arrives, so the digests of what arrives are added up here."""
 
         def arrive(gradient: Tensor) -> None:
+            found = take_digest(gradient)
             reached = self.record.reached
-            reached[name] = reached.get(name, torch.tensor(False)) | (_keep(gradient) != 0)
-            if not self.stepped:
-                so_far = self.arrived.get(name)
-                self.arrived[name] = _keep(gradient) if so_far is None else so_far + _keep(gradient)
+            reached[name] = reached.get(name, torch.tensor(False)) | (found.entries != 0)
+            self.arrived[name] = self.arrived[name] + found if name in self.arrived else found
 
         return arrive
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if batch_idx >= len(self.of.batches):
+            return
         if batch_idx == 0:
             self.first = copy_batch(batch)
-            self.record.evaluation.append(self._evaluate(trainer, pl_module))
+            self.record.evaluation.append(self._evaluate(trainer, pl_module) if self.from_start else None)
+            self._predict(trainer, pl_module)  # before the steps, which would add what rounding does to them
         # After the evaluation, which may draw: the step has to begin with the same numbers in every record.
         if batch_idx % self.window == 0:
-            _seed(batch_idx // self.window)
+            seed_step(batch_idx // self.window)
         if batch_idx == 0:
-            self.drawn = _numbers(random_state())
+            self.drawn = _fingerprint(random_state())
+        self.record.modes["training"] = _modes(pl_module)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        if self.stepped:
-            return
-        self.stepped = True
-        self.record.gradients = self.arrived
         for name, parameter in pl_module.named_parameters():
-            if parameter.requires_grad and parameter.grad is not None:
-                self.record.gradients[name] = _keep(parameter.grad)
+            key = self._key(name)
+            if parameter.requires_grad and parameter.grad is not None and key not in self.record.gradients:
+                self.record.gradients[key] = self._keep(parameter.grad)
+
+    def _key(self, name: str) -> str:
+        return name if self.step == 0 else f"{name}, step {self.step + 1}"
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -284,20 +215,67 @@ class _Recorder(L.Callback):
         record = self.record
         if outputs and self.window == 1:
             record.losses.append(float(loss_of(outputs)))
+        if (batch_idx + 1) % self.window == 0:
+            self._end_step()
         if batch_idx == 0:
-            record.draws = _numbers(random_state()) != self.drawn
-            record.gradients = record.gradients or self.arrived  # an optimizer that steps in the backward calls no hook
+            record.draws = _fingerprint(random_state()) != self.drawn
             for technique in trainer.callbacks:
                 if isinstance(technique, Technique) and (idle := technique.why_idle(pl_module)):
-                    record.idle[type(technique).__name__] = idle[0]
-        if batch_idx + 1 < self.batches:
-            return
-        parameters = dict(pl_module.named_parameters())
-        record.after = {name: _keep(parameters[name]) for name in record.before}
-        record.buffers = {name: _keep(buffer) for name, buffer in pl_module.named_buffers()}
-        record.evaluation.append(self._evaluate(trainer, pl_module))
-        record.training = self._evaluate(trainer, pl_module, training=True)
-        record.base = self._evaluate_base(trainer, pl_module)
+                    record.idle[str(technique)] = idle[0]
+        if batch_idx + 1 == len(self.of.batches):
+            self._end(trainer, pl_module)
+
+    def _end_step(self) -> None:
+        for name, digest in self.arrived.items():
+            self.record.gradients.setdefault(self._key(name), digest)  # what was used up before the hook, or without it
+        self.arrived = {}
+        self.record.numbers.append(_fingerprint(random_state()))
+        self.step += 1
+
+    def _end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        record, parameters = self.record, dict(module.named_parameters())
+        record.after = {name: self._keep(parameters[name]) for name in record.before}
+        for name, before in self.unmoved.items():
+            now = take_digest(parameters[name]) if name in parameters else before
+            if now.checksum != before.checksum:
+                record.frozen[name] = now
+        record.buffers = {name: self._keep(buffer) for name, buffer in module.named_buffers()}
+        if self.evaluates:
+            for name, value in module.state_dict().items():
+                record.state[name] = (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value),)
+            record.training = self._evaluate(trainer, module, training=True)
+            record.base = self._evaluate_base(trainer, module)
+        if self.evaluates or self.of.validation is not None:
+            record.evaluation.append(self._evaluate(trainer, module))
+        self.logged = set(trainer.callback_metrics)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self.record.modes["validation"] = _modes(pl_module)
+        self._keep_output("validation", outputs)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, value in trainer.callback_metrics.items():
+            if name not in self.logged:
+                self.record.validated[name] = take_digest(value)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.record.left_behind = dict(_hooks(pl_module))  # the techniques, which come first, have ended
+
+    def _keep_output(self, what: str, output: Any) -> None:
+        kept = self.record.validated
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[f"{what}, output {len(kept)}"] = take_digest(tensor)
+            return tensor
+
+        apply_to_collection(output, Tensor, keep)
+
+    def _predict(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.of.validation is not None and is_overridden("predict_step", module):
+            batch = trainer.strategy.batch_to_device(copy_batch(self.of.validation))
+            self._keep_output("predict_step", _run_aside(module, lambda: trainer.strategy.predict_step(batch, 0)))
 
     def _evaluate_base(self, trainer: L.Trainer, module: L.LightningModule) -> float | None:
         if not adapter_parameters(module) or any(is_quantized(each) for each in module.modules()):
@@ -310,28 +288,51 @@ class _Recorder(L.Callback):
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, training: bool = False) -> float | None:
         """The first batch's loss in evaluation, or in training without dropout, leaving no trace; None if it fails."""
-        if self.window > 1:  # this is a part of a batch, whose loss is another
+        if self.window > 1:  # the first batch is a part of one, whose loss is another
             return None
-        put_back = remember([module])
-        modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
-        restore_log = patch(module, "log", _say_nothing)
-        restore_dropout = without_dropout(module)
-        module.train(training)
         arguments = [copy_batch(self.first), 0]
         if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
             arguments.pop()
-        try:
-            with torch.no_grad():
-                # The strategy's rather than the module's own: it casts as the precision says.
-                return float(loss_of(trainer.strategy.training_step(*arguments)))
-        except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
-            return None
-        finally:
-            for each, mode in modes:
-                each.training = mode
-            restore_dropout()
-            restore_log()
-            put_back()
+        # The strategy's rather than the module's own: it casts as the precision says.
+        return _run_aside(module, lambda: float(loss_of(trainer.strategy.training_step(*arguments))), training)
+
+
+def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
+    """What ``run`` gives in evaluation or in training, without dropout, leaving no trace; None if it fails."""
+    put_back = remember([module])
+    restore_log = patch(module, "log", _say_nothing)
+    restore_dropout = without_dropout(module)
+    try:
+        with _mode(module, training), torch.no_grad():
+            return run()
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
+        return None
+    finally:
+        restore_dropout()
+        restore_log()
+        put_back()
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
+    module.train(training)
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _modes(module: nn.Module) -> dict[str, bool]:
+    return {name: each.training for name, each in module.named_modules()}
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """What could still act on a model that nobody trains any more, by the name of the module."""
+    for name, each in module.named_modules():
+        counts = [len(hooks) for key, hooks in vars(each).items() if key.endswith("_hooks")]
+        yield name, (*counts, "forward" in vars(each), type(each).__name__)
 
 
 def _find_unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
@@ -350,50 +351,12 @@ def _left_in_floats(module: L.LightningModule) -> list[str]:
     return [f"Not quantised: {list_some(names)}: {reason}." for reason, names in reasons.items()]
 
 
-def _numbers(state: Any) -> str:
-    return repr(apply_to_collection(state, Tensor, Tensor.tolist))
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()
+def _fingerprint(state: Any) -> str:
+    """Of a random state: a few characters."""
+    words = blake2b(digest_size=8)
+    words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())
+    return words.hexdigest()
 
 
 def _say_nothing(*_: object, **__: object) -> None:
     pass
-
-
-@contextmanager
-def _only_these_techniques(module: L.LightningModule) -> Iterator[None]:
-    """A module that brings techniques along must not add them to a plain run."""
-    own = module.configure_callbacks
-
-    def configure_callbacks() -> list[L.Callback]:
-        brought: Any = own() or []
-        listed = [brought] if isinstance(brought, L.Callback) else brought
-        return [callback for callback in listed if not isinstance(callback, Technique)]
-
-    restore = patch(module, "configure_callbacks", configure_callbacks)
-    try:
-        yield
-    finally:
-        restore()
-
-
-@contextmanager
-def quietly() -> Iterator[list[str]]:
-    """What would be said in every run is not said; what the suite warns about is in the list, at the end."""
-    warned: list[str] = []
-    loggers = [log, logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.fabric")]
-    levels = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(logging.ERROR)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("ignore")
-            warnings.simplefilter("always", FastTrainWarning)
-            yield warned
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-        warned += [str(one.message) for one in caught]

@@ -9,9 +9,10 @@ from rich.table import Table
 
 from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain.plan.proof.comparison import Distance
+from lightning_fasttrain.plan.proof.first_difference import FirstDifference
 from lightning_fasttrain.technique import Exactness
 
-QUANTITIES = ("loss", "gradients", "updates", "buffers", "evaluation")
+QUANTITIES = ("loss", "gradients", "updates", "buffers", "evaluation", "validation")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Verified:
         exactness: what they promise together: ``"exact"``, ``"tolerance"`` or ``"changes_training"``.
         distances: one for each quantity that could be compared.
         failure: what the steps raised; "" if nothing.
+        problems: what they change beside the numbers of a step, or do not do; a sentence each.
+        did_nothing: whether none of them did anything, so that to be the same means nothing.
     """
 
     techniques: tuple[str, ...]
@@ -31,18 +34,34 @@ class Verified:
     exactness: str
     distances: tuple[Distance, ...] = ()
     failure: str = ""
+    problems: tuple[str, ...] = ()
+    did_nothing: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether they keep what they promise."""
-        return not self.failure and all(distance.is_within for distance in self.distances)
+        return not (self.failure or self.problems or self.did_nothing or self.is_another_training)
+
+    @property
+    def is_another_training(self) -> bool:
+        """Whether a number of the steps is farther off than it may be."""
+        return not all(distance.is_within for distance in self.distances)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether all that was compared is equal bit for bit."""
+        return bool(self.distances) and all(distance.bitwise for distance in self.distances)
 
     @property
     def verdict(self) -> str:
         if self.failure:
             return self.failure
-        if not self.ok:
+        if self.did_nothing:
+            return "did nothing"
+        if self.is_another_training:
             return "another training"
+        if self.problems:
+            return "the same steps, another run"
         if self.exactness == Exactness.EXACT.value:
             return "the same"
         if self.exactness == Exactness.TOLERANCE.value:
@@ -59,12 +78,14 @@ class Verification:
         rows: all techniques together first; then each alone, where they are not the same together.
         problems: what makes the whole untrue, or empty of meaning; a sentence each.
         notes: what was assumed, left out or seen beside it.
+        begins: where another training begins: the first module, or weight, that leaves the model's own rounding.
     """
 
     model: str
     rows: tuple[Verified, ...]
     problems: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    begins: FirstDifference | None = None
 
     @property
     def ok(self) -> bool:
@@ -83,24 +104,27 @@ class Verification:
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
-        # asdict knows fields alone, and these two are properties.
-        rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok} for row in self.rows]
+        # asdict knows fields alone, and these are properties.
+        rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok, "bitwise": row.bitwise} for row in self.rows]
         return {**asdict(self), "rows": rows, "guilty": self.guilty, "ok": self.ok}
 
     def as_table(self) -> Table:
         """For ``rich``: of each quantity the error, relative, and what is allowed."""
-        said = [*(f"✗ {problem}" for problem in self.problems), *self.notes]
+        begins = [] if self.begins is None else [f"✗ {self.begins}"]
+        said = [*begins, *(f"✗ {problem}" for problem in self.problems), *self.notes]
         table = Table(
             title=f"{self.model}: {'verified' if self.ok else 'not verified'}",
             caption="\n".join(said) or None,
             title_justify="left",
             caption_justify="left",
         )
-        for name in ("techniques", "precision", *QUANTITIES, "verdict"):
+        measured = {distance.what for row in self.rows for distance in row.distances}
+        shown = [what for what in QUANTITIES if what in measured]
+        for name in ("techniques", "precision", *shown, "verdict"):
             table.add_column(name)
         for row in self.rows:
             found = {distance.what: _describe(distance, row.exactness) for distance in row.distances}
-            cells = [found.get(what, "") for what in QUANTITIES]
+            cells = [found.get(what, "") for what in shown]
             table.add_row("\n".join(row.techniques) or "none", row.precision, *cells, row.verdict)
         return table
 
@@ -111,7 +135,7 @@ class Verification:
 
 
 def _describe(distance: Distance, exactness: str) -> str:
-    words = f"{distance.error:.0e}"
-    if exactness != Exactness.CHANGES_TRAINING.value:
+    words = "bitwise" if distance.bitwise else f"{distance.error:.0e}"
+    if not distance.bitwise and exactness != Exactness.CHANGES_TRAINING.value:
         words += f" of {distance.allowed:.0e}"
     return f"{words}\n{distance.where}" if distance.where and not distance.is_within else words

@@ -1,5 +1,6 @@
 """Switches dropout off, so that steps which draw masks of their own can be compared."""
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 from torch import nn
@@ -24,9 +25,24 @@ def without_dropout(model: nn.Module) -> Undo:
         (0.0, 0.0, None, 0.5)
     """
     undo = ExitStack()
+    for module, name in _rates(model):
+        undo.callback(patch(module, name, 0.0))
+    return undo.close
+
+
+def has_dropout(model: nn.Module) -> bool:
+    """Whether :func:`without_dropout` would find a rate to switch off.
+
+    Example:
+        >>> has_dropout(nn.Dropout(0.5)), has_dropout(nn.Dropout(0.0))
+        (True, False)
+    """
+    return any(True for _ in _rates(model))
+
+
+def _rates(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     for module in model.modules():
         for name, value in list(vars(module).items()):
             rate = "drop" in name.lower() or (name == "p" and isinstance(module, _DropoutNd))
             if rate and isinstance(value, float) and value > 0:
-                undo.callback(patch(module, name, 0.0))
-    return undo.close
+                yield module, name

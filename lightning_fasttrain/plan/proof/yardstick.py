@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain.plan.proof.step_record import StepRecord
+from lightning_fasttrain.plan.proof.step_record import Digests, StepRecord
 
 _ABOVE_NOISE = 8.0  # times the typical rounding error: from here on an entry of a gradient means something
 
@@ -17,17 +17,22 @@ class Distances:
 
     Attributes:
         losses: of each batch.
-        gradients, updates, buffers: by name.
+        gradients, updates, buffers, validated: by name; of updates only the entries that mean something, and beside
+            buffers the frozen weights that both changed.
+        moves: of all entries of the updates.
         evaluation: at the start and at the end.
     """
 
     losses: list[float] = field(default_factory=list)
     gradients: dict[str, float] = field(default_factory=dict)
     updates: dict[str, float] = field(default_factory=dict)
+    moves: dict[str, float] = field(default_factory=dict)
     buffers: dict[str, float] = field(default_factory=dict)
+    validated: dict[str, float] = field(default_factory=dict)
     evaluation: list[float] = field(default_factory=list)
 
 
+BY_NAME = ("gradients", "updates", "moves", "buffers", "validated")
 Meaning = dict[str, Tensor]
 
 
@@ -40,12 +45,15 @@ def measure_distances(one: StepRecord, other: StepRecord, meaning: Meaning) -> D
         meaning: name of a weight → which of its entries are compared, see :func:`find_meaning`; all of one that is not
             named.
     """
+    updates, moves = _differences_of_updates(one, other, meaning)
     return Distances(
-        _differences(one.losses, other.losses),
-        _norms_of_differences(one.gradients, other.gradients, {}),
-        _norms_of_differences(one.updates, other.updates, meaning),
-        _norms_of_differences(one.buffers, other.buffers, {}),
-        _differences(one.evaluation, other.evaluation),
+        losses=_differences(one.losses, other.losses),
+        gradients=_norms_of_differences(one.gradients, other.gradients),
+        updates=updates,
+        moves=moves,
+        buffers=_norms_of_differences({**one.buffers, **one.frozen}, {**other.buffers, **other.frozen}),
+        validated=_norms_of_differences(one.validated, other.validated),
+        evaluation=_differences(one.evaluation, other.evaluation),
     )
 
 
@@ -55,18 +63,15 @@ def take_largest(distances: Iterable[Distances]) -> Distances:
     for each in distances:
         largest.losses = _larger_of_lists(largest.losses, each.losses)
         largest.evaluation = _larger_of_lists(largest.evaluation, each.evaluation)
-        for kept, more in (
-            (largest.gradients, each.gradients),
-            (largest.updates, each.updates),
-            (largest.buffers, each.buffers),
-        ):
-            for name, norm in more.items():
+        for quantity in BY_NAME:
+            kept: dict[str, float] = getattr(largest, quantity)
+            for name, norm in getattr(each, quantity).items():
                 kept[name] = max(norm, kept.get(name, 0.0))
     return largest
 
 
 def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
-    """Which entries of the first step's gradients are more than rounding.
+    """Which sampled entries of the gradients are more than rounding, in every step.
 
     Adam divides each entry by its own size. What is zero but for rounding, such as the gradient of a key's bias,
     becomes a step of full length in a random direction, on which no two runs agree.
@@ -76,9 +81,11 @@ def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
         noise: of them.
     """
     meaning: Meaning = {}
-    for name, gradient in plain.gradients.items():
-        typical = noise.gradients.get(name, 0.0) / max(gradient.numel(), 1) ** 0.5  # ‖noise‖ / √n: of one entry
-        meaning[name] = gradient.abs().double() > _ABOVE_NOISE * typical
+    for key, gradient in plain.gradients.items():
+        name = key.partition(", step ")[0]
+        typical = noise.gradients.get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: of one entry
+        means = gradient.entries.abs() > _ABOVE_NOISE * typical
+        meaning[name] = means & meaning[name] if name in meaning else means
     return meaning
 
 
@@ -100,18 +107,32 @@ def nudge(seed: int) -> Callable[[nn.Module], None]:
 
 
 def _differences(one: Sequence[float | None], other: Sequence[float | None]) -> list[float]:
-    return [abs(a - b) for a, b in zip(one, other, strict=False) if a is not None and b is not None]
+    return [_difference(a, b) for a, b in zip(one, other, strict=False)]
 
 
-def _norms_of_differences(one: dict[str, Tensor], other: dict[str, Tensor], where: Meaning) -> dict[str, float]:
+def _difference(one: float | None, other: float | None) -> float:
+    return 0.0 if one is None or other is None else abs(one - other)
+
+
+def _norms_of_differences(one: Digests, other: Digests) -> dict[str, float]:
     norms: dict[str, float] = {}
-    for name, tensor in one.items():
-        if name in other and other[name].shape == tensor.shape:
-            difference = other[name].double() - tensor.double()
-            if name in where:
-                difference = difference[where[name]]
-            norms[name] = float(difference.norm())
+    for name, digest in one.items():
+        if name in other and other[name].shape == digest.shape:
+            norms[name] = (other[name] - digest).norm()
     return norms
+
+
+def _differences_of_updates(
+    one: StepRecord, other: StepRecord, meaning: Meaning
+) -> tuple[dict[str, float], dict[str, float]]:
+    updates: dict[str, float] = {}
+    moves: dict[str, float] = {}
+    theirs = other.before
+    for name, update in one.updates():
+        if name in theirs and theirs[name].shape == update.shape:
+            difference = other.after[name] - theirs[name] - update
+            updates[name], moves[name] = difference.norm(meaning.get(name)), difference.norm()
+    return updates, moves
 
 
 def _larger_of_lists(one: list[float], other: list[float]) -> list[float]:

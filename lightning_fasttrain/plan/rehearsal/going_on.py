@@ -3,6 +3,7 @@
 import torch
 
 from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.plan.proof.digest import take_digest
 from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving
 from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again
@@ -11,6 +12,7 @@ from lightning_fasttrain.plan.rehearsal.state_record import (
     describe_change,
     find_differences,
     measure_distance,
+    measure_size,
     persistent_only,
 )
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
@@ -90,8 +92,7 @@ def _are_near(whole: Course, resumed: Course, again: Course, differ: list[str]) 
         if path == "loss":  # of which the weights tell more
             continue
         one, other, third = (course.end.get(path) for course in (whole, resumed, again))
-        zero = torch.zeros_like(one) if isinstance(one, torch.Tensor) else 0.0
-        allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_distance(one, zero)
+        allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_size(one)
         if not measure_distance(one, other) <= allowed:  # NaN is not near
             return False
     return True
@@ -101,7 +102,7 @@ def _compare_weights(whole: Course) -> str | None:
     read, wrong = whole.loaded["state_dict"], []
     for path, value in whole.saved.items():
         name = path.partition(" ")[2]
-        if path.startswith(("weight ", "buffer ")) and name in read and not torch.equal(read[name].cpu(), value):
+        if path.startswith(("weight ", "buffer ")) and name in read and not take_digest(read[name]).is_same(value):
             wrong.append(path)
     if not wrong:
         return None

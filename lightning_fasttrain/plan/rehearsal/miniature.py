@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning_fasttrain._clock import device_clock
 from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
-from lightning_fasttrain.plan.proof.step_record import EnoughError
+from lightning_fasttrain.plan.proof.short_run import EnoughError
 from lightning_fasttrain.plan.rehearsal.state_record import State, record_attributes, record_state
 
 
@@ -19,15 +19,17 @@ class Saving:
     """How the run saves.
 
     Attributes:
-        path: of the checkpoint; the same with ``-later`` is written at the end, so that a plugin which loads another
-            file than it is asked for has one to take.
+        path: of the checkpoint.
         within_epochs: after the first optimizer step rather than at the end of validation or of the epoch.
         weights_only: as ModelCheckpoint was set.
+        twice: whether the same with ``-later`` is written at the end, so that a plugin which loads another file than it
+            is asked for has one to take.
     """
 
     path: Path
     within_epochs: bool
     weights_only: bool
+    twice: bool
 
     @property
     def later(self) -> Path:
@@ -96,7 +98,7 @@ class Follower(Checkpoint):
             self._save(trainer, pl_module, self.saving)
         if trainer.current_epoch > 0:
             self.course.end = record_state(trainer, pl_module)
-            if self.saving is not None:
+            if self.saving is not None and self.saving.twice:
                 self.course.reached = "the second save"
                 trainer.save_checkpoint(self.saving.later, weights_only=self.saving.weights_only)
             raise EnoughError

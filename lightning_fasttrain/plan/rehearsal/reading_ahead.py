@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from lightning_fasttrain._counts import count_bytes
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._random_state import random_state, set_random_state
 from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetcher
@@ -89,19 +90,6 @@ def take_sample(loaders: CombinedLoader, first: int, seconds: float) -> Sample:
                 most, sample.largest = sizes[-1], batch
     sample.seen = len(sizes)
     return sample
-
-
-def count_bytes(batch: Any) -> int:
-    """The bytes of all tensors in a batch.
-
-    Example:
-        >>> import torch
-        >>> count_bytes({"ids": torch.zeros(2, 3), "names": ["a", "b"]})
-        24
-    """
-    sizes: list[int] = []
-    apply_to_collection(batch, Tensor, lambda tensor: sizes.append(tensor.nbytes))
-    return sum(sizes)
 
 
 def describe_batch(batch: Any) -> str:

@@ -99,7 +99,7 @@ class Rehearsal(Onlooker):
     Copies of module and callbacks run in a Trainer of their own, with the run's precision, accumulation, clipping,
     checkpoint plugin and, under DDP, on all its ranks; on a GPU the run's own weights wait in host memory meanwhile:
 
-    - ``verify``: the techniques are the same training on the first batch;
+    - ``verify``: the techniques are the same training on the first two batches, and in validation;
     - a window of ``accumulate_grad_batches``, a short one, a batch of each validation loader, the end of an epoch, and
       the first step of the next; what ModelCheckpoint and EarlyStopping monitor is logged; the step's predicted peak,
       which the block that the fit begins with tells beside what is free;

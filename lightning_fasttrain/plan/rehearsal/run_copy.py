@@ -1,8 +1,8 @@
 """A run's module, callbacks and settings, copied while they are as the user made them; and other runs made of them."""
 
 import copy
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MethodType
@@ -22,10 +22,10 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.data import DataLoader, Dataset
 
+from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
-from lightning_fasttrain.plan.proof.step_record import EnoughError, as_it_is, copy_batch, copy_module, quietly
+from lightning_fasttrain.plan.proof.short_run import EnoughError, as_loader, copy_module, forget_run, quietly
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
@@ -56,7 +56,8 @@ class RunCopy:
     """What a run is made of.
 
     Attributes:
-        module, callbacks: copies that stay as they are; each run gets copies of them.
+        module: a copy that stays as it is, prepares no data, and brings no callbacks; each run gets a copy of it.
+        callbacks: copies of all of the run's, of which each run gets copies.
         datamodule: the run's own; each run gets a shallow copy with other loaders.
         settings: of its Trainer.
         plugins: its precision, and its checkpoint plugin if that is none of Lightning's.
@@ -75,12 +76,14 @@ class RunCopy:
         """Copies of them."""
         return copy.deepcopy([callback for callback in self.callbacks if isinstance(callback, Technique)])
 
-    def fresh_module(self) -> L.LightningModule:
-        """A copy that prepares no data, and brings no callbacks: those of the run are all among ours."""
-        module = copy.deepcopy(self.module)
-        module.prepare_data = MethodType(L.LightningModule.prepare_data, module)  # the run has prepared the data
-        module.configure_callbacks = _no_callbacks
-        return module
+    @contextmanager
+    def module_with_transfer_hooks(self) -> Iterator[L.LightningModule]:
+        """The module itself, for who copies it, doing to batches what the datamodule does on their way to a device."""
+        with ExitStack() as undo:
+            for hook in _TRANSFER_HOOKS:
+                if self.datamodule is not None and is_overridden(hook, self.datamodule):
+                    undo.callback(patch(self.module, hook, getattr(self.datamodule, hook)))
+            yield self.module
 
     def predict_peak(self, trainer: L.Trainer, batch: Any, *others: Technique) -> int:
         """Bytes that a step of this rank takes at its peak, with ``others`` beside its own techniques.
@@ -88,9 +91,8 @@ class RunCopy:
         Raises:
             Exception: it cannot be predicted; of the module's own too, which without values may go another way.
         """
-        module, precision = self.fresh_module(), str(trainer.precision)
-        bring_transfer_hooks(module, self.datamodule)
-        with quietly():
+        precision = str(trainer.precision)
+        with self.module_with_transfer_hooks() as module, quietly():
             report = predict_memory(
                 module,
                 batch,
@@ -100,7 +102,7 @@ class RunCopy:
             )
         buckets = 0
         if trainer.world_size > 1:  # DDP holds the gradients once more
-            buckets = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+            buckets = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
         return report.peak_bytes + buckets
 
     def fit(
@@ -120,7 +122,20 @@ class RunCopy:
             where: settings of the Trainer that say on which devices.
             ckpt_path: a checkpoint to go on from.
         """
-        module = self.fresh_module()
+        try:
+            self._fit(train, validation, follower, where, ckpt_path)
+        finally:
+            forget_run(follower)
+
+    def _fit(
+        self,
+        train: Sequence[Any],
+        validation: Sequence[Sequence[Any]],
+        follower: L.Callback,
+        where: dict[str, Any],
+        ckpt_path: Path | None,
+    ) -> None:
+        module = copy.deepcopy(self.module)
         callbacks = [_without_last_words(callback) for callback in copy.deepcopy(self.callbacks)]
         with quietly(), suppress(EnoughError):
             trainer = L.Trainer(
@@ -134,10 +149,10 @@ class RunCopy:
                 use_distributed_sampler=False,  # the batches are this rank's already
                 num_sanity_val_steps=0,  # the one validation that counts comes at the end of the epoch
             )
-            loaders: Any = [_as_loader(batches) for batches in validation] or None
+            loaders: Any = [as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
                 loaders = loaders[0]
-            data: dict[str, Any] = {"train_dataloaders": _as_loader(train), "val_dataloaders": loaders}
+            data: dict[str, Any] = {"train_dataloaders": as_loader(train), "val_dataloaders": loaders}
             if self.datamodule is not None:
                 data = {"datamodule": _with_loaders(self.datamodule, **data)}
             trainer.fit(module, **data, ckpt_path=ckpt_path)
@@ -179,7 +194,10 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
         "gradient_clip_algorithm": trainer.gradient_clip_algorithm,
     }
     datamodule: L.LightningDataModule | None = trainer.datamodule
-    return RunCopy(copy_module(module), callbacks, datamodule, settings, plugins, notes)
+    copied = copy_module(module)
+    copied.prepare_data = MethodType(L.LightningModule.prepare_data, copied)  # the run has prepared the data
+    copied.configure_callbacks = _no_callbacks
+    return RunCopy(copied, callbacks, datamodule, settings, plugins, notes)
 
 
 def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.LightningModule) -> L.Callback:
@@ -220,27 +238,3 @@ def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.Lightn
     fresh.train_dataloader = lambda: loaders["train_dataloaders"]
     fresh.val_dataloader = lambda: loaders["val_dataloaders"] or []
     return fresh
-
-
-def bring_transfer_hooks(module: L.LightningModule, datamodule: L.LightningDataModule | None) -> None:
-    """What a datamodule does to batches on their way to the device, done by a copied module that has none."""
-    for hook in _TRANSFER_HOOKS:
-        if datamodule is not None and is_overridden(hook, datamodule):
-            setattr(module, hook, getattr(datamodule, hook))
-
-
-class _Listed(Dataset[Any]):
-    """Batches, in what ExactResume does not compare between ranks as it does the samples of a dataset."""
-
-    def __init__(self, batches: Sequence[Any]) -> None:
-        self.batches = dict(enumerate(batches))
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __getitem__(self, index: int) -> Any:
-        return copy_batch(self.batches[index])
-
-
-def _as_loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    return DataLoader(_Listed(batches), batch_size=None, collate_fn=as_it_is)

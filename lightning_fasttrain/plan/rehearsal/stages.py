@@ -3,13 +3,16 @@
 import copy
 import math
 from pathlib import Path
+from typing import Any
 
 import lightning as L
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._reading import first_line
+from lightning_fasttrain.plan.proof.short_run import as_loader
 from lightning_fasttrain.plan.proof.verification import Verification
 from lightning_fasttrain.plan.proof.verify import verify
 from lightning_fasttrain.plan.rehearsal.checkpoint_places import (
@@ -22,10 +25,12 @@ from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Savin
 from lightning_fasttrain.plan.rehearsal.reading_ahead import describe_batch
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors, fill_up
-from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, bring_transfer_hooks
+from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.plan.rehearsal.same_processes import devices_again, one_device_again
+from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.run.memory.memory_record import format_bytes
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
+from lightning_fasttrain.technique import Technique
 
 _VERIFIED_IN = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
@@ -34,7 +39,8 @@ def describe_saving(trainer: L.Trainer, folder: Path) -> Saving:
     """How the run saves: by its ModelCheckpoints, as whole checkpoints where it has none."""
     writers = writers_of(trainer)
     weights_only = bool(writers) and all(writer.save_weights_only for writer in writers)
-    return Saving(folder / "rehearsal.ckpt", saves_within_epochs(writers), weights_only)
+    is_known = type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO)
+    return Saving(folder / "rehearsal.ckpt", saves_within_epochs(writers), weights_only, twice=not is_known)
 
 
 def with_exact_resume(run: RunCopy) -> RunCopy:
@@ -47,22 +53,17 @@ def with_exact_resume(run: RunCopy) -> RunCopy:
 
 
 def verify_techniques(on: Rehearsed, precision: str) -> None:
-    """Stage: are the techniques the same training, on the first batch?"""
+    """Stage: are the techniques the same training, on the first two batches?"""
     techniques = on.run.techniques
     if not techniques:
         on.report.tell("verify", "no technique to compare the plain step with")
         return
-    if precision not in _VERIFIED_IN:  # the first steps in fp16 may be ones that overflow, by design
+    if precision_to_verify(on.trainer) != precision:
         on.report.notes.append(f"verify: in float32, not in {precision}.")
-        precision = "32-true"
-    module = on.run.fresh_module()
-    bring_transfer_hooks(module, on.run.datamodule)
-    settings = one_device_again(on.trainer)
-    settings |= {name: value for name, value in on.run.settings.items() if name.startswith("gradient_clip")}
     names = ", ".join(type(technique).__name__ for technique in techniques)
     problem, line = None, "not done: without the techniques a step does not fit into memory"
     try:
-        verified = verify(module, on.sample.first[0], techniques, precision=precision, **settings)
+        verified = verify_run(on.trainer, on.run, on.sample.first, on.validation, techniques)
         on.report.verified = verified.ok
         line = f"the same training with {names}: {verified.rows[0].verdict}"
         problem = None if verified.ok else _explain_another_training(verified, names)
@@ -72,6 +73,39 @@ def verify_techniques(on: Rehearsed, precision: str) -> None:
         line = f"not done: {type(error).__name__}: {first_line(error)}"
     on.raise_on_all(problem)
     on.report.tell("verify", line)
+
+
+def verify_run(
+    trainer: L.Trainer,
+    run: RunCopy,
+    first: list[Any],
+    validation: list[list[Any]],
+    techniques: list[Technique],
+    steps: int = 2,
+) -> Verification:
+    """Verify techniques on the first batches of a run, on the device of this rank.
+
+    Args:
+        trainer: the run's.
+        run: a copy of it.
+        first: its first batches; one is enough.
+        validation: the first ones of each of its validation loaders.
+        techniques: those that are verified.
+        steps: as for :func:`~lightning_fasttrain.verify`.
+    """
+    settings: dict[str, Any] = one_device_again(trainer)
+    settings["precision"] = precision_to_verify(trainer)
+    settings |= {name: value for name, value in run.settings.items() if name.startswith("gradient_clip")}
+    batch = as_loader(first[:steps]) if len(first) >= steps else first[0]
+    validated = validation[0][0] if validation and validation[0] else None
+    with run.module_with_transfer_hooks() as module:
+        return verify(module, batch, techniques, steps=steps, validation=validated, **settings)
+
+
+def precision_to_verify(trainer: L.Trainer) -> str:
+    """The run's own; float32 for one whose first steps may overflow by design, as those of fp16 do."""
+    precision = str(trainer.precision)
+    return precision if precision in _VERIFIED_IN else "32-true"
 
 
 def _explain_another_training(verified: Verification, names: str) -> str:
@@ -88,7 +122,7 @@ def run_in_small(on: Rehearsed, saving: Saving) -> Course:
     with explain_errors(follower.course):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer))
     course = follower.course
-    on.raise_on_all(_find_unfit_loss(course))
+    on.raise_on_all(_find_early_end(course) or _find_unfit_loss(course))
     _refuse_unlogged_monitors(on.trainer, course)
     on.report.step_s, on.report.save_s = course.step_s, course.save_s
     parts = ["the end of an epoch"]
@@ -112,6 +146,14 @@ def _predict_size(on: Rehearsed) -> str:
         return ""
     on.report.predicted_bytes = nbytes
     return f" and {format_bytes(nbytes)}, as predicted"
+
+
+def _find_early_end(course: Course) -> str | None:
+    if course.end:
+        return None
+    why = "a callback, or the module, has set trainer.should_stop"
+    way_out = "Look for who sets it at the start of a fit, or leave that callback out: Rehearsal(without=(Its,))"
+    return explain(f"the rehearsed run ended after {course.reached}, before its second epoch", why, way_out)
 
 
 def _find_unfit_loss(course: Course) -> str | None:

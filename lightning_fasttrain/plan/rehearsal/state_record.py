@@ -1,11 +1,12 @@
-"""All that a run's next step depends on, copied; and in what two copies differ, bit for bit."""
+"""All that a run's next step depends on, in digests; and in what two such records differ, bit for bit."""
 
 from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
-import torch
 from torch import Tensor, nn
+
+from lightning_fasttrain.plan.proof.digest import Digest, take_digest
 
 State = dict[str, Any]
 
@@ -15,12 +16,12 @@ _LIGHTNINGS = frozenset(vars(L.LightningModule()))  # what every module has, suc
 
 
 def record_state(trainer: L.Trainer, module: nn.Module) -> State:
-    """Weights, buffers, optimizers, schedules and the step, by path; tensors are copies on the CPU."""
+    """Weights, buffers, optimizers, schedules and the step, by path; of tensors the digests."""
     state: State = {"global step": trainer.global_step}
     for name, parameter in module.named_parameters():
-        state[f"weight {name}"] = _keep(parameter)
+        state[f"weight {name}"] = take_digest(parameter)
     for name, buffer in module.named_buffers():
-        state[f"buffer {name}"] = _keep(buffer)
+        state[f"buffer {name}"] = take_digest(buffer)
     for number, optimizer in enumerate(trainer.optimizers):
         state |= dict(_flatten(f"optimizer {number}", trainer.strategy.optimizer_state(optimizer)))
     for number, config in enumerate(trainer.lr_scheduler_configs):
@@ -51,7 +52,7 @@ def _attributes(owner: str, thing: object) -> Iterator[tuple[str, Any]]:
         if isinstance(value, _PLAIN):
             yield f"{owner}.{name}", value
         elif isinstance(value, Tensor) and value.nbytes < _SMALL:
-            yield f"{owner}.{name}", _keep(value)
+            yield f"{owner}.{name}", take_digest(value)
 
 
 def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
@@ -62,22 +63,17 @@ def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
         for number, part in enumerate(value):
             yield from _flatten(f"{path}[{number}]", part)
     elif isinstance(value, Tensor):
-        yield path, _keep(value)
+        yield path, take_digest(value)
     elif isinstance(value, _PLAIN):
         yield path, value
-
-
-def _keep(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.to_dense() if tensor.is_sparse else tensor).cpu().clone()  # cpu() alone may copy nothing
 
 
 def find_differences(one: State, other: State) -> list[str]:
     """Paths that have another value, or that only one of the two has.
 
     Example:
-        >>> nan = torch.tensor(float("nan"))
-        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan.clone(), "d": 0.0})
+        >>> nan = float("nan")
+        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
         ['a', 'c', 'd']
     """
     paths = dict.fromkeys([*one, *other])
@@ -85,44 +81,47 @@ def find_differences(one: State, other: State) -> list[str]:
 
 
 def _are_same(one: object, other: object) -> bool:
-    if not isinstance(one, Tensor) or not isinstance(other, Tensor):
-        return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return bool(torch.equal(_bits(one), _bits(other)))
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """As bytes, in which what is not a number equals itself."""
-    # With one axis at least: a tensor without cannot be viewed in numbers of another size.
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    if isinstance(one, Digest) and isinstance(other, Digest):
+        return one.is_same(other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
 
 
 def measure_distance(one: object, other: object) -> float:
     """How far two values are apart; infinite where that is no number."""
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and one.shape == other.shape:
-        return float((one.double() - other.double()).norm())
+    if isinstance(one, Digest) and isinstance(other, Digest) and one.shape == other.shape:
+        return (one - other).norm()
     if isinstance(one, int | float) and isinstance(other, int | float):
         return float(abs(one - other))
     return float("inf")
 
 
+def measure_size(value: object) -> float:
+    """The norm of a tensor, or how large a number is."""
+    return value.norm() if isinstance(value, Digest) else measure_distance(value, 0.0)
+
+
 def describe(value: object) -> str:
     """In few words."""
-    if isinstance(value, Tensor) and value.numel() != 1:
-        return f"a tensor of {' × '.join(map(str, value.shape))}"
-    return f"{value.item()!r}" if isinstance(value, Tensor) else repr(value)[:40]
+    if isinstance(value, Digest):
+        return f"{value.item()!r}" if value.numel == 1 else f"a tensor of {' × '.join(map(str, value.shape))}"
+    return repr(value)[:40]
 
 
 def describe_change(before: Any, after: Any) -> str:
     """What became of a value.
 
     Example:
-        >>> describe_change(torch.zeros(3), torch.tensor([0.0, 0.5, 0.0])), describe_change(2, 5)
+        >>> import torch
+        >>> before, after = take_digest(torch.zeros(3)), take_digest(torch.tensor([0.0, 0.5, 0.0]))
+        >>> describe_change(before, after), describe_change(2, 5)
         ('is off by 0.5 in 1 of its 3 numbers', 'was 2 and is 5')
     """
-    tensors = isinstance(before, Tensor) and isinstance(after, Tensor) and before.shape == after.shape
-    if tensors and before.numel() > 1 and before.dtype == after.dtype:
-        apart = (before.double() - after.double()).abs()
-        return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of its {apart.numel()} numbers"
-    return f"was {describe(before)} and is {describe(after)}"
+    tensors = isinstance(before, Digest) and isinstance(after, Digest) and before.shape == after.shape
+    if not tensors or before.numel == 1 or before.dtype != after.dtype:
+        return f"was {describe(before)} and is {describe(after)}"
+    change = before - after
+    apart = change.entries.abs()
+    if not apart.any():  # few numbers changed, and none that was looked at
+        return f"is off by {change.norm():.2g}"
+    seen = "its" if apart.numel() == before.numel else "the sampled"
+    return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} numbers"

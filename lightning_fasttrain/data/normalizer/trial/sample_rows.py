@@ -41,7 +41,7 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         (4, [[1, 3], [3, 1]])
     """
     size = batch_size(batch)
-    rows = _rank_rows(batch, size)
+    rows = rank_rows(batch, size)
     most = min(size, _ROWS, micro_batch_size - 1)
     # Two rows are the least that can be cut.
     picks = [[rows[0], rows[min(1, size - 1)]], [0, size - 1]]
@@ -113,7 +113,7 @@ def first_micro_batch(batch: Any, n: int, split: Callable[[Any, int], list[Any]]
     yield Sample(whole, 1, [cutting for cutting in cuttings if len(cutting) > 1])
 
 
-def _rank_rows(batch: Any, size: int) -> list[int]:
+def rank_rows(batch: Any, size: int) -> list[int]:
     """The rows, those first that have the most or the fewest counted entries in some tensor."""
     order: dict[int, None] = {}
 

@@ -1,0 +1,154 @@
+"""What is kept of a tensor so that it can be compared later, when the tensor itself is gone."""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_fasttrain._checks import require
+
+_ENTRIES = 4096  # of a tensor that are kept; all of one that has no more
+_ROWS, _COLUMNS = 256, 512  # of the random signs: of 128 Ki entries each has a sign of its own
+
+
+@dataclass(frozen=True)
+class Digest:
+    """A sample of a tensor's entries, random sums of all of them, and a checksum of its bits.
+
+    Digests of one shape can be added and subtracted like the tensors: what is found is the digest of the sum or of the
+    difference, without a checksum.
+
+    Attributes:
+        shape: of the tensor.
+        dtype: of its numbers.
+        sums: of each column of the entries under random signs, in float64; empty where all entries are kept.
+        checksum: of the bits; None of a sum or a difference.
+
+    Source:
+        Alon, Matias & Szegedy 1996, "The Space Complexity of Approximating the Frequency Moments": the squares of sums
+        under random signs add up to the squares of all entries, in expectation.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    sums: Tensor
+    checksum: int | None
+    _entries: Tensor | Path
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def entries(self) -> Tensor:
+        """The sample, in float64: of equal shapes the same places."""
+        stored = self._entries
+        return (stored if isinstance(stored, Tensor) else _files().load_file(stored)["entries"]).double()
+
+    def norm(self, where: Tensor | None = None) -> float:
+        """The Euclidean norm: exact where all entries are kept, otherwise an estimate with a standard deviation of 3%.
+
+        Args:
+            where: which of the sampled entries count; the norm is then that of all entries like them.
+        """
+        if where is None and self.sums.numel() > 0:
+            return float(self.sums.norm())
+        entries = self.entries
+        scale = math.sqrt(self.numel / max(entries.numel(), 1))
+        return scale * float((entries if where is None else entries[where]).norm())
+
+    def item(self) -> bool | int | float:
+        """The number of a tensor that has but one."""
+        number = self.entries.item()
+        if self.dtype.is_floating_point:
+            return number
+        return bool(number) if self.dtype is torch.bool else int(number)
+
+    def is_same(self, other: "Digest") -> bool:
+        """Whether the tensors are equal bit for bit, as far as all that is kept of them tells."""
+        alike = (self.shape, self.dtype, self.checksum) == (other.shape, other.dtype, other.checksum)
+        return alike and _equal(self.sums, other.sums) and _equal(self.entries, other.entries)
+
+    def is_zero(self) -> bool:
+        """Whether all entries are zero."""
+        return not self.sums.any() and not self.entries.any()
+
+    def __add__(self, other: "Digest") -> "Digest":
+        return self._join(other, torch.add)
+
+    def __sub__(self, other: "Digest") -> "Digest":
+        return self._join(other, torch.sub)
+
+    def _join(self, other: "Digest", join: Callable[[Tensor, Tensor], Tensor]) -> "Digest":
+        return Digest(self.shape, self.dtype, join(self.sums, other.sums), None, join(self.entries, other.entries))
+
+
+def _equal(one: Tensor, other: Tensor) -> bool:
+    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))  # what is not a number equals itself
+
+
+@torch.no_grad()
+def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
+    """The digest of a tensor, computed where the tensor is and kept on the CPU.
+
+    Args:
+        tensor: of any shape and dtype.
+        store: a file that all its entries are written to; by default a sample is kept in memory.
+
+    Example:
+        >>> one, other = torch.ones(3, 5), torch.zeros(3, 5)
+        >>> round((take_digest(one) - take_digest(other)).norm() ** 2)
+        15
+    """
+    tensor = tensor.detach()
+    flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
+    if flat.device.type not in ("cpu", "cuda"):
+        flat = flat.cpu()  # not every device has float64
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).reshape(-1)
+    size, entries = flat.numel(), flat
+    if store is None and size > _ENTRIES:
+        entries = flat[_places(size).to(flat.device)]
+    kept: Tensor | Path = entries.cpu().clone()
+    if store is not None:
+        _files().save_file({"entries": kept}, store)
+        kept = store
+    sums = torch.empty(0) if entries is flat else _sum_under_signs(flat)
+    checksum = int(torch.hash_tensor(flat).view(torch.int64)) if size else 0
+    return Digest(tuple(tensor.shape), tensor.dtype, sums, checksum, kept)
+
+
+def _files() -> Any:
+    return require("safetensors.torch", extra="finetune")
+
+
+def _sum_under_signs(flat: Tensor) -> Tensor:
+    """Sums of the entries under random signs, which are the same for all tensors of a size; [columns]."""
+    block = _ROWS * _COLUMNS
+    signs = _signs().to(flat.device)
+    turns = torch.randint(2, (-(-flat.numel() // block),), generator=torch.Generator().manual_seed(flat.numel()))
+    found = torch.zeros(_COLUMNS, dtype=torch.float64, device=flat.device)
+    for turn, part in zip(turns.tolist(), flat.split(block), strict=True):
+        if part.dtype not in (torch.float32, torch.float64):
+            part = part.float()
+        if part.numel() < block:
+            part = torch.nn.functional.pad(part, (0, block - part.numel()))
+        summed = (part.view(_ROWS, _COLUMNS) * signs).sum(0, dtype=torch.float64)
+        found += summed if turn else -summed
+    return found.cpu()
+
+
+@functools.lru_cache(maxsize=1)
+def _signs() -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(2, (_ROWS, _COLUMNS), generator=generator).mul_(2).sub_(1).float()
+
+
+@functools.lru_cache(maxsize=64)
+def _places(size: int) -> Tensor:
+    return torch.randint(size, (_ENTRIES,), generator=torch.Generator().manual_seed(size))
