@@ -36,6 +36,7 @@ from lightning_fasttrain._surgery import Undo, patch
 FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
 BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
 move_optimizers, note_device = _optimizers_to_device, _update_properties
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
 # What is going on

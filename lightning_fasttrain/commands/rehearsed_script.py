@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import lightning as L
 
@@ -80,13 +80,12 @@ class VerifyAndEnd(RehearseAndEnd):
                 verified = verify_run(trainer, run, sample.first, validation, techniques, self.steps)
         except (RehearsalError, ValueError, TypeError) as error:
             _end(True, {"ok": False, "error": str(error)})
-            raise  # not reached
         trainer.strategy.barrier()
         found = {"ok": verified.ok, "report": verified.as_dict(), "table": str(verified)}
         _end(trainer.is_global_zero, found)
 
 
-def _end(tells: bool, result: dict[str, Any]) -> None:
+def _end(tells: bool, result: dict[str, Any]) -> NoReturn:
     if tells:
         write_atomic(os.environ[RESULT], json.dumps(result))
     sys.stdout.flush()

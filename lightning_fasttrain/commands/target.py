@@ -79,6 +79,8 @@ def load_target_without_memory(options: argparse.Namespace) -> tuple[Any, Any]:
 def _refuse_both_or_none(options: argparse.Namespace) -> None:
     if (options.target is None) == (options.size is None):
         raise ValueError("give either TARGET or --size, see --help.")
+    if options.data and options.target is None:
+        raise ValueError("--data names batches for TARGET; a reference GPT has its own. Give TARGET instead of --size.")
 
 
 def _reference(size: str, batch: int) -> Any:

@@ -13,6 +13,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from lightning_fasttrain._host import TRANSFER_HOOKS
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.technique import Technique
@@ -77,7 +78,7 @@ def _with_data(module: object, path: str, data: str) -> tuple[nn.Module, Any]:
         raise TypeError(explain(f"--data {data} gives {type(datamodule).__name__}", why, "Name its class"))
     datamodule.prepare_data()
     datamodule.setup("fit")
-    for hook in ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer"):
+    for hook in TRANSFER_HOOKS:
         if is_overridden(hook, datamodule):
             setattr(module, hook, getattr(datamodule, hook))
     return module, next(iter(datamodule.train_dataloader()))

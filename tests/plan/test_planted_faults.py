@@ -189,6 +189,9 @@ def without_last(batch):
 
 FAULTS = {
     "frozen weights are updated": after_steps(lambda module, _: module.frozen.weight.data.mul_(1.001)),
+    "rows of frozen weights are swapped": after_steps(
+        lambda module, _: module.frozen.weight.data.copy_(module.frozen.weight.data.roll(1, 0))
+    ),
     "the first rate is kept": before_steps(lambda optimizer, _: set_groups(optimizer, lr=0.01)),
     "the rate is doubled": before_steps(lambda optimizer, step: set_groups(optimizer, lr=0.02 / (1 + step))),
     "the momentum is altered": at_start(lambda trainer, _: set_groups(trainer.optimizers[0], betas=(0.8, 0.95))),
@@ -243,6 +246,7 @@ FAULTS = {
 }
 SAID = {
     "frozen weights are updated": "frozen.weight do not train, and were changed",
+    "rows of frozen weights are swapped": "frozen.weight do not train, and were changed",
     "dropout is off in training": "In training drop are in evaluation mode",
     "dropout is on in validation": "In validation drop are in training mode",
     "validation in training mode": "In validation the module, .* are in training mode",

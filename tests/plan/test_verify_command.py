@@ -103,6 +103,7 @@ def test_a_script_as_it_is(tmp_path, capfd, monkeypatch):
 def test_bad_input_is_one_line(capsys):
     for arguments, words in (
         ((), "give either TARGET or --size"),
+        (("--size", "nano", "--data", "a:B"), "--data names batches for TARGET"),
         (("--size", "nano"), "there is nothing to compare the plain step with"),
         (("--size", "nano", "--techniques", "LoRe"), "technique 'LoRe'"),
     ):

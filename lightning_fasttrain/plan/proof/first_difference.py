@@ -1,8 +1,8 @@
 """Where two runs of the same steps begin to differ: in which module's output or gradient, or in which weight's."""
 
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import lightning as L
@@ -143,6 +143,7 @@ class _Watcher(L.Callback):
     def __init__(self, window: int, change: Callable[[nn.Module], Any] | None) -> None:
         self.window, self.change, self.step = window, change, 1
         self.values = _Values()
+        self.signs: dict[int, Tensor] = {}  # by width
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.change is not None:
@@ -156,16 +157,28 @@ class _Watcher(L.Callback):
             if not _is_part_of_the_step():
                 return
             for tensor in _floats(output):
-                self.values.note((self.step, _OUTPUT, name), *_describe_rows(tensor))
+                self.values.note((self.step, _OUTPUT, name), *self._describe_rows(tensor))
                 if tensor.requires_grad:
-                    tensor.register_hook(functools.partial(self._note_gradient, self.step, name))
+                    tensor.register_hook(partial(self._note_gradient, self.step, name))
                 break  # the first is enough to tell where
 
         return watch
 
     def _note_gradient(self, step: int, name: str, gradient: Tensor) -> None:
         if _is_part_of_the_step(in_backward=True):
-            self.values.note((step, _GRADIENT, name), *_describe_rows(gradient))
+            self.values.note((step, _GRADIENT, name), *self._describe_rows(gradient))
+
+    def _describe_rows(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row some entries, [rows, entries], and a random sum of all, [rows, 1]."""
+        tensor = tensor.detach()
+        rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 0 else 1, -1)
+        width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
+        if width not in self.signs:
+            generator = torch.Generator().manual_seed(width)
+            self.signs[width] = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1).to(rows.device)
+        places = torch.arange(shown, device=rows.device) * (width - 1) // max(shown - 1, 1)
+        wide = rows if rows.element_size() >= 4 else rows.float()
+        return rows[:, places], (wide @ self.signs[width].to(wide.dtype))[:, None]
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
@@ -207,18 +220,3 @@ def _is_part_of_the_step(in_backward: bool = False) -> bool:
 def _floats(output: Any) -> Iterator[Tensor]:
     leaves: Iterable[Any] = tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple())
     return (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())
-
-
-def _describe_rows(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Of each row some entries, [rows, entries], and a random sum of all, [rows, 1]."""
-    tensor = tensor.detach()
-    rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 0 else 1, -1)
-    width = rows.shape[1]
-    places = torch.linspace(0, width - 1, min(_SHOWN, width)).long().to(rows.device)
-    sums = rows.double() @ _signs_of(width).to(rows.device)
-    return rows[:, places], sums[:, None]
-
-
-@functools.lru_cache(maxsize=32)
-def _signs_of(width: int) -> Tensor:
-    return torch.randint(2, (width,), generator=torch.Generator().manual_seed(width)).mul(2).sub(1).double()

@@ -1,7 +1,7 @@
 """Guards against empty proofs: two steps are equal, too, where neither does anything."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -15,13 +15,15 @@ _MOST_STUCK = 0.05  # of the numbers in weights: more that do not move are small
 _LITTLE, _MUCH = 1e-4, 0.05  # relative
 _SEEN_ALIKE = 1e-4  # of the loss: where training and evaluation are this near, neither has a layer of its own
 _QUANTIZED = 1e-2  # of the loss
+_ROOT = "the module"
 _FAR = 64 * torch.finfo(torch.float32).eps
 
 
 def find_empty(record: StepRecord) -> list[str]:
     """Why a record shows nothing, so that to equal it means nothing."""
-    if not all(map(math.isfinite, record.losses)):
-        return [f"The loss is {record.losses[0]}: nothing can be compared with it. Check the batch."]
+    infinite = [loss for loss in record.losses if not math.isfinite(loss)]
+    if infinite:
+        return [f"The loss is {infinite[0]}: nothing can be compared with it. Check the batch."]
     if all(gradient.is_zero() for gradient in record.gradients.values()):
         why = "Are all labels ignored, or is the loss cut off from the weights?"
         return [f"The gradient is zero everywhere, which any step equals. {why}"]
@@ -123,33 +125,49 @@ def find_other_conduct(plain: StepRecord, other: StepRecord) -> list[str]:
         plain: without them.
         other: with them, where they do not say that they change training.
     """
-    found = []
-    moved = [name for name in other.frozen if name not in plain.frozen and name in plain.unmoved]
-    if moved:
-        found.append(f"{list_some(moved)} do not train, and were changed.")
-    still = [name for name in plain.frozen if name not in other.frozen and name in other.unmoved]
-    if still:
-        found.append(f"{list_some(still)} do not train, are changed by the step all the same, and were not.")
-    for when, modes in plain.modes.items():
-        theirs = other.modes.get(when, modes)
-        switched = [name or "the module" for name, mode in modes.items() if theirs.get(name, mode) != mode]
-        if switched:
-            mode = "evaluation" if modes.get(switched[0], modes.get("")) else "training"
-            found.append(f"In {when} {list_some(switched)} are in {mode} mode, unlike without the techniques.")
-    keys = [
-        name for name in dict.fromkeys([*plain.state, *other.state]) if plain.state.get(name) != other.state.get(name)
-    ]
-    if plain.state and other.state and keys:
+    found = [*_find_frozen(plain, other), *_find_modes(plain, other)]
+    keys = _find_unequal(plain.state, other.state)
+    if keys:
         found.append(f"state_dict has other entries: {list_some(keys)}.")
     if plain.numbers != other.numbers:
         found.append("After a step the random numbers are others than after the plain step.")
-    acting = [name or "the module" for name, hooks in plain.left_behind.items() if other.left_behind.get(name) != hooks]
+    # Of the plain model's modules alone: one that a technique brought may stay.
+    acting = _find_unequal(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
     if acting:
-        found.append(f"When the fit is over {list_some(acting)} are left with other hooks than before.")
-    if set(plain.validated) != set(other.validated):
-        named = sorted(set(plain.validated) ^ set(other.validated))
-        found.append(f"Validation or prediction gives other things: {list_some(named)}.")
+        found.append(f"When the fit ends early, {_list(acting)} are left with other hooks than the plain model has.")
+    given = sorted(set(plain.validated) ^ set(other.validated))
+    if given:
+        found.append(f"Validation or prediction gives other things: {list_some(given)}.")
     return found
+
+
+def _find_frozen(plain: StepRecord, other: StepRecord) -> Iterator[str]:
+    moved = [name for name in other.frozen if name not in plain.frozen and name in plain.unmoved]
+    if moved:
+        yield f"{list_some(moved)} do not train, and were changed."
+    still = [name for name in plain.frozen if name not in other.frozen and name in other.unmoved]
+    if still:
+        yield f"{list_some(still)} do not train, are changed by the plain step all the same, and were not."
+
+
+def _find_modes(plain: StepRecord, other: StepRecord) -> Iterator[str]:
+    for when, modes in plain.modes.items():
+        theirs = {name: other.modes.get(when, modes).get(name, mode) for name, mode in modes.items()}
+        for mode, called in ((False, "evaluation"), (True, "training")):
+            switched = [name for name in _find_unequal(modes, theirs) if theirs[name] is mode]
+            if switched:
+                yield f"In {when} {_list(switched)} are in {called} mode, unlike without the techniques."
+
+
+def _find_unequal(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
+    """The names that have another value, or that only one of the two has."""
+    names = dict.fromkeys([*one, *other])
+    return [name for name in names if one.get(name) != other.get(name)]
+
+
+def _list(names: Iterable[str]) -> str:
+    """Some of them; the root module's name is empty."""
+    return list_some([name or _ROOT for name in names])
 
 
 def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:

@@ -58,15 +58,24 @@ class Proof:
     Args:
         steps: those of the plain side, in the user's own precision; their ``validation`` may be a guess.
         techniques: all of them.
-        sure: whether the batch of validation was given as one.
-        derived: whether the batches after the first were made of its rows.
+        validation_given: whether the batch of validation is the user's, and not the first of training.
+        batches_derived: whether the batches after the first were made of its rows.
         store: a folder for all entries of all tensors; None where a sample of them is enough.
     """
 
     def __init__(
-        self, steps: Steps, techniques: list[Technique], *, sure: bool, derived: bool, store: Path | None
+        self,
+        steps: Steps,
+        techniques: list[Technique],
+        *,
+        validation_given: bool,
+        batches_derived: bool,
+        store: Path | None,
     ) -> None:
-        self.steps, self.sure, self.derived, self.store = steps, sure, derived, store
+        self.steps = steps
+        self.validation_given = validation_given
+        self.batches_derived = batches_derived
+        self.store = store
         self.all = techniques
         self.changing = [t for t in techniques if t.exactness is Exactness.CHANGES_TRAINING]
         self.keeping = [t for t in techniques if t.exactness is not Exactness.CHANGES_TRAINING]
@@ -121,9 +130,9 @@ class Proof:
             try:
                 # The plain model's loss before the first step is that of the base model below adapters.
                 plain = record_steps(steps, from_start=bool(self.changing), store=self._folder("plain"))
-                if not self.derived or all(map(math.isfinite, plain.losses)):
+                if not self.batches_derived or all(map(math.isfinite, plain.losses)):
                     return plain, steps
-                self.derived = False
+                self.batches_derived = False
                 steps = replace(steps, batches=[steps.batches[0]] * len(steps.batches))
                 self.notes.append("All steps see the same batch: the first half of its rows has no finite loss.")
                 continue
@@ -132,7 +141,7 @@ class Proof:
                 if rows == 0:
                     raise
             except Exception:
-                if steps.validation is None or self.sure:
+                if steps.validation is None or self.validation_given:
                     raise
                 rows = None
             # Out of the handlers, whose exceptions hold what the step has allocated.

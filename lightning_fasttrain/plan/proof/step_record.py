@@ -237,7 +237,7 @@ class _Recorder(L.Callback):
         record.after = {name: self._keep(parameters[name]) for name in record.before}
         for name, before in self.unmoved.items():
             now = take_digest(parameters[name]) if name in parameters else before
-            if now.checksum != before.checksum:
+            if not now.is_same(before):
                 record.frozen[name] = now
         record.buffers = {name: self._keep(buffer) for name, buffer in module.named_buffers()}
         if self.evaluates:

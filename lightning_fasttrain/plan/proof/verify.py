@@ -103,8 +103,13 @@ def verify(
     batches, notes = take_batches(batch, steps)
     of = Steps(plain, batches, settings, validation=take_validation(validation, batches[0]))
     with TemporaryDirectory() if full else nullcontext() as folder:
-        sure, derived = validation is not None, not isinstance(batch, DataLoader)
-        proof = Proof(of, listed, sure=sure, derived=derived, store=Path(folder) if folder else None)
+        proof = Proof(
+            of,
+            listed,
+            validation_given=validation is not None,
+            batches_derived=not isinstance(batch, DataLoader),
+            store=None if folder is None else Path(folder),
+        )
         proof.run(precision)
     problems, said = _drop_repeats(proof.problems), _drop_repeats([*notes, *proof.notes])
     return Verification(_name_of(plain), tuple(proof.rows), problems, said, proof.begins)

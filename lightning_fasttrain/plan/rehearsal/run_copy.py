@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
+from lightning_fasttrain._host import TRANSFER_HOOKS
 from lightning_fasttrain._surgery import patch
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.short_run import EnoughError, as_loader, copy_module, forget_run, quietly
@@ -46,7 +47,6 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     MemoryTimeline,
     Onlooker,
 )
-_TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 _AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # whose steps are predicted
 _TO_EPOCH_TWO = 2  # epochs: what a rehearsal needs of a run that has fewer
 
@@ -80,7 +80,7 @@ class RunCopy:
     def module_with_transfer_hooks(self) -> Iterator[L.LightningModule]:
         """The module itself, for who copies it, doing to batches what the datamodule does on their way to a device."""
         with ExitStack() as undo:
-            for hook in _TRANSFER_HOOKS:
+            for hook in TRANSFER_HOOKS:
                 if self.datamodule is not None and is_overridden(hook, self.datamodule):
                     undo.callback(patch(self.module, hook, getattr(self.datamodule, hook)))
             yield self.module
