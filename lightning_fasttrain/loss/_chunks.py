@@ -37,6 +37,8 @@ def at_least_float32(tensor: Tensor) -> torch.dtype:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    if not torch.amp.is_autocast_available(device.type):  # meta
+        return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

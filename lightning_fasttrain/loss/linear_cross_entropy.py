@@ -1,16 +1,17 @@
 """Cross-entropy straight from hidden states: the logits of a few tokens at a time, never all of them."""
 
 import functools
+import math
 import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int, require
+from lightning_fasttrain._first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.loss._chunks import (
     GradientSums,
@@ -25,6 +26,7 @@ from lightning_fasttrain.loss._chunks import (
 
 BACKENDS = ("auto", "chunked", "compiled", "liger", "torch")
 _IN_CACHE = 2**18  # numbers: in float32 they stay in the caches of a CPU
+_WAY_OUT = "Take F.cross_entropy of the logits, hidden @ weight.T, for this; FusedLossHead has to go as well"
 
 
 def linear_cross_entropy(
@@ -77,6 +79,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes or arguments that do not go together, or that the backend cannot do.
+        RuntimeError: a second derivative is asked for (in the backward), or a forward-mode one, or ``torch.func``'s.
         ModuleNotFoundError: ``backend="liger"`` without the package.
 
     Example:
@@ -92,11 +95,14 @@ def linear_cross_entropy(
         https://arxiv.org/abs/2204.02311. Checked against ``F.cross_entropy`` of the logits in float64, and each
         backend in float32.
     """
-    _check(hidden, weight, targets, bias, label_smoothing, softcap)
+    _check(hidden, weight, targets, bias)
+    _check_options(label_smoothing, z_loss, softcap)
+    refuse_transforms("linear_cross_entropy", _WAY_OUT, hidden, weight, bias)
     one_of("reduction", reduction, ("mean", "sum", "none"))
     one_of("backend", backend, BACKENDS)
     shape, low = targets.shape, autocast_dtype(hidden.device)
-    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    # In 64 bits, which gather takes, and in which -100 is not 156.
+    hidden, targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1).long()
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
         hidden, weight, bias = hidden.detach(), weight.detach(), None if bias is None else bias.detach()
     kept = _counted_positions(targets, ignore_index)
@@ -114,6 +120,8 @@ def linear_cross_entropy(
         if low is not None:
             hidden, weight, bias = hidden.to(low), weight.to(low), cast(bias, low)
         loss = (_run_liger if backend == "liger" else _run_torch)(hidden, weight, bias, *arguments)
+        if loss.requires_grad and not torch.compiler.is_compiling():
+            loss.register_hook(_refuse_second_derivative)  # both would leave it out, as a custom function does
     if reduction != "none":
         return loss
     return loss.reshape(shape) if kept is None else loss.new_zeros(shape.numel()).index_copy(0, kept, loss).view(shape)
@@ -128,9 +136,7 @@ def _counted_positions(targets: Tensor, ignore_index: int) -> Tensor | None:
     return kept if len(kept) < len(targets) else None
 
 
-def _check(
-    hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, smoothing: float, softcap: float | None
-) -> None:
+def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
     if hidden.shape[:-1] != targets.shape or weight.ndim != 2 or hidden.shape[-1] != weight.shape[1]:
         what = f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, targets {tuple(targets.shape)}"
         why = "they must be (..., D), (V, D) and (...)"
@@ -138,13 +144,22 @@ def _check(
     if bias is not None and bias.shape != weight.shape[:1]:
         why = "there is one a class"
         raise ValueError(explain(f"bias {tuple(bias.shape)}", why, f"Give {tuple(weight.shape[:1])}"))
-    if targets.is_floating_point():
+    if targets.is_floating_point() or targets.dtype is torch.bool:
         raise ValueError(explain(f"targets of {targets.dtype}", "they are class numbers", "Convert them with .long()"))
+
+
+def _check_options(smoothing: float, z_loss: float, softcap: float | None) -> None:
     if not 0 <= smoothing <= 1:
         raise ValueError(explain(f"label_smoothing={smoothing}", "it is a share of the target", "Use 0 to 1"))
-    if softcap is not None and softcap <= 0:
+    if not math.isfinite(z_loss):
+        raise ValueError(explain(f"z_loss={z_loss}", "it is a factor of the loss", "Use 0 for none, or about 1e-4"))
+    if softcap is not None and not 0 < softcap < math.inf:
         why = "it bounds the size of logits"
         raise ValueError(explain(f"softcap={softcap}", why, "Use a positive number, or None"))
+
+
+def _refuse_second_derivative(gradient: Tensor) -> None:
+    refuse_second_derivative("linear_cross_entropy", _WAY_OUT)
 
 
 class _Chunked(torch.autograd.Function):
@@ -200,8 +215,8 @@ class _Chunked(torch.autograd.Function):
         return loss.sum() * number.reciprocal()
 
     @staticmethod
-    @once_differentiable  # what was saved has no graph: a second derivative would be wrong
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_second_derivative(grad)
         # Nine of forward's arguments, those after the bias, have no gradient.
         if ctx.reduction != "none":
             factor, *grads = ctx.saved_tensors

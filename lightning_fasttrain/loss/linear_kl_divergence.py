@@ -1,13 +1,14 @@
 """How far a student's predictions are from a teacher's, a few tokens at a time: neither's logits are ever whole."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain._first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.loss._chunks import (
     GradientSums,
@@ -18,6 +19,9 @@ from lightning_fasttrain.loss._chunks import (
     dtype_of,
     times,
 )
+
+_NAME = "linear_kl_divergence or kl_divergence"
+_WAY_OUT = "Take F.kl_div of both models' log-softmax for this, which has every derivative"
 
 
 class LogitsOf(NamedTuple):
@@ -99,6 +103,7 @@ def linear_kl_divergence(
 
     Raises:
         ValueError: shapes or arguments that do not go together.
+        RuntimeError: a second derivative is asked for (in the backward), or a forward-mode one, or ``torch.func``'s.
 
     Example:
         >>> hidden, weight, theirs, head = torch.randn(5, 4), torch.randn(9, 4), torch.randn(5, 6), torch.randn(9, 6)
@@ -161,6 +166,7 @@ def divergence(
     """Either of the above, for any two kinds of logits."""
     one_of("reduction", reduction, ("mean", "sum", "none"))
     _check(student, teacher, temperature, mask)
+    refuse_transforms(_NAME, _WAY_OUT, *student[:3], *teacher[:3])
     shape = student.hidden.shape[:-1]
     student, teacher = student.cast().flatten(), teacher.detach().cast().flatten()
     if not torch.is_grad_enabled():  # a custom function is not told, and would compute gradients for nothing
@@ -176,7 +182,7 @@ def divergence(
 
 
 def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tensor | None) -> None:
-    if not temperature > 0:
+    if not 0 < temperature < math.inf:
         raise ValueError(explain(f"temperature={temperature}", "logits are divided by it", "Use a positive number"))
     for whose, one in (("student", student), ("teacher", teacher)):
         if one.weight is not None and (one.weight.ndim != 2 or one.hidden.shape[-1] != one.weight.shape[1]):
@@ -185,7 +191,7 @@ def _check(student: LogitsOf, teacher: LogitsOf, temperature: float, mask: Tenso
         if one.bias is not None and one.bias.shape != (one.classes,):
             why = "there is one a class"
             raise ValueError(explain(f"{whose}: bias {tuple(one.bias.shape)}", why, f"Give ({one.classes},)"))
-        if one.softcap is not None and one.softcap <= 0:
+        if one.softcap is not None and not 0 < one.softcap < math.inf:
             why = "it bounds the size of logits"
             raise ValueError(explain(f"{whose}: softcap={one.softcap}", why, "Use a positive number"))
     if student.classes != teacher.classes:
@@ -252,8 +258,8 @@ class _Chunked(torch.autograd.Function):
         return loss if reduction == "none" else loss.sum() * number.reciprocal()
 
     @staticmethod
-    @once_differentiable  # what was saved has no graph: a second derivative would be wrong
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative(_NAME, _WAY_OUT)
         # Nine of forward's arguments, those after the bias, have no gradient.
         if not ctx.again:
             factor, *grads = ctx.saved_tensors

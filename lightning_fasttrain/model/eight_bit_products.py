@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightning_fasttrain._first_derivatives import refuse_second_derivative
+
 
 @dataclass(frozen=True)
 class Format:
@@ -88,7 +90,7 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
     else:
         # With one scale for all, the sums are exact to float32 and kept in it, on every device that has the units;
         # torch's product with a scale for each row is slow with exact sums, and gives bfloat16 on some of them.
-        one = torch.ones((), device=first.device)
+        one = torch.ones((), dtype=torch.float32, device=first.device)
         with torch.autocast(first.device.type, enabled=False):  # which would reach into what a CPU does instead
             product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
     return product * left_scale * right_scale.t()
@@ -105,6 +107,8 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        way_out = "Take LowPrecisionProducts off for this"
+        refuse_second_derivative("a product in 8 bits", way_out)  # rounding has no derivative
         input, weight = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:

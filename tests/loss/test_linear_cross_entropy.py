@@ -184,6 +184,76 @@ def test_a_second_backward_over_a_kept_graph():
     torch.testing.assert_close(torch.autograd.grad(loss, weight)[0], first)
 
 
+def penalty(function, hidden, weight, targets, **options):
+    """The squared gradient by the hidden states, as a gradient penalty has it; and its own gradient by the weight."""
+    loss = function(hidden, weight, targets, **options).sum()
+    (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
+    return torch.autograd.grad(gradient.square().sum(), weight)[0]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reduction": "none"}, {"reduction": "sum", "chunk": 8}, {"backend": "torch"}], ids=str
+)
+def test_a_second_derivative_is_refused_where_it_would_be_left_out(options):
+    hidden, weight, _, targets = inputs(bias=False)
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.cross_entropy"):
+        penalty(linear_cross_entropy, hidden, weight, targets, **options)
+    assert penalty(plain, hidden, weight, targets).norm() > 0  # the way out
+    linear_cross_entropy(hidden, weight, targets, **options).sum().backward()  # and a first derivative is as ever
+
+
+def batch_of(function):
+    return lambda hidden: torch.func.vmap(function)(hidden[None])
+
+
+def tangent_of(function):
+    def run(hidden):
+        with torch.autograd.forward_ad.dual_level():
+            return function(torch.autograd.forward_ad.make_dual(hidden, torch.ones_like(hidden)))
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("transform", "message"),
+    [(torch.func.grad, "under torch.func's transforms"), (batch_of, "transforms"), (tangent_of, "forward-mode")],
+)
+def test_other_kinds_of_derivatives_are_refused_with_a_sentence(transform, message):
+    hidden, weight, _, targets = inputs(bias=False)
+    with pytest.raises(RuntimeError, match=f"{message}.*only for backward.*F.cross_entropy of the logits"):
+        transform(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden.detach())
+    with torch.autograd.forward_ad.dual_level():  # of something else
+        linear_cross_entropy(hidden, weight, targets).backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_numbers_of_any_width(dtype, reduction):
+    hidden, weight, bias, targets = inputs()
+    targets = targets.clamp(min=0)
+    seen = value_and_gradients(linear_cross_entropy, hidden, weight, bias, targets.to(dtype), reduction=reduction)
+    expected = value_and_gradients(linear_cross_entropy, hidden, weight, bias, targets, reduction=reduction)
+    for one, other in zip(seen, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_class_156_in_eight_bits_is_not_taken_for_minus_100():
+    hidden, weight = torch.randn(4, DIM), torch.randn(200, DIM)
+    targets = torch.tensor([156, 3, 156, 7])
+    loss = linear_cross_entropy(hidden, weight, targets.to(torch.uint8))
+    assert torch.equal(loss, linear_cross_entropy(hidden, weight, targets))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_shapes_without_numbers(reduction):
+    hidden, weight, _, targets = inputs(bias=False)
+    hidden, weight = (tensor.detach().to("meta").requires_grad_() for tensor in (hidden, weight))
+    loss = linear_cross_entropy(hidden, weight, targets.to("meta"), reduction=reduction)
+    loss.sum().backward()
+    assert loss.shape == (targets.shape if reduction == "none" else ())
+    assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
+
+
 def test_nothing_counted_is_as_the_plain_path_has_it():
     hidden, weight, bias, targets = inputs()
     targets = torch.full_like(targets, -100)
@@ -255,7 +325,11 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
         ({"targets": torch.zeros(TOKENS)}, "they are class numbers"),
         ({"bias": torch.zeros(3)}, "there is one a class"),
         ({"label_smoothing": 2.0}, "label_smoothing=2.0"),
+        ({"targets": torch.ones(TOKENS, dtype=torch.bool)}, "targets of torch.bool: they are class numbers"),
         ({"softcap": -1.0}, "softcap=-1.0"),
+        ({"softcap": float("nan")}, "softcap=nan"),
+        ({"softcap": float("inf")}, "softcap=inf"),
+        ({"z_loss": float("nan")}, "z_loss=nan"),
         ({"reduction": "max"}, "reduction='max'"),
         ({"backend": "magic"}, "backend='magic'"),
         ({"backend": "torch", "softcap": 2.0}, "chunks it without z-loss"),
@@ -291,6 +365,12 @@ hidden, weight, bias, targets = inputs()
 check(hidden.detach(), weight, bias, targets)  # a frozen model below the head
 check(hidden, weight.detach(), bias.detach(), targets)  # a frozen head
 assert torch.isnan(linear_cross_entropy(hidden, weight, torch.full_like(targets, -100), backend="liger"))
+try:
+    torch.autograd.grad(linear_cross_entropy(hidden, weight, targets, backend="liger"), hidden, create_graph=True)
+except RuntimeError as error:
+    assert "second derivative would be wrong" in str(error)
+else:
+    raise AssertionError("a second derivative was left out")
 print("agrees")
 """
 

@@ -183,6 +183,19 @@ def test_a_second_backward_over_a_kept_graph():
     torch.testing.assert_close(torch.autograd.grad(loss, tensors[1])[0], first)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_second_and_forward_mode_derivatives_are_refused(reduction):
+    (hidden, weight, theirs, their_weight), _ = inputs(bias=False)
+    loss = linear_kl_divergence(hidden, weight, theirs, their_weight, reduction=reduction).sum()
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.kl_div"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
+    logits, their_logits = hidden @ weight.T, theirs @ their_weight.T
+    with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.kl_div"):
+        torch.autograd.grad(kl_divergence(logits, their_logits), logits, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"under torch\.func's transforms.*F\.kl_div"):
+        torch.func.vmap(kl_divergence)(logits.detach()[None], their_logits.detach()[None])
+
+
 def test_a_frozen_head_and_a_frozen_body():
     (hidden, weight, theirs, their_weight), _ = inputs()
     for wanted, others in ((hidden, (hidden, weight.detach())), (weight, (hidden.detach(), weight))):
@@ -247,6 +260,7 @@ def test_without_gradients_none_are_computed():
         ({"teacher_hidden": torch.zeros(3, THEIR_DIM)}, "37,.* tokens of the student, .3,. of the teacher"),
         ({"teacher_bias": torch.zeros(3)}, "teacher: bias .3,.: there is one a class"),
         ({"softcap": -1.0}, "student: softcap=-1.0"),
+        ({"softcap": float("nan")}, "student: softcap=nan"),
         ({"mask": torch.ones(TOKENS)}, "mask .* of torch.float32.*labels != -100"),
         ({"mask": torch.ones(3, dtype=torch.bool)}, "whether it counts"),
         ({"reduction": "batchmean"}, "reduction='batchmean'"),

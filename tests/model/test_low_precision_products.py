@@ -92,6 +92,25 @@ def test_output_and_gradients_are_by_hand(kind, tokens):
     assert close(bias.grad, g.double().sum(0))
 
 
+@each_kind
+def test_a_second_derivative_is_refused_for_rounding_has_none(kind):
+    input, weight = factors()
+    output = linear_in_8_bits(input.requires_grad_(), weight.requires_grad_(), None, kind)
+    with pytest.raises(RuntimeError, match="create_graph=True.*Take LowPrecisionProducts off"):
+        torch.autograd.grad(output.square().sum(), input, create_graph=True)
+
+
+@each_kind
+def test_the_default_dtype_of_16_bit_training_changes_nothing(kind):
+    input, weight = factors()
+    expected = multiply_rows(input, weight, kind)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert torch.equal(multiply_rows(input, weight, kind), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def stated_bound(first, second, kind):
     """As the docstring has it, for each entry of the product."""
     a, b = first.double().abs(), second.double().abs()
