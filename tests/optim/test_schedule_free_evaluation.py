@@ -75,3 +75,35 @@ def test_what_is_saved_in_training_goes_on_bit_for_bit_and_what_is_saved_after_i
 def test_another_optimizer_is_refused():
     with pytest.raises(ValueError, match="ScheduleFreeEvaluation with SGD: its weights are no average"):
         trainer([ScheduleFreeEvaluation()]).fit(TinyLM(optimizer=sgd), as_loader(BATCHES))
+
+
+class Watches(L.Callback):
+    """The weights before and after each validation, and whether they were others meanwhile."""
+
+    def __init__(self, meddle=False):
+        self.meddle, self.gaps, self.moved = meddle, [], []
+
+    def on_train_epoch_end(self, trainer, pl_module):  # after the validation
+        self.gaps.append(largest_difference(self.before, weights(pl_module)))
+
+    def on_train_batch_end(self, trainer, pl_module, *batch):
+        self.before = weights(pl_module)
+
+    def on_validation_batch_end(self, trainer, pl_module, *batch):
+        self.moved.append(largest_difference(getattr(self, "before", weights(pl_module)), weights(pl_module)))
+        if self.meddle:
+            with torch.no_grad():
+                pl_module.head.weight.mul_(1.5)
+
+
+def test_a_validation_leaves_the_weights_bit_for_bit():
+    watches = Watches()
+    fit([watches, ScheduleFreeEvaluation()], epochs=3)
+    assert watches.gaps == [0.0] * 3
+    assert min(watches.moved[1:]) > 1e-3  # the first is the sanity check, before any step
+
+
+def test_what_a_validation_writes_into_the_weights_stays():
+    watches = Watches(meddle=True)
+    fit([watches, ScheduleFreeEvaluation()], epochs=1)
+    assert watches.gaps[0] > 1e-2
