@@ -2,7 +2,8 @@
 
 From measuring single operations of oneDNN with AVX-512 and with AVX2, in float32 and bfloat16. Convolutions work on
 copies in a layout of their own, with the channels in blocks of 16, or of 8 with AVX2; of images with the channels last,
-only the weights are copied. With AVX2 alone bfloat16 is torch's own, which turns the images round instead.
+only the weights are copied. With AVX2 alone bfloat16 is torch's own, which turns the images round instead. With AMX
+bfloat16 images with the channels last have a kernel of their own for the gradient of the weights.
 Left out are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
 bfloat16 matrix products, a few per cent of a step.
 """
@@ -12,14 +13,16 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from torch import Tensor, backends, bfloat16, channels_last, get_num_threads, ops
+from torch import Tensor, backends, bfloat16, channels_last, cpu, get_num_threads, ops
 
 from lightning_fasttrain.plan.predict.allocation_trace import Kept, Workspace
 
 _AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
+_AMX = cpu._is_amx_tile_supported()
 BLOCK = 8 if _AVX2 else 16
 # Of wider kernels, as of patches, the gradient in float32 is a product with each image's columns.
 _WIDEST = 13 if _AVX2 else 14
+_TILES = 20_000  # bytes of registers that AMX keeps for each thread
 
 
 def _blocked_bytes(image: Tensor) -> int:
@@ -47,6 +50,8 @@ def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
     gradient, inputs, weight, stride, (for_inputs, *_rest) = *arguments[:3], arguments[4], arguments[-1]
     groups = arguments[9]
     if _has_channels_last(inputs):
+        if _AMX and weight.dtype is bfloat16 and weight.shape[1] > 1:
+            return _backward_in_tiles(inputs, gradient, weight, groups)
         return 3 * weight.nbytes if groups == 1 else _grouped_backward(inputs, gradient, weight, groups)
     if max(weight.shape[2:]) > _WIDEST and weight.dtype is not bfloat16:
         columns = weight[0].nbytes * math.prod(gradient.shape[2:])
@@ -71,6 +76,16 @@ def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: 
         return weight.nbytes + padded * weight.element_size()
     images = groups * (inside * math.prod(inputs.shape[2:]) + outside * math.prod(gradient.shape[2:]))
     return weight.nbytes + padded * (2 + 4) + 2 * images  # one image of each, turned round
+
+
+def _backward_in_tiles(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
+    """Sums in float32 and a copy in bfloat16 of whole blocks of channels, and one image of each, its rows padded."""
+    height, width = weight.shape[2:]
+    inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
+    sums = inside * outside * height * width * (8 if inside == BLOCK else 6)
+    columns = gradient.shape[3] + width - 1
+    images = inside * inputs.shape[2] * inputs.shape[3] + outside * gradient.shape[2] * (-(-columns // 32) * 32)
+    return groups * (sums + 2 * images) + get_num_threads() * _TILES
 
 
 def _in_blocks(channels: int) -> int:
