@@ -202,6 +202,24 @@ class State(L.Callback):
             self.state |= {f"{n} {key}": safe_get_full_optimizer_state(p, key).clone() for n, p in named.items()}
 
 
+def go_on_by_hand(state):
+    """Two steps of plain PyTorch in one process from weights and Adam state after three."""
+    module = net("adamw", Scheduled)
+    optimizer = module.configure_optimizers()["optimizer"]
+    named = dict(module.named_parameters())
+    for name, parameter in named.items():
+        parameter.data.copy_(state[name])
+        moments = {key: state[f"{name} {key}"].clone() for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.tensor(3.0), **moments}
+    for i in range(2):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * 0.9 ** (3 + i)
+        optimizer.zero_grad()
+        (sum(module.loss(rank[i]) for rank in ALL[:RANKS]) / RANKS).backward()
+        optimizer.step()
+    return module
+
+
 def reshards(found, folder):
     """Resume what the other launch has saved: by 1 on 2, by 2 on 1."""
     others = 3 - RANKS
@@ -219,6 +237,7 @@ def reshards(found, folder):
             "decay": state.decay,
             "rate": state.rate / 0.01,
             "differ": [name for name in state.state if not torch.equal(state.state[name], saved[name])],
+            "went on": whole_difference(go_on_by_hand(state.state), module),
         }
     path = folder / f"by-{others}-stage-2"
     found["other world"] = error_of(lambda: fit(net("adamw"), ZeROStrategy(stage=2), path=path, max_epochs=2))

@@ -137,6 +137,7 @@ def folder_to_load(
             config.load_universal_checkpoint = False
         if stage == 3:
             _restore_groups(engine, made)
+            _separate_steps(engine)
 
 
 def _convert(folder: Path, undo: ExitStack) -> Path | Exception:
@@ -178,6 +179,13 @@ def _restore_groups(engine: Engine, made: Path) -> None:
     saved = read_inert(made / TAG / "zero" / "optimizer_state.pt")["optimizer_state_dict"]["param_groups"]
     for group, settings in zip(engine.deepspeed.basic_optimizer.param_groups, saved, strict=True):
         group.update({key: value for key, value in settings.items() if key != "params"})
+
+
+def _separate_steps(engine: Engine) -> None:
+    """At stage 3 DeepSpeed gives all groups of parameters one tensor of steps: each would count for all of them."""
+    for state in engine.deepspeed.basic_optimizer.state.values():
+        if isinstance(state.get("step"), torch.Tensor):
+            state["step"] = state["step"].clone()
 
 
 def _look(
