@@ -266,6 +266,7 @@ class MemoryMeter(Technique):
         Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU the whole machine's.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "peak memory of a step"
     when: ClassVar[str] = "you want to know what fits"
     in_a_loop: ClassVar[str] = "run.PeakMemory(device, model, optimizer)"

@@ -49,6 +49,7 @@ class StepMeter(Technique):
         Ours; Lightning's own ``SimpleProfiler`` adds up host time by action, without subtracting what is nested.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "ms per step by phase, samples/s, tokens/s"
     when: ClassVar[str] = "you want to know where the time goes"
     in_a_loop: ClassVar[str] = "run.StepTimer(device)"

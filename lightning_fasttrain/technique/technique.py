@@ -33,6 +33,7 @@ class Technique(L.Callback):
     Attributes:
         exactness: how near the technique keeps to the plain run.
         bound: of the class tolerance: how far loss and gradients of a float32 step may be off, relative.
+        bitwise: whether a step's numbers are those of the plain step to the last bit, as beside all that only looks on.
         keeps_draws: whether random layers, such as dropout, draw what they draw in the plain step.
         surgery: its place in the order of surgery; None if it does not operate on the model. A class
             that overrides :meth:`apply` alone would never be called, and its objects are refused.
@@ -47,6 +48,7 @@ class Technique(L.Callback):
 
     exactness: ClassVar[Exactness] = Exactness.EXACT
     bound: ClassVar[float] = 0.0
+    bitwise: ClassVar[bool] = False
     keeps_draws: ClassVar[bool] = True
     surgery: ClassVar[Surgery | None] = None
     effect: ClassVar[str] = ""

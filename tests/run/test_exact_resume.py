@@ -3,6 +3,7 @@
 import copy
 import pickle
 import random
+import warnings
 
 import lightning as L
 import numpy as np
@@ -590,6 +591,50 @@ def test_other_hyper_parameters_are_named(tmp_path):
     run([ExactResume(), save], net=lambda: Set(0.1), max_epochs=1)
     with pytest.warns(ft.FastTrainWarning, match="other hyper-parameters .*: dropout = 0.1 then, 0.2 now"):
         run([ExactResume()], save.files[2], net=lambda: Set(0.2), max_epochs=1)
+
+
+def at_layer(**settings):
+    return [ft.LoRA(rank=2, targets="net.0", **settings)]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        (lambda: at_layer(alpha=32.0), lambda: at_layer(alpha=8), "other techniques: LoRA with alpha = 32 then, 8 now"),
+        (lambda: [ft.optim.AdaptiveClipping(0.1)], list, "AdaptiveClipping then, and not now"),
+        (list, lambda: [ft.optim.AdaptiveClipping(0.1)], "AdaptiveClipping now, and not then"),
+        (
+            lambda: [ft.TokenWeightedAccumulation(2, count=len)],
+            lambda: [ft.TokenWeightedAccumulation(4, count=len)],
+            "TokenWeightedAccumulation with factor = 2 then, 4 now",
+        ),
+        (lambda: [ft.OptimizerInBackward()], lambda: [ft.OptimizerInBackward(clip_norm=1.0)], "clip_norm = None then"),
+    ],
+)
+def test_other_techniques_are_another_run_and_are_named(then, now, message, tmp_path):
+    save = SaveEverywhere(tmp_path)
+    run([*then(), ExactResume(), save], max_epochs=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ft.FastTrainWarning)
+        run([*then(), ExactResume()], save.files[2], max_epochs=1)
+    with pytest.raises(ValueError, match=f"{message}.*: so it cannot go on as it would have"):
+        run([*now(), ExactResume()], save.files[2], max_epochs=1)
+    with pytest.warns(ft.FastTrainWarning, match=message):
+        run([*now(), ExactResume(strict=False)], save.files[2], max_epochs=1)
+
+
+def test_techniques_that_only_round_are_a_warning_and_those_that_only_look_on_are_nothing(tmp_path, recwarn):
+    save = SaveEverywhere(tmp_path)
+    parts = {"count": len, "check": False}
+    run([ft.MicroBatching(2, **parts), ExactResume(), save], max_epochs=1)
+    recwarn.clear()
+    run([ft.MicroBatching(2, "samples", check=False), ft.StepMeter(), ExactResume()], save.files[2], max_epochs=1)
+    assert "MicroBatching with count" in str(recwarn.pop(ft.FastTrainWarning).message)
+    recwarn.clear()
+    run([ft.MicroBatching(n=2, **parts), ft.StepMeter(), ExactResume()], save.files[2], max_epochs=1)
+    assert not [one for one in recwarn if "techniques" in str(one.message)]
+    with pytest.warns(ft.FastTrainWarning, match="MicroBatching then, and not now.*maybe not bit for bit"):
+        run([ExactResume()], save.files[2], max_epochs=1)
 
 
 def test_checkpoints_load_without_unpickling_objects(run_with_windows):

@@ -186,6 +186,7 @@ class DevicePrefetch(Technique):
         See :func:`~lightning_fasttrain.prefetch_to_device`.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "the next batch is copied while this one is computed"
     when: ClassVar[str] = "copying a batch takes time beside a step on a GPU; not on a CPU"
     in_a_loop: ClassVar[str] = "prefetch_to_device(loader, device)"

@@ -155,6 +155,7 @@ class AtomicCheckpoints(Technique):
         See :class:`AtomicCheckpointIO`.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a crash during a save never costs the last checkpoint"
     when: ClassVar[str] = "a checkpoint is worth more than the second name that it is written under first: always"
     in_a_loop: ClassVar[str] = (

@@ -42,6 +42,7 @@ class HangWatch(Technique):
         See :class:`ProgressWatch`.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a run that hangs ends, and the rank that hangs is named with its stack"
     when: ClassVar[str] = "a run has several processes, or nobody looks at it for hours"
     in_a_loop: ClassVar[str] = "run.ProgressWatch(timeout_s).beat(phase)"

@@ -51,6 +51,7 @@ class Preemption(Technique):
         See :class:`PreemptionFlag`.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "SIGTERM on any rank: all save one checkpoint at the same step and exit with 143"
     when: ClassVar[str] = "a cluster says so before it ends a run; not where SLURM requeues by the same signal"
     in_a_loop: ClassVar[str] = "run.PreemptionFlag().should_stop() at each step boundary"

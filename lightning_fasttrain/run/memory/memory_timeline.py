@@ -54,6 +54,7 @@ class MemoryTimeline(Technique):
         See :class:`~lightning_fasttrain.run.MemoryRecording`.
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a picture of memory over time by category, with the op and module at the peak"
     when: ClassVar[str] = "you want to know what memory is used for, and when"
     in_a_loop: ClassVar[str] = "run.MemoryRecording(model, optimizer, batch)"

@@ -12,10 +12,13 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
 
+from lightning_fasttrain._arguments import settings_of
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.data import TokenWeightedAccumulation
+from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.technique import techniques_of
 
-_OPTIMIZERS = "optimizers"
+_OPTIMIZERS, _TECHNIQUES = "optimizers", "techniques"
 _SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
 
 
@@ -33,7 +36,24 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
         "gradient_clip_val": clip,
         "gradient_clip_algorithm": str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
         _OPTIMIZERS: optimizers or None,
+        _TECHNIQUES: _read_techniques(trainer),
     }
+
+
+def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
+    """Name of each technique that a step's numbers depend on → its settings, and whether it trains differently."""
+    depends = [technique for technique in techniques_of(trainer) if not technique.bitwise]
+    found: dict[str, dict[str, Any]] = {}
+    for technique in depends:
+        changes = _trains_differently(technique, trainer.lightning_module)
+        found[type(technique).__name__] = {"settings": settings_of(technique), "changes training": changes}
+    return found
+
+
+def _trains_differently(technique: Technique, module: L.LightningModule) -> bool:
+    # Accumulation is as exact as a larger batch is, and another window is another batch.
+    accumulates = isinstance(technique, TokenWeightedAccumulation)
+    return accumulates or technique.exactness_on(module) is Exactness.CHANGES_TRAINING
 
 
 def about_loader(loader: Any) -> dict[str, Any]:
@@ -131,11 +151,60 @@ def _bytes_of(entry: Any) -> bytes | None:
 def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
     """What to say of each setting of which both sides know another value."""
     # Loaders are compared one by one, when this run makes them.
-    for name in sorted((then.keys() & now.keys()) - {"loaders"}):
+    for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
             what = f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}"
-            way_out = "Make it as it was, or accept another run: ExactResume(strict=False)"
-            yield explain(what, "so it cannot go on as it would have", way_out)
+            yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+    other = list_other_techniques(then, now, changing_training=True)
+    if other:
+        what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
+        yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+
+
+_AS_IT_WAS = "Make it as it was, or accept another run: ExactResume(strict=False)"
+
+
+def doubts(
+    checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
+) -> Iterator[str]:
+    """What to say of what may train differently, or not, and is no reason to stop: hyper-parameters, and rounding."""
+    hyper_parameters = _other_hyper_parameters(checkpoint, module)
+    if hyper_parameters is not None:
+        yield hyper_parameters
+    other = list_other_techniques(then, now, changing_training=False)
+    if not other:
+        return
+    what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
+    why = "the run goes on with the same training, but for the rounding of its sums, so maybe not bit for bit"
+    yield explain(what, why, "Where it has to be bit for bit, make it as it was")
+
+
+def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_training: bool) -> list[str]:
+    """What differs of each technique, of those that change the training or of the others.
+
+    Example:
+        >>> clipping = {"AdaptiveClipping": {"settings": {"clipping": "0.01"}, "changes training": True}}
+        >>> list_other_techniques({"techniques": clipping}, {"techniques": {}}, changing_training=True)
+        ['AdaptiveClipping then, and not now']
+    """
+    if _TECHNIQUES not in then or _TECHNIQUES not in now:  # a checkpoint of an older version
+        return []
+    before, after = then[_TECHNIQUES], now[_TECHNIQUES]
+    found: list[str] = []
+    for name in [*before, *(name for name in after if name not in before)]:
+        sides = [side[name] for side in (before, after) if name in side]
+        if any(side["changes training"] for side in sides) is not changing_training:
+            continue
+        if len(sides) < 2:
+            found.append(f"{name} then, and not now" if name in before else f"{name} now, and not then")
+            continue
+        was, is_now = (side["settings"] for side in sides)
+        # An argument that only one version of a technique has is left out.
+        differ = [key for key in was if key in is_now and was[key] != is_now[key]]
+        if differ:
+            changes = ", ".join(f"{key} = {was[key]} then, {is_now[key]} now" for key in differ)
+            found.append(f"{name} with {changes}")
+    return found
 
 
 def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
@@ -151,7 +220,7 @@ def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
         raise ValueError(explain(what, "the state of one means nothing to the other", way_out))
 
 
-def other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
+def _other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
     """What to say where the module was made with other values than the saved one; None if it was not.
 
     Only values that are plain on both sides are compared.

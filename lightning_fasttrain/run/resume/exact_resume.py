@@ -31,7 +31,7 @@ from lightning_fasttrain.run.resume._loop_progress import (
 from lightning_fasttrain.run.resume._run_identity import (
     about_loader,
     disagreements,
-    other_hyper_parameters,
+    doubts,
     read_settings,
     refuse_other_optimizers,
 )
@@ -60,10 +60,11 @@ class ExactResume(Technique):
     With :class:`~lightning_fasttrain.AtomicCheckpoints` a kill costs no checkpoint either.
 
     Args:
-        strict: whether a checkpoint of another number of processes, precision, clipping, accumulation, or of other
-            training data, batch size, order or ``drop_last`` is an error; else it is a warning, and what still fits
-            is restored. Data are told by their class, length, and a few entries of the tensors and lists that a
-            dataset holds; its own code is not run for it. Other hyper-parameters are a warning in any case.
+        strict: whether a checkpoint of another number of processes, precision, clipping, accumulation, of a technique
+            that changes the training and is set differently, or of other training data, batch size, order or
+            ``drop_last`` is an error; else it is a warning, and what still fits is restored. Data are told by their
+            class, length, and a few entries of the tensors and lists that a dataset holds; its own code is not run for
+            it. Other hyper-parameters are a warning in any case, and so are techniques that change only rounding.
 
     Raises:
         ValueError: in ``fit`` with ``ckpt_path``, if ``strict``: such a checkpoint; the message has both values.
@@ -78,6 +79,7 @@ class ExactResume(Technique):
         bit. Lightning alone keeps neither random states nor positions (its issues 17543 and 18780).
     """
 
+    bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a killed run goes on bit for bit: data order, random states, metrics, open windows"
     when: ClassVar[str] = "a run may be killed, and must end as if it had not been"
     in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
@@ -224,10 +226,10 @@ class ExactResume(Technique):
         self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
         if point in (SavePoint.BATCH, SavePoint.VALIDATION):
             complete_batch_(checkpoint)
-        self._check(read_settings(trainer))
-        other = other_hyper_parameters(checkpoint, pl_module)
-        if other is not None:
-            warn(f"ExactResume: {other}")
+        then, now = state["settings"], read_settings(trainer)
+        self._check(now)
+        for doubt in doubts(checkpoint, pl_module, then, now):
+            warn(f"ExactResume: {doubt}")
         # Positions and random states are one process's own: with another number of them they fit nowhere.
         if len(state["ranks"]) != trainer.world_size:
             return
