@@ -237,6 +237,58 @@ def test_all_of_a_batch_is_cut_alike():
         cut_sequences({"x": torch.ones(2, 12)}, 5)
 
 
+def left_padded(lengths, full):
+    """Each row's real tokens count 1, 2, 3 … from where they begin; padding is 0."""
+    real = torch.stack([torch.arange(full) >= full - n for n in lengths])
+    ids = real.cumsum(dim=1) * real
+    places = torch.arange(full).expand(len(lengths), full)
+    return {
+        "input_ids": ids,
+        "attention_mask": real.long(),
+        "labels": torch.where(real, ids, -100),
+        "table": (real[:, :, None] & real[:, None, :])[:, None],
+        "embeddings": torch.stack([ids, places], dim=2).double(),
+    }
+
+
+@pytest.mark.parametrize("length", [2, 5, 8])
+def test_of_rows_with_padding_in_front_the_first_real_tokens_are_kept(length):
+    lengths = [9, 8, 5, 3, 1]
+    batch = left_padded(lengths, 9)
+    cut = cut_sequences(batch, length)
+    for row, n in enumerate(lengths):
+        kept = min(n, length)
+        first = min(9 - n, 9 - length)
+        assert cut["input_ids"][row].tolist() == [0] * (length - kept) + list(range(1, kept + 1))
+        for name in ("attention_mask", "labels", "embeddings"):
+            assert torch.equal(cut[name][row], batch[name][row, first : first + length]), name
+        square = batch["table"][row, :, first : first + length, first : first + length]
+        assert torch.equal(cut["table"][row], square)
+    assert torch.equal(cut_sequences(batch, 9)["input_ids"], batch["input_ids"])
+    inverted = {"ids": batch["input_ids"], "key_padding_mask": batch["attention_mask"] == 0}
+    assert torch.equal(cut_sequences(inverted, length)["ids"], cut["input_ids"])
+
+
+def test_padding_behind_and_a_mask_of_the_prompt_cut_the_end():
+    batch = left_padded([9, 4], 9)
+    behind = {name: tensor.flip(1) for name, tensor in batch.items() if tensor.ndim == 2}
+    behind["loss_mask"] = batch["attention_mask"]  # the prompt is not trained on: no padding
+    for name, tensor in cut_sequences(behind, 5).items():
+        assert torch.equal(tensor, behind[name][:, :5]), name
+
+
+def test_scores_of_as_many_classes_as_tokens_keep_all_classes():
+    batch = {
+        "input_ids": torch.ones(2, 6, dtype=torch.long),
+        "labels": torch.rand(2, 6),
+        "token_weights": torch.rand(2, 6),
+    }
+    cut = cut_sequences(batch, 4)
+    assert torch.equal(cut["labels"], batch["labels"])
+    assert torch.equal(cut["token_weights"], batch["token_weights"][:, :4])
+    assert cut_sequences((batch["input_ids"], batch["labels"]), 4)[1].shape == (2, 6)
+
+
 def test_only_training_batches_are_cut_and_what_is_trained_on_is_counted():
     lengths = {"train": [], "validate": []}
 

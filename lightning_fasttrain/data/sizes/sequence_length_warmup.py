@@ -1,5 +1,6 @@
 """Short sequences first, and longer and longer ones."""
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar
 
@@ -26,7 +27,12 @@ def cut_sequences(batch: Any, length: int) -> Any:
     The rule: the length T is that of the second axis of the first tensor that looks like token ids (whole numbers of 32
     or 64 bits, at least two axes). In tensors of whole numbers and truth values (ids, labels, masks, positions) each
     axis after the first that is T long is cut; in others (embeddings) the second, and in masks [..., T, T] the last
-    two. Containers are walked, and keep their type.
+    two. Floating-point tensors (B, T) are cut if their name has "mask" or "weight" in it: without, they may be scores
+    of as many classes. Containers are walked, and keep their type.
+
+    Where an ``attention_mask``, or a boolean ``..._padding_mask`` (B, T), says that rows begin with padding, the tokens
+    of such a row are counted from where its padding ends, and a row that is shorter than ``length`` keeps padding in
+    front of it. Nothing waits for the device.
 
     Args:
         batch: tensors of shape (B, T, ...), in any nesting.
@@ -44,17 +50,52 @@ def cut_sequences(batch: Any, length: int) -> Any:
     if full <= length:
         return batch
 
+    real = _find_real_tokens(batch, full)
+    # argmax gives the first of equal ones: the first token that is no padding, or 0 where all are.
+    start = None if real is None else real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
+
     def cut(leaf: Any, path: str) -> Any:
-        if not isinstance(leaf, Tensor) or leaf.ndim < 2:
+        if not isinstance(leaf, Tensor):
             return leaf
-        axes = [axis for axis in range(1, leaf.ndim) if leaf.shape[axis] == full]
-        if leaf.is_floating_point() and axes[-2:] != [leaf.ndim - 2, leaf.ndim - 1]:
-            axes = [axis for axis in axes if axis == 1]
-        for axis in axes:
-            leaf = leaf.narrow(axis, 0, length)
+        for axis in _axes_of_tokens(leaf, path, full):
+            has_rows = start is not None and len(leaf) == len(start)
+            leaf = _window(leaf, axis, start, length) if has_rows else leaf.narrow(axis, 0, length)
         return leaf.contiguous()  # models may ask for a view
 
     return walk_leaves(batch, cut, "batch")
+
+
+def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
+    axes = [axis for axis in range(1, leaf.ndim) if leaf.shape[axis] == full]
+    if not leaf.is_floating_point() or (leaf.ndim > 2 and axes[-2:] == [leaf.ndim - 2, leaf.ndim - 1]):
+        return axes
+    if leaf.ndim == 2 and not re.search("mask|weight", path):
+        return []
+    return [axis for axis in axes if axis == 1]
+
+
+def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
+    """(B, T), True where a token is no padding; None where no mask of this form says so."""
+    found: list[Tensor] = []
+
+    def look(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
+            if re.search(r"\battention_mask\b", path):
+                found.append(leaf != 0)
+            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's: True is padding
+                found.append(~leaf)
+        return leaf
+
+    walk_leaves(batch, look, "batch")
+    return found[0] if found else None
+
+
+def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
+    """``length`` entries along ``axis``, of each row from its own ``start`` on."""
+    places = start[:, None] + torch.arange(length, device=start.device)
+    shape = [1] * leaf.ndim
+    shape[0], shape[axis] = places.shape
+    return leaf.take_along_dim(places.view(shape), axis)
 
 
 def find_length(batch: Any) -> int:
