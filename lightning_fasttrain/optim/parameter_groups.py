@@ -1,5 +1,6 @@
 """Parameter groups for fine-tuning: learning rates by depth, and those of LoRA+."""
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,6 +12,9 @@ from lightning_fasttrain._messages import explain, note_once
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+# What names of bare tensors say that they are: learned positions, the token of a class, the latents and queries that a
+# model begins with; and logarithms of rates, as in Mamba, which decay would draw towards 1.
+_EMBEDDED = re.compile(r"embed|token|position|latent|queries|prompt|registers|(^|_)pos(_|$)|(^|_)logs?$|^log_", re.I)
 
 
 def layer_decay_groups(
@@ -32,7 +36,8 @@ def layer_decay_groups(
     earlier one. Which is which is said in one line. A parameter that several modules share is listed once, where the
     model names it first: a head that is tied to the embeddings is in the stem.
 
-    Norms, biases, embeddings and the stem's bare tensors (position embeddings, a class token) have no weight decay.
+    What :func:`~lightning_fasttrain.optim.decay_groups` leaves without has no weight decay, nor have the stem's bare
+    tensors (position embeddings, a class token).
 
     Args:
         model: any module with repeated blocks.
@@ -84,8 +89,7 @@ def layer_decay_groups(
             continue
         # The stem's own tensors, such as a class token, are embeddings by another name.
         bare = layer == 0 and "weight" not in name.rpartition(".")[2]
-        decayed = not (parameter.ndim < 2 or bare or name.endswith("bias") or parameter in undecayed)
-        members.setdefault((layer, not decayed), []).append(parameter)
+        members.setdefault((layer, bare or parameter in undecayed), []).append(parameter)
         if layer in outside:
             outside[layer][name.rpartition(".")[0] or name] = None
     if not members:
@@ -204,8 +208,32 @@ def _shared_with_tables(model: nn.Module) -> set[str]:
 
 
 def never_decayed(model: nn.Module) -> set[Tensor]:
-    """Weights that are no weights of products: those of norms and of embeddings, also where a head shares them."""
-    return {p for m in model.modules() if isinstance(m, _NORMS + _EMBEDDINGS) for p in m.parameters(recurse=False)}
+    """Parameters that are no weights of products.
+
+    Those of norms and embeddings, also where a head shares them; those whose shape or name says so; and those that the
+    model itself exempts, by ``_no_weight_decay`` on a parameter (Mamba) or ``no_weight_decay()`` (timm).
+    """
+    found = {name for name, parameter in model.named_parameters() if _is_no_product(name, parameter)}
+    for prefix, module in model.named_modules():
+        if callable(exempt := getattr(module, "no_weight_decay", None)):
+            found |= {f"{prefix}.{name}".lstrip(".") for name in exempt()}
+    named = {parameter for name, parameter in model.named_parameters() if name in found}
+    modules = [module for module in model.modules() if isinstance(module, _NORMS + _EMBEDDINGS)]
+    return named | {parameter for module in modules for parameter in module.parameters(recurse=False)}
+
+
+def _is_no_product(name: str, parameter: Tensor) -> bool:
+    own = name.rpartition(".")[2]
+    # Of a weight norm the first is its gain, [n, 1, ...]; the original of any other goes by what it is made into.
+    made = re.search(r"parametrizations\.(\w+)\.original(1?)$", name)
+    if made is not None:
+        own = made[1]
+    if parameter.ndim < 2 or own.endswith("bias") or getattr(parameter, "_no_weight_decay", False):
+        return True
+    is_bare = "weight" not in own or own.endswith("weight_g")
+    # As bias_k of attention, a gain, or the scale of a channel.
+    has_one_axis = parameter.numel() == max(parameter.shape)
+    return is_bare and (has_one_axis or _EMBEDDED.search(own) is not None)
 
 
 def _refuse_rates(lr: float, weight_decay: float) -> None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import lightning_fasttrain as ft
 from tests.nets import HeadFirst, TinyLM, heard
@@ -34,6 +35,63 @@ def test_products_are_decayed_and_nothing_else():
     products = ["experts", "patches.weight", "attention.in_proj_weight", "attention.out_proj.weight"]
     assert found["decay"] == products
     assert set(found["no_decay"]) == {name for name, _ in model.named_parameters()} - set(found["decay"])
+
+
+class Unusual(nn.Module):
+    """What is no product, though it has more than one dimension, beside what is one, though its name is unusual."""
+
+    def __init__(self):
+        super().__init__()
+        self.A_log, self.latents = nn.Parameter(torch.zeros(4, 8)), nn.Parameter(torch.zeros(16, 4))
+        self.pos, self.queries = nn.Parameter(torch.zeros(16, 4)), nn.Parameter(torch.zeros(3, 4))
+        self.layer_scale, self.log_dt = nn.Parameter(torch.zeros(1, 4, 1, 1)), nn.Parameter(torch.zeros(2, 4))
+        self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
+        self.normed = parametrizations.weight_norm(nn.Linear(4, 3))
+        self.old = nn.utils.weight_norm(nn.Conv1d(4, 3, 2))
+        self.score = parametrizations.spectral_norm(nn.Linear(4, 1))  # [1, 4]: a product, all the same
+        self.value = nn.Linear(4, 1)
+        self.marked, self.listed = nn.Parameter(torch.zeros(4, 4)), Listed()
+        self.marked._no_weight_decay = True
+        self.proj, self.query = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4, 4))
+        self.experts_logits = nn.Parameter(torch.zeros(2, 4, 4))
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.exempt, self.product = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def no_weight_decay(self):
+        return {"exempt.weight"}
+
+
+UNUSUAL = [
+    "proj", "query", "experts_logits", "attention.in_proj_weight", "attention.out_proj.weight",
+    "normed.parametrizations.weight.original1", "old.weight_v", "score.parametrizations.weight.original",
+    "value.weight", "listed.product.weight",
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated")
+def test_gains_positions_latents_and_logarithms_are_not_decayed():
+    model = Unusual()
+    found = names_in(model, ft.optim.decay_groups(model))
+    assert sorted(found["decay"]) == sorted(UNUSUAL)
+    assert set(found["no_decay"]) == {name for name, _ in model.named_parameters()} - set(UNUSUAL)
+    by_depth = nn.ModuleDict({"stem": nn.Linear(4, 4), "blocks": nn.ModuleList([Unusual(), Unusual()])})
+    groups = names_in(by_depth, ft.optim.layer_decay_groups(by_depth, lr=0.1, blocks=Unusual))
+    assert sorted(groups["blocks.1"]) == sorted(f"blocks.1.{name}" for name in UNUSUAL)
+
+
+@pytest.mark.slow
+def test_mambas_logarithms_are_not_decayed():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16, state_size=4)
+    model = transformers.MambaForCausalLM(config)
+    decayed = names_in(model, ft.optim.decay_groups(model))["decay"]
+    assert [name.rpartition("mixer.")[2] for name in decayed] == [
+        "conv1d.weight", "in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight"
+    ]  # fmt: skip
 
 
 def test_a_tied_weight_is_listed_once_and_spared_as_an_embedding():

@@ -4,13 +4,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_fasttrain._counts import number_of
 from lightning_fasttrain._messages import explain, list_some, note_once
 from lightning_fasttrain.optim.parameter_groups import never_decayed
-
-_EMBEDDED = ("embed", "token", "position")  # words in names of bare tensors: positions, the token of a class
 
 
 def decay_groups(
@@ -23,9 +21,11 @@ def decay_groups(
 ) -> list[dict[str, Any]]:
     """Two groups for any optimizer: parameters with weight decay, and those without.
 
-    Without are norms, biases and all else that has one dimension, embeddings (also where the head shares them), and
-    bare tensors whose name says that they are embedded (``pos_embed``, ``cls_token``). One line says which those are.
-    A parameter that several modules share is listed once; quantised weights are left out.
+    Without are norms, biases and all else that has one dimension (gains of weight norms and attention's ``bias_k``,
+    whatever ones stand around it), embeddings (also where the head shares them), bare tensors whose name says that they
+    are embedded (``pos_embed``, ``cls_token``, ``latents``) or logarithms (Mamba's ``A_log``), and what the model
+    itself exempts, by ``_no_weight_decay`` on a parameter or a method ``no_weight_decay()`` that lists names. One line
+    says which those are. A parameter that several modules share is listed once; quantised weights are left out.
 
     Args:
         model: any module.
@@ -61,7 +61,7 @@ def decay_groups(
     members: dict[str, list[str]] = {"decay": [], "no_decay": []}
     for name, parameter in names.items():
         # What is named goes before what is found.
-        is_spared = name in never or (name not in always and (parameter in undecayed or _is_spared(name, parameter)))
+        is_spared = name in never or (name not in always and parameter in undecayed)
         members["no_decay" if is_spared else "decay"].append(name)
     if weight_decay > 0:
         matrices = sorted(name for name in members["no_decay"] if names[name].ndim > 1)
@@ -73,12 +73,6 @@ def decay_groups(
         if members[label]:
             groups.append({"params": [names[name] for name in members[label]], "name": label, "weight_decay": rate})
     return groups
-
-
-def _is_spared(name: str, parameter: Tensor) -> bool:
-    own = name.rpartition(".")[2]
-    is_bare = "weight" not in own
-    return parameter.ndim < 2 or own.endswith("bias") or (is_bare and any(word in own for word in _EMBEDDED))
 
 
 def _match_names(names: Iterable[str], wanted: str | Iterable[str], argument: str) -> set[str]:
