@@ -33,7 +33,7 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
         How many gradients were looked at.
 
     Raises:
-        ValueError: ``factor`` or ``eps`` is not positive.
+        ValueError: ``factor`` or ``eps`` is not positive; a gradient that is sparse in more than its rows.
 
     Example:
         >>> weight = nn.Parameter(torch.tensor([[3.0, 4.0], [0.0, 1.0]]))
@@ -54,11 +54,24 @@ def clip_adaptively_(parameters: Iterable[Tensor], factor: float = 0.01, eps: fl
         if gradient is None:
             continue
         count += 1
-        largest = factor * _unit_norms(parameter).clamp(min=eps)
+        weight: Tensor = parameter
+        if gradient.is_sparse:  # an embedding's: the rows that were looked up
+            gradient = parameter.grad = gradient.coalesce()
+            weight, gradient = _rows_of(parameter, gradient), gradient.values()
+        largest = factor * _unit_norms(weight).clamp(min=eps)
         norms = _unit_norms(gradient)
         # where the gradient is zero the quotient is infinite, and 1 is the smaller
         gradient.mul_((largest / norms).clamp(max=1.0).to(gradient.dtype))
     return count
+
+
+def _rows_of(parameter: Tensor, gradient: Tensor) -> Tensor:
+    """The weights of those units that a sparse gradient, coalesced, is of."""
+    if gradient.sparse_dim() != 1:
+        what = f"a gradient of shape {tuple(gradient.shape)} that is sparse in {gradient.sparse_dim()} dimensions"
+        why = "it holds parts of units, and a unit is clipped as a whole"
+        raise ValueError(explain(what, why, "Leave this parameter out, or make its gradient dense"))
+    return parameter[gradient.indices()[0]]
 
 
 def _unit_norms(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_fasttrain._facts import Facts
 from lightning_fasttrain._host import step_goes_on
@@ -29,8 +29,7 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
         TypeError: a module instead of its parameters.
 
     Example:
-        >>> import torch
-        >>> net = torch.nn.Linear(4, 2)
+        >>> net = nn.Linear(4, 2)
         >>> net(torch.ones(1, 4)).sum().backward()
         >>> release_gradients_(net.parameters()), net.weight.grad
         (40, None)
@@ -41,9 +40,15 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
     released = 0
     for parameter in parameters:
         if parameter.grad is not None:
-            released += parameter.grad.nbytes
+            released += _bytes_of(parameter.grad)
             parameter.grad = None  # not zeros: these would take the memory
     return released
+
+
+def _bytes_of(gradient: Tensor) -> int:
+    if gradient.is_sparse:  # an embedding's
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.nbytes
 
 
 class EagerGradientRelease(Technique):

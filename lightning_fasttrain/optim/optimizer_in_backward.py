@@ -120,7 +120,7 @@ class _InBackward:
             if self.clip_value is not None:
                 nn.utils.clip_grad_value_(parameter, self.clip_value)
             if self.clip_norm is not None:
-                nn.utils.clip_grad_norm_(parameter, self.clip_norm)
+                _clip_norm_(parameter, self.clip_norm)
             self.step_over(parameter)
             parameter.grad = None
 
@@ -141,6 +141,16 @@ class _InBackward:
             why = "it would do so once a parameter, where the group's parameters share it"
             way_out = "Use an optimizer that treats its parameters one by one, such as AdamW"
             raise RuntimeError(explain(what, why, way_out))
+
+
+def _clip_norm_(parameter: Tensor, limit: float) -> None:
+    if parameter.grad is None or not parameter.grad.is_sparse:
+        nn.utils.clip_grad_norm_(parameter, limit)
+        return
+    # torch has no norm of sparse gradients, which are an embedding's; its own formula, of what such a one holds.
+    parameter.grad = parameter.grad.coalesce()
+    entries = parameter.grad.values()
+    entries.mul_((limit / (entries.norm() + 1e-6)).clamp(max=1.0))
 
 
 def _refuse_unfit(optimizer: object) -> None:

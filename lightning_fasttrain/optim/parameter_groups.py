@@ -1,7 +1,7 @@
 """Parameter groups for fine-tuning: learning rates by depth, and those of LoRA+."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor, nn
@@ -215,9 +215,10 @@ def never_decayed(model: nn.Module) -> set[Tensor]:
     """
     found = {name for name, parameter in model.named_parameters() if _is_no_product(name, parameter)}
     for prefix, module in model.named_modules():
-        if callable(exempt := getattr(module, "no_weight_decay", None)):
+        exempt: Callable[[], Iterable[str]] | None = getattr(module, "no_weight_decay", None)
+        if callable(exempt):
             found |= {f"{prefix}.{name}".lstrip(".") for name in exempt()}
-    named = {parameter for name, parameter in model.named_parameters() if name in found}
+    named: set[Tensor] = {parameter for name, parameter in model.named_parameters() if name in found}
     modules = [module for module in model.modules() if isinstance(module, _NORMS + _EMBEDDINGS)]
     return named | {parameter for module in modules for parameter in module.parameters(recurse=False)}
 

@@ -37,6 +37,23 @@ def test_a_vector_is_one_unit(shape):
     torch.testing.assert_close(weight.grad, expected)
 
 
+def test_rows_of_a_sparse_gradient_are_clipped_as_those_of_a_dense_one():
+    torch.manual_seed(0)
+    ids, factors, gradients = torch.tensor([1, 2, 2, 8]), torch.rand(4, 1), []
+    table = torch.randn(9, 3)
+    for sparse in (False, True):
+        net = nn.Embedding.from_pretrained(table.clone(), freeze=False, sparse=sparse)
+        (net(ids) * factors).sum().backward()
+        assert clip_adaptively_(net.parameters(), 0.05) == 1
+        gradients.append(net.weight.grad)
+    assert gradients[1].is_sparse
+    torch.testing.assert_close(gradients[1].to_dense(), gradients[0])
+    weight = nn.Parameter(table)
+    weight.grad = torch.eye(9)[:, :3].to_sparse()
+    with pytest.raises(ValueError, match="sparse in 2 dimensions: it holds parts of units"):
+        clip_adaptively_([weight])
+
+
 def test_what_is_zero_stays_and_can_move():
     zero = nn.Parameter(torch.zeros(2, 2))
     zero.grad = torch.tensor([[0.0, 0.0], [3.0, 4.0]])

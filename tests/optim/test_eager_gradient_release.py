@@ -31,6 +31,13 @@ def test_gradients_that_are_being_accumulated_stay():
     assert max(map(largest_difference, seen.seen, released.seen)) == 0
 
 
+def test_sparse_gradients_are_released():
+    table = torch.nn.Embedding(9, 3, sparse=True)
+    table(torch.tensor([1, 2, 2])).sum().backward()
+    assert ft.release_gradients_(table.parameters()) == 3 * 8 + 3 * 3 * 4  # an index and a row for each look-up
+    assert table.weight.grad is None
+
+
 def test_the_function_returns_the_bytes():
     net = torch.nn.Linear(3, 5)
     net(torch.ones(1, 3)).sum().backward()

@@ -132,6 +132,20 @@ def test_sparse_gradients():
     assert largest_difference(*ends) == 0
 
 
+def test_sparse_gradients_are_clipped_as_dense_ones_are():
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = nn.Embedding(9, 3, sparse=sparse)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        optimize_in_backward_(optimizer, clip_norm=0.5)
+        for ids in ([1, 2, 2], [0, 2, 8]):
+            optimizer.step()
+            (0.1 * net(torch.tensor(ids)).square().sum() * len(ids) ** 2).backward()
+        ends.append(weights(net))
+    assert largest_difference(*ends) < 1e-6
+
+
 def test_state_dict_goes_both_ways():
     def make(net):
         return torch.optim.AdamW(net.parameters(), lr=0.01)

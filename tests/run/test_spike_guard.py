@@ -78,6 +78,19 @@ def test_nothing_is_skipped_before_there_are_enough_steps_or_where_nothing_stick
     assert (steady.skipped, len(steady.steps.limits[0].values)) == (0, 12)
 
 
+def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
+    norms = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        net = torch.nn.Embedding(9, 3, sparse=sparse)
+        optimizer, steps = torch.optim.SGD(net.parameters(), lr=0.1), ft.run.SteadySteps()
+        net(torch.tensor([1, 2, 2])).square().sum().backward()
+        steps.look(optimizer)
+        norms.append(steps._seen[2])
+    assert torch.allclose(*norms)
+    assert norms[0] > 0
+
+
 def test_what_is_not_finite_is_the_other_guards():
     spikes, finite = guard(), ft.FiniteGuard()
     with pytest.warns(ft.FastTrainWarning, match="batch 8, rank 0"):

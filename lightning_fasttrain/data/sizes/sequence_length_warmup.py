@@ -58,8 +58,10 @@ def cut_sequences(batch: Any, length: int) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
         for axis in _axes_of_tokens(leaf, path, full):
-            has_rows = start is not None and len(leaf) == len(start)
-            leaf = _window(leaf, axis, start, length) if has_rows else leaf.narrow(axis, 0, length)
+            if start is not None and len(leaf) == len(start):
+                leaf = _window(leaf, axis, start, length)
+            else:
+                leaf = leaf.narrow(axis, 0, length)
         return leaf.contiguous()  # models may ask for a view
 
     return walk_leaves(batch, cut, "batch")

@@ -98,7 +98,7 @@ class SteadySteps:
 
     def look(self, optimizer: Optimizer) -> None:
         """Judge the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
-        gradients: list[Any] = [parameter.grad for parameter in parameters_with_gradient(optimizer)]
+        gradients = [_entries_of(parameter.grad) for parameter in parameters_with_gradient(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
         # A collective: the ranks hold pieces of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
@@ -147,6 +147,11 @@ class SteadySteps:
             return
         why = f"that is {number_of(self.in_a_row, 'step')} in a row, so it is no spike but where training is now"
         raise RuntimeError(explain(what, why, "Lower the learning rate, look at the data, or raise far"))
+
+
+def _entries_of(gradient: Any) -> Tensor:
+    """torch has no norm of sparse gradients, which are an embedding's."""
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
