@@ -9,7 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from lightning_fasttrain._messages import explain
 from lightning_fasttrain._surgery import WrappedForward
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -36,6 +38,25 @@ class RecomputedForward(WrappedForward):
             for key in owner._buffers
         }
         self.seen = False
+        # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
+        # there again, as torch's does to save time, may stop in between.
+        self.stops_early = not any(isinstance(inside, nn.RReLU) for inside in module.modules())
+        self.looked = False
+
+    def look_at(self, output: Any, inputs: Any) -> None:
+        """Refuse, after the first forward in training, an rrelu as a function, of which the modules do not tell.
+
+        Raises:
+            RuntimeError: the forward from ``inputs`` to ``output`` has one.
+        """
+        if self.looked or not (self.stops_early and self.module.training):
+            return
+        nodes = [node for node in _nodes_between(output, inputs) if node.name().startswith("Rrelu")]
+        if any(node._saved_training for node in nodes):  # otherwise its noise is not used
+            what = f"F.rrelu in {type(self.module).__name__}, which is recomputed in the backward"
+            why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
+            raise RuntimeError(explain(what, why, "Use torch.nn.RReLU, as a module of its own: then it does not"))
+        self.looked = True
 
     @contextmanager
     def leaving_no_trace(self) -> Iterator[None]:
@@ -94,6 +115,19 @@ class RecomputedForward(WrappedForward):
                 np.random.set_state(now[1])
 
         return forward(), Again(recompute)
+
+
+def _nodes_between(output: Any, inputs: Any) -> Iterator[Any]:
+    """Every node of the graph of ``output`` that comes after those of ``inputs``."""
+    done = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    ahead = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        yield node
+        ahead.extend(before for before, _ in node.next_functions)
 
 
 class Again(AbstractContextManager[None]):

@@ -4,7 +4,8 @@ import functools
 import math
 import os
 import weakref
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -88,6 +89,7 @@ class _Offload:
         self._stored: weakref.WeakValueDictionary[tuple[Any, ...], StoredBytes] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[PinnedCopy]] = []
         self._order: list[weakref.ref[_Saved]] = []
+        self._waiting: list[tuple[_Saved, Tensor, Tensor]] = []
 
     def __reduce__(self) -> tuple[Any, ...]:  # a copied or spawned model gets its own
         return _Offload, self.settings
@@ -102,23 +104,40 @@ class _Offload:
             note_once(f"activation offload does nothing on the {where}; with folder= activations are spilled to disk")
             return nullcontext()
         kept = {tensor.untyped_storage()._cdata for tensor in tensors}
-        return saved_tensors_hooks(functools.partial(self._pack, kept), self._unpack)
+        return self._watching(kept)
+
+    @contextmanager
+    def _watching(self, kept: set[int]) -> Iterator[None]:
+        try:
+            with saved_tensors_hooks(functools.partial(self._pack, kept), self._unpack):
+                yield
+            while self._waiting:
+                self._move(*self._waiting.pop(0))
+        finally:
+            self._waiting.clear()
 
     def close(self) -> None:
         if self.spill is not None:
             self.spill.close()
 
     def _pack(self, kept: set[int], tensor: Tensor) -> "_Saved":
-        moves = self._moves(tensor, kept)
-        source = _own_part(tensor) if moves else tensor
-        stored = self._store(tensor, source) if moves else None
+        # Not copied before two more are saved: rrelu saves its noise, and its input, before it draws the noise.
+        if len(self._waiting) == 2:
+            self._move(*self._waiting.pop(0))
+        saved = _Saved(tensor)
+        if self._moves(tensor, kept):
+            self._waiting.append((saved, tensor, _own_part(tensor)))
+        return saved
+
+    def _move(self, saved: "_Saved", tensor: Tensor, source: Tensor) -> None:
+        stored = self._store(tensor, source)
+        if stored is None:
+            return
         # What an earlier backward is done with, or the list would grow with every step.
         while self._order and self._order[-1]() is None:
             self._order.pop()
-        saved = _Saved(tensor, source, stored, len(self._order))
-        if stored is not None:
-            self._order.append(weakref.ref(saved))
-        return saved
+        saved.move(tensor, source, stored, len(self._order))
+        self._order.append(weakref.ref(saved))
 
     def _unpack(self, saved: "_Saved") -> Tensor:
         if not self.told:  # the first backward: a whole forward has been seen
@@ -241,16 +260,18 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 class _Saved:
     """One saved tensor: which bytes of a storage it is, and how often it had been written to."""
 
-    def __init__(self, tensor: Tensor, source: Tensor, stored: StoredBytes | None, index: int) -> None:
+    def __init__(self, tensor: Tensor) -> None:
+        self.stored: StoredBytes | None = None
+        self.version, self.index = tensor._version, 0
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # with its history it would hold itself
+
+    def move(self, tensor: Tensor, source: Tensor, stored: StoredBytes, index: int) -> None:
+        """Keep the bytes of ``source``, which is ``tensor`` or a copy of it, in the place of the tensor itself."""
         self.stored, self.index = stored, index
-        self.version = tensor._version
-        if stored is None:
-            self.tensor = tensor if tensor.is_leaf else tensor.detach()  # with its history it would hold itself
-        else:
-            self.view = source.storage_offset(), source.size(), source.stride()
-            self.layout = None if source is tensor else (tensor.size(), tensor.stride())
-            self.tensor = tensor.detach()
-            self.tensor.data = tensor.new_empty(0)  # no memory, but still the version counter of the original
+        self.view = source.storage_offset(), source.size(), source.stride()
+        self.layout = None if source is tensor else (tensor.size(), tensor.stride())
+        self.tensor = tensor.detach()
+        self.tensor.data = tensor.new_empty(0)  # no memory, but still the version counter of the original
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:

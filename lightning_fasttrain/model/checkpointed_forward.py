@@ -56,7 +56,9 @@ class CheckpointedForward(RecomputedForward):
         contexts = self._contexts
         if self.savings is not None and self.savings.counting:
             contexts = partial(self._counted_contexts, self.savings, leaves)
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(run, *leaves, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
+        self.look_at(output, leaves)
+        return output
 
     def _counted_contexts(self, savings: CheckpointSavings, inputs: Iterable[Any]) -> Contexts:
         forward, again = self._contexts()

@@ -67,6 +67,7 @@ def stack(kind):
         "numpy and random": NumpyNoise,
         "own buffer": Counter,
         "spectral norm": lambda: nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh()),
+        "rrelu": lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3), nn.RReLU(0.1, 0.9)),
         "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True),
     }[kind]
     return nn.Sequential(*[make() for _ in range(3)])
@@ -74,7 +75,7 @@ def stack(kind):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    "kind", ["dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "transformer"]
+    "kind", ["dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "rrelu", "transformer"]
 )
 def test_bitwise_equal(kind, dtype):
     plain = stack(kind).to(dtype)
@@ -89,7 +90,7 @@ def test_bitwise_equal(kind, dtype):
         assert same(run(plain, x), run(ours, x))
 
 
-@pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm"])
+@pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm", "rrelu"])
 def test_negative_control_torchs_own_checkpoint_gets_these_wrong(kind):
     plain = stack(kind)
     theirs = copy.deepcopy(plain)
@@ -98,6 +99,28 @@ def test_negative_control_torchs_own_checkpoint_gets_these_wrong(kind):
         block.forward = lambda x, forward=forward: checkpoint(forward, x, use_reentrant=False)
     x = torch.randn(6, 4)
     assert not same(run(plain, x), run(theirs, x))
+
+
+def test_rrelu_as_a_function_is_refused_and_outside_of_the_blocks_it_is_nobodys_affair():
+    class Function(nn.Module):
+        def __init__(self, inside):
+            super().__init__()
+            self.inside, self.linear = inside, nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.linear(x)
+            return nn.functional.rrelu(x, training=self.training) if self.inside else x.tanh()
+
+    nets = [nn.Sequential(*[Function(inside) for _ in range(2)]) for inside in (True, False)]
+    for net in nets:
+        checkpoint_activations_(net)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"F\.rrelu in Function, which is recomputed.*Use torch\.nn\.RReLU"):
+            nets[0](torch.randn(6, 4))
+    before = nn.functional.rrelu(nn.Linear(4, 4)(torch.randn(6, 4)), training=True)  # nodes before the blocks' inputs
+    nn.functional.rrelu(nets[1](before), training=True).sum().backward()
+    nets[0].eval()
+    nets[0](torch.randn(6, 4)).sum().backward()
 
 
 def test_batchnorm_counts_each_batch_once():

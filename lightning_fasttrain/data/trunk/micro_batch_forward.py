@@ -148,7 +148,9 @@ class MicroBatchedForward(RecomputedForward):
         def contexts() -> Any:
             return self.contexts(nullcontext(), nullcontext())
 
-        return checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts)
+        output = checkpoint(run, *tensors, use_reentrant=False, context_fn=contexts, early_stop=self.stops_early)
+        self.look_at(output, tensors)
+        return output
 
     def _join(self, outputs: list[Any], sizes: Sequence[int], path: str) -> Any:
         """What the unsplit forward would have returned."""
