@@ -26,6 +26,7 @@ from lightning_fasttrain.strategy.fsdp2 import _packed_weights
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_state_dict
 from tests.finetune.test_expert_adapters import CONFIG
 from tests.finetune.test_quantized_stacks import Net as Experts
 from tests.nets import (
@@ -230,6 +231,7 @@ def options(found):
         ("value", {}, value),
         ("fused", {}, fused),
         ("bf16-mixed", {}, {"precision": "bf16-mixed"}),
+        ("float32 residual", {"float32_residual": True}, {"precision": "bf16-mixed"}),
         ("bf16-true", {}, {"precision": "bf16-true"}),
         ("no blocks", "fasttrain_fsdp2", {"net_settings": {"depth": 1}}),
     ):
@@ -240,6 +242,62 @@ def options(found):
         found[f"option {name} dtype"] = str(module.head.weight.dtype)
         found[f"option {name} blocks"] = t.strategy.sharded_blocks
     found["by name"] = type(t.strategy).__name__  # of the last
+
+
+class Running(ShallowLM):
+    """With running statistics, which differ by the batches of a rank."""
+
+    def build(self):
+        super().build()
+        self.statistics = nn.BatchNorm1d(self.head.out_features)
+        self.register_buffer("largest", torch.zeros(()))
+        self.validated = []
+
+    def forward(self, ids):
+        logits = super().forward(ids)
+        if self.training:
+            self.largest = torch.maximum(self.largest, logits.detach().max())
+        return self.statistics(logits.flatten(0, 1)).view_as(logits)
+
+    def validation_step(self, batch, batch_idx):
+        self.validated.append(running(self))
+        super().validation_step(batch, batch_idx)
+
+
+def running(module):
+    kept = (module.largest, module.statistics.running_mean, module.statistics.running_var)
+    return torch.cat([part.detach().flatten() for part in kept])
+
+
+def of_rank_zero(numbers):
+    numbers = numbers.clone()
+    dist.broadcast(numbers, src=0)
+    return numbers
+
+
+def gap_of(a, b):
+    return (a - b).abs().max().item()
+
+
+def buffers(found, folder):
+    """Beside DDP's, in validation, in checkpoints and after a resumption."""
+    loaders = {"train_dataloaders": as_loader(MINE[:2]), "val_dataloaders": as_loader(MINE[:1])}
+    under_ddp = of_rank_zero(running(ddp(net=Running, batches=loaders, max_epochs=3)[0]))
+    for broadcast in (True, False):
+        run = {**saving(folder / f"running-{broadcast}", broadcast_buffers=broadcast), "net": Running}
+        module, _ = fit(**{**run, "batches": loaders})
+        end = of_rank_zero(running(module))
+        tells = found[f"buffers {broadcast}"] = {
+            "beside DDP": gap_of(end, under_ddp),
+            "ranks validate": gap_of(module.validated[-1], of_rank_zero(module.validated[-1])),
+            "moved": gap_of(module.validated[0], end),
+        }
+        saved = full_state_dict(folder / f"running-{broadcast}" / "epoch=2.ckpt")
+        names = ("largest", "statistics.running_mean", "statistics.running_var")
+        tells["saved"] = gap_of(torch.cat([saved[name].flatten() for name in names]), end)
+        with resumed_from(folder / f"running-{broadcast}" / "epoch=1.ckpt"):
+            again, _ = fit(**{**resuming(run), "net": Running, "batches": loaders})
+        tells["resumed"] = [gap_of(running(again), running(module)), largest_difference(whole(again), whole(module))]
 
 
 class Manual(ShallowLM):
@@ -601,6 +659,14 @@ def fabric_loop(found, folder):
     with fabric.init_module(empty_init=True):
         empty = ShallowLM()
     found["fabric empty"] = [empty.head.weight.is_meta, agree(whole(fabric.setup_module(empty).module))]
+    averages = Running()
+    model = fabric.setup_module(averages)
+    raw_loss(model, MINE[0])
+    apart = gap_of(running(averages), of_rank_zero(running(averages)))
+    averages.statistics.momentum = 0.0  # what the forward itself does to the statistics is nothing
+    raw_loss(model, MINE[1])
+    means = averages.statistics.running_mean
+    found["fabric buffers"] = [apart, gap_of(means, of_rank_zero(means))]
     found["fabric by name"] = type(L.Fabric(accelerator="cpu", devices=2, strategy="fasttrain_fsdp2").strategy).__name__
 
 
@@ -622,7 +688,7 @@ def main(path, folder):
         began = time.time()
         scenario(found)
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
-    for scenario in (techniques, checkpoints, base_in_4_bits, fabric_loop):
+    for scenario in (techniques, checkpoints, buffers, base_in_4_bits, fabric_loop):
         began = time.time()
         scenario(found, folder)
         found["seconds"][scenario.__name__] = time.time() - began

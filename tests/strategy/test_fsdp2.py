@@ -13,6 +13,7 @@ import pytest
 import torch
 from lightning.fabric.strategies import STRATEGY_REGISTRY
 from lightning.pytorch.strategies import StrategyRegistry
+from torch import nn
 from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
@@ -22,6 +23,7 @@ from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import full_checkpoint, full_state_dict, save_sharded
+from lightning_fasttrain.strategy.fsdp2.shared_buffers import list_shared_buffers
 from lightning_fasttrain.strategy.sizes._model_sizes import held_by
 from tests.nets import ShallowLM, WideLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_code, run_ranks
@@ -106,6 +108,33 @@ def test_bf16_mixed_has_float32_masters(found):
     assert largest(found, "option bf16-mixed agree") == 0
     assert found[0]["option bf16-mixed dtype"] == "torch.float32"
     assert found[0]["option bf16-true dtype"] == "torch.bfloat16"
+
+
+def test_with_a_residual_in_float32_bf16_mixed_is_that_of_ddp(found):
+    assert largest(found, "option float32 residual") < 1e-6
+    assert largest(found, "option float32 residual agree") == 0
+
+
+def test_ranks_share_running_statistics_as_under_ddp_and_those_of_rank_zero_are_saved(found):
+    for rank, tells in enumerate(found):
+        shared, apart = tells["buffers True"], tells["buffers False"]
+        assert shared["ranks validate"] == 0
+        assert (apart["ranks validate"] > 0) is (rank > 0)
+        for seen in (shared, apart):
+            assert seen["beside DDP"] < 1e-6 < 1e-2 < seen["moved"]
+            assert seen["saved"] == 0
+        assert shared["resumed"] == [0, 0]
+
+
+def test_what_does_not_change_in_training_is_not_shared():
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    net[0].register_buffer("mask", torch.ones(2, 2, dtype=torch.bool))
+    net[0].register_buffer("codes", torch.ones(2, 2))
+    net[0].register_buffer("cache", torch.ones(2), persistent=False)
+    statistics = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert list(list_shared_buffers(net)) == ["0.codes", *statistics]
+    net[0].register_buffer("packed", torch.ones(2, 2, dtype=torch.int32))  # beside which codes are scales
+    assert list(list_shared_buffers(net)) == statistics
 
 
 def test_blocks_are_found_or_named(found):
@@ -373,6 +402,11 @@ def test_fabric_trains_as_one_process_with_an_optimizer_from_before(found):
     assert largest(found, "fabric resumed") == 0
     assert {rank["fabric reductions"] for rank in found} == {5 * 3}
     assert all(rank["fabric late moved"] > 1e-3 for rank in found)
+
+
+def test_fabric_shares_running_statistics_before_a_forward(found):
+    assert [rank["fabric buffers"][0] > 0 for rank in found] == [False, True]
+    assert [rank["fabric buffers"][1] for rank in found] == [0, 0]
 
 
 def test_fabric_makes_a_model_from_the_meta_device_on_rank_zero(found):

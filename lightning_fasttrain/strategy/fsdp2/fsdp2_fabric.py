@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import ModelParallelStrategy
 from torch import nn
@@ -23,9 +24,15 @@ from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.background_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, refuse_unfit, without_gradient_reduction
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
+    check_sharded,
+    is_reducing,
+    refuse_unfit,
+    without_gradient_reduction,
+)
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -39,8 +46,10 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
     their own: ``torch.distributed.fsdp.register_fsdp_forward_method(model, "loss")``.
 
     Args:
-        reshard_after_forward, offload, replicas, blocks, reduce_dtype, async_checkpoints, process_group_backend,
-            timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
+        reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual, async_checkpoints,
+            process_group_backend, timeout: as for :class:`~lightning_fasttrain.FSDP2Strategy`.
+        broadcast_buffers: give all ranks rank zero's buffers before each forward in training, but for those whose
+            gradients are not reduced.
 
     Raises:
         ValueError: as there; an optimizer of which parameters are not in the model, or that has taken steps.
@@ -62,13 +71,16 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         replicas: int = 1,
         blocks: Blocks | None = None,
         reduce_dtype: str | None = None,
+        float32_residual: bool = False,
+        broadcast_buffers: bool = True,
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         # Lightning wants a function that shards; sharding is done in setup_module.
         super().__init__(lambda module, mesh: module, process_group_backend=process_group_backend, timeout=timeout)
-        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype)
+        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self.broadcast_buffers = broadcast_buffers
         self.async_checkpoints = async_checkpoints
         self.sharded_blocks: list[str] = []
         self._backward_sync_control = _SyncControl()
@@ -112,6 +124,8 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
             for name in _STEPS:
                 register_fsdp_forward_method(module, name)
         check_sharded(module)
+        if self.broadcast_buffers:
+            module.register_forward_pre_hook(_share_buffers)
         return module
 
     def setup_module_and_optimizers(
@@ -160,7 +174,7 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
         for k, v in state.items():
             if k != key and k not in optimizers:
                 rest[k] = v.state_dict() if isinstance(v, Stateful) else v
-        states = (model.state_dict(), optimizers, rest)
+        states = (leave_to_rank_zero(model.state_dict(), model), optimizers, rest)
         path = local_path(self.broadcast(path))
         rest[KEY] = mark_of(self).facts(step_in(rest))
         if self._background is not None:
@@ -196,6 +210,11 @@ class FabricFSDP2Strategy(ModelParallelStrategy):
                 else:
                     state[k] = value
         return rest
+
+
+def _share_buffers(module: nn.Module, _: object) -> None:
+    if module.training and torch.is_grad_enabled() and is_reducing(module):
+        share_buffers_(module)
 
 
 class _SyncControl(BackwardSyncControl):

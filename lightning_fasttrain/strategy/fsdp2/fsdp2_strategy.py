@@ -33,6 +33,7 @@ from lightning_fasttrain.strategy.fsdp2.gathers_in_step import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
+from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 60.0  # for a checkpoint in flight when a run fails
@@ -57,6 +58,10 @@ class FSDP2Strategy(ModelParallelStrategy):
             number of nodes keeps the gathering inside a node.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
         reduce_dtype: ``"float32"`` (default) or ``"bfloat16"``, in which gradients are reduced.
+        float32_residual: under bf16-mixed, gather norms, and what is around the blocks, such as embeddings, in float32,
+            as they are under DDP; see :func:`~lightning_fasttrain.strategy.shard_blocks_`.
+        broadcast_buffers: give all ranks rank zero's buffers, such as BatchNorm's running statistics, before each
+            batch and before validation, as DDP does. Checkpoints hold rank zero's in any case.
         reduce_once: under accumulation, sum whole gradients and reduce them once; False reduces each micro-batch
             and keeps shards only: less memory, more communication.
         async_checkpoints: write checkpoints while training goes on, one at a time.
@@ -85,13 +90,16 @@ class FSDP2Strategy(ModelParallelStrategy):
         replicas: int = 1,
         blocks: Blocks | None = None,
         reduce_dtype: str | None = None,
+        float32_residual: bool = False,
+        broadcast_buffers: bool = True,
         reduce_once: bool = True,
         async_checkpoints: bool = False,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
         super().__init__(process_group_backend=process_group_backend, timeout=timeout)
-        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype)
+        self.sharding = Sharding(reshard_after_forward, offload, replicas, blocks, reduce_dtype, float32_residual)
+        self.broadcast_buffers = broadcast_buffers
         self.reduce_once = reduce_once
         self.async_checkpoints = async_checkpoints
         self.sharded_blocks: list[str] = []
@@ -185,6 +193,21 @@ class FSDP2Strategy(ModelParallelStrategy):
         assert self.model is not None
         check_sharded(self.model, self.optimizers)  # a callback may have swapped a layer, or made the optimizer again
 
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Hook: before any forward of the batch."""
+        self._share_buffers()
+
+    def on_validation_start(self) -> None:
+        """Hook: before the first batch."""
+        self._share_buffers()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def _share_buffers(self) -> None:
+        if self.broadcast_buffers:
+            assert self.model is not None
+            share_buffers_(self.model)
+
     def on_validation_end(self) -> None:
         """Hook: a forward without backward leaves the root gathered."""
         assert self.model is not None
@@ -246,7 +269,8 @@ class FSDP2Strategy(ModelParallelStrategy):
         path = local_path(self.broadcast(filepath))  # one rank's name for all: a name with a time in it may differ
         checkpoint[KEY] = mark_of(self).facts(step_in(checkpoint))
         optimizers = {f"optimizer_{i}": s for i, s in enumerate(checkpoint.pop("optimizer_states", []))}
-        states = (checkpoint.pop("state_dict"), optimizers, checkpoint)
+        assert self.model is not None
+        states = (leave_to_rank_zero(checkpoint.pop("state_dict"), self.model), optimizers, checkpoint)
         if self._background is not None:
             self._background.start(path, *states)
         else:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from weakref import WeakSet
 
@@ -49,7 +50,10 @@ def precision_policy(precision: str = "32-true", reduce_dtype: str | None = None
     bf16-true    bfloat16            bfloat16           float32
     ===========  ==================  =================  ====================
 
-    Inputs of blocks are not cast: under bf16-mixed autocast decides that, as without sharding.
+    Inputs of blocks are not cast: under bf16-mixed autocast decides that, as without sharding. What is gathered in
+    bfloat16 is not what autocast has of it under DDP everywhere: products take the same numbers, but embeddings come
+    out in bfloat16, and with them all that residual connections add up. ``float32_residual=True`` of
+    :func:`shard_blocks_` and of the strategies avoids that.
 
     Args:
         precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
@@ -82,6 +86,7 @@ def shard_blocks_(
     reshard_after_forward: bool | int = True,
     offload: str | None = None,
     blocks: Blocks | None = None,
+    float32_residual: bool = False,
 ) -> list[str]:
     """Shard ``model`` over ``mesh``, in place: each block gathers its parameters when it runs, the root keeps the rest.
 
@@ -103,6 +108,8 @@ def shard_blocks_(
             are always kept.
         offload: ``"cpu"``: shards, their gradients and the optimizer live in host memory.
         blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        float32_residual: gather norms, and what is around the blocks, in the parameters' own dtype, whatever the
+            policy's; products inside the blocks cast for themselves. A norm is then a group of its own, which is kept.
 
     Returns:
         Names of the blocks that are sharded on their own.
@@ -152,11 +159,31 @@ def shard_blocks_(
     if reshard_after_forward == 1 and not isinstance(reshard_after_forward, bool):
         reshard_after_forward = False  # over one process: kept whole
     # From the inside out: a module takes the parameters that no module in it has.
+    as_they_are = {**options, "mp_policy": replace(policy, param_dtype=None)}
     for block in groups.values():
+        if float32_residual:
+            _shard_norms_(block, as_they_are)
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    fully_shard(model, **options)
+    fully_shard(model, **(as_they_are if float32_residual else options))
     keep_packed_(packed, [*groups.values(), model])
     return list(groups)
+
+
+def _shard_norms_(block: nn.Module, options: dict[str, Any]) -> None:
+    """Each norm by itself, gathered when the block begins: torch's fused layers use its weight without calling it."""
+    norms: list[FSDPModule] = []
+    for module in list(block.modules()):
+        own = list(module.parameters())
+        # By the name of its class, for models bring their own; one inside of another is sharded by then.
+        is_norm = "norm" in type(module).__name__.lower() and all(p.ndim == 1 for p in own)
+        if is_norm and own and not isinstance(own[0], DTensor):
+            norms.append(fully_shard(module, reshard_after_forward=False, **options))
+
+    def gather(*_: object) -> None:
+        for norm in norms:
+            norm.unshard()
+
+    block.register_forward_pre_hook(gather)
 
 
 def own_groups(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:

@@ -29,6 +29,7 @@ class Sharding:
     replicas: int = 1
     blocks: Blocks | None = None
     reduce_dtype: str | None = None
+    float32_residual: bool = False
 
     def __post_init__(self) -> None:
         if self.offload is not None:
@@ -72,6 +73,7 @@ class Sharding:
             reshard_after_forward=self.reshard_after_forward,
             offload=self.offload,
             blocks=self.blocks,
+            float32_residual=self.float32_residual,
         )
         send_from_rank_zero_(model, whole, device, torch.device("cpu") if self.offload else None)
         return names
