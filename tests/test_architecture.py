@@ -18,7 +18,7 @@ HEIGHT = {
     "_version": 0.0, "_public_names": 0.0, "_strategy_names": 0.0,
     "_messages": 0.0, "_arguments": 0.05, "_checks": 0.0, "_files": 0.0, "_facts": 0.0, "_predicted_step": 0.0,
     "_random_state": 0.0, "_labels": 0.0, "_counts": 0.0, "_free_memory": 0.0, "_ranks": 0.0, "_clock": 0.0,
-    "_metric_state": 0.0, "_first_derivatives": 0.05,
+    "_metric_state": 0.0, "_without_dropout": 0.15, "_first_derivatives": 0.05,
     "_explanation": 0.1, "_run_report": 0.17,
     "_blocks": 0.1, "_late_parameters": 0.16, "_batch_watch": 0.1, "_surgery": 0.1, "_reading": 0.1,
     "_plain_values": 0.1, "_recomputed_forward": 0.15, "_heads": 0.15, "_host": 0.15, "technique": 0.2,

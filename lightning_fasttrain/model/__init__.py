@@ -4,8 +4,8 @@ What blocks save for the backward is recomputed, moved away, or never made; what
 multiplied in 8 bits.
 
 From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``, ``compile_report``,
-``activation_offload``, ``checkpointed_forward``, ``activation_checkpointing``, ``compile_blocks``,
-``eight_bit_products``, ``low_precision_products``.
+``compiled_check``, ``known_compiler_faults``, ``activation_offload``, ``checkpointed_forward``,
+``activation_checkpointing``, ``compile_blocks``, ``eight_bit_products``, ``low_precision_products``.
 """
 
 from lightning_fasttrain._blocks import find_blocks

@@ -1,8 +1,10 @@
 """The model's blocks run as compiled code, each kind of block compiled once."""
 
+import functools
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import lightning as L  # before torch.compile is used: Lightning records its arguments
@@ -26,8 +28,10 @@ from lightning_fasttrain._surgery import (
 )
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.model.activation_offload import ActivationOffload
-from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
+from lightning_fasttrain.model.compile_cache import load_compile_cache, read_verdicts, save_compile_cache
 from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.model.compiled_check import Verdict, check_compiled, key_of
+from lightning_fasttrain.model.known_compiler_faults import list_faults
 from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
 
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
@@ -45,6 +49,7 @@ def compile_blocks_(
     fullgraph: bool = False,
     fallback: bool = True,
     head: bool = False,
+    check: bool = True,
 ) -> dict[str, "CompiledForward | CompiledLoss"]:
     """Compile the forward of each repeated block, in place, so that ``state_dict`` keys and types stay.
 
@@ -52,6 +57,11 @@ def compile_blocks_(
     in the time of one; different ones never count as each other's recompilations. Compilation happens at the first
     call. A block that cannot be compiled runs as it is, after one warning; on several ranks each decides for itself,
     as nothing that blocks compute waits for other ranks.
+
+    Compilers have had wrong gradients, in silence. So at the first call in training one block of each kind runs its
+    forward and backward plainly and compiled on its real inputs, and where the two are further apart than rounding
+    takes them, all of the kind run as they are, after one warning. Masks of dropout, which differ, are compared apart:
+    the gradient must be that of the mask which the forward has.
 
     Args:
         model: any module.
@@ -63,6 +73,8 @@ def compile_blocks_(
         fallback: whether a block that fails to compile runs uncompiled; False raises the compiler's error.
         head: compile what lies beside the blocks too, piece by piece: modules of embeddings and final norms, and what
             :class:`~lightning_fasttrain.FusedLossHead` computes between its matrix products, by inductor.
+        check: whether what is compiled is compared before it is trusted. It takes a few forwards of one block of each
+            kind, and a compilation without dropout where there is some.
 
     Returns:
         Qualified name of each block or piece → what now replaces its ``forward``, with a method ``undo``
@@ -85,7 +97,7 @@ def compile_blocks_(
     options: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
     if backend == "inductor" and mode != "default":
         options["mode"] = mode
-    entries: dict[tuple[Any, ...], Callable[..., Any]] = {}
+    entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, CompiledForward | CompiledLoss] = {}
     found = find_blocks(model, blocks)
     for name, block in {**found, **(_pieces_beside(model, found.values()) if head else {})}.items():
@@ -98,7 +110,7 @@ def compile_blocks_(
         replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
         signature = (type(block), _runs_class_forward(block), shapes, *replaced)
         if signature not in entries:
-            entries[signature] = torch.compile(_new_entry(block), **options)
+            entries[signature] = CompiledEntry(block, options, check)
         compiled[name] = CompiledForward(block, name, entries[signature], fallback)
         compiled[name].install()
     if head and backend == "inductor":
@@ -136,12 +148,60 @@ def _runs_class_forward(block: nn.Module) -> bool:
     return own and "forward" not in vars(block)
 
 
+class CompiledEntry:
+    """What blocks of one kind share: their compiled code, and what its comparison with the plain one has found.
+
+    Attributes:
+        verdict: None until the comparison was made.
+    """
+
+    def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
+        self.options = _around_known_faults(block, options)
+        self.run: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
+        self._code = _new_entry(block)  # now, before the block's forward is replaced
+        self.verdict = None if check else Verdict(unchecked="check=False")
+        self.key = ""  # under which the verdict is kept
+        self.known: Mapping[str, Any] = {}  # key → verdict, as it was kept
+
+    def judge(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
+        """Compare once, or take what an earlier process has found of the same code."""
+        if self.verdict is None:
+            self.key = key_of(block.module, self.options)
+            known = self.known.get(self.key)
+            self.verdict = self._compare(block, args, kwargs) if known is None else Verdict(**known)
+            if self.verdict.unchecked:
+                note_once(
+                    f"CompileBlocks: '{block.name}' was not compared with the plain block: {self.verdict.unchecked}"
+                )
+        return self.verdict
+
+    def _compare(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
+        def compile_again() -> Callable[..., Any]:
+            return functools.partial(torch.compile(self._code, **self.options), block.target)
+
+        compiled = functools.partial(self.run, block.target)
+        return check_compiled(block.module, block.inner, compiled, compile_again, args, kwargs)
+
+
+def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str, Any]:
+    faults = [fault for fault in list_faults(block) if fault.options and options["backend"] == "inductor"]
+    if not faults:
+        return options
+    told = ", ".join(f"{fault.what} (torch's issue {fault.issue})" for fault in faults)
+    note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} around wrong {told}")
+    options = dict(options)
+    settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
+    for fault in faults:
+        settings |= fault.options
+    return {**options, "options": settings}  # torch.compile takes a mode or options
+
+
 class CompiledForward(WrappedForward):
     """A compiled forward that can fall back to what was there before."""
 
     is_compiled: ClassVar[bool] = True
 
-    def __init__(self, module: nn.Module, name: str, entry: Callable[..., Any], fallback: bool) -> None:
+    def __init__(self, module: nn.Module, name: str, entry: CompiledEntry, fallback: bool) -> None:
         super().__init__(module)
         self.name = name
         # What ``self`` is in the entry: a class's own forward wants the module, the function around others this object.
@@ -154,15 +214,35 @@ class CompiledForward(WrappedForward):
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
-            return self.entry(self.target, *args, **kwargs)
+            if self.entry.verdict is None and self.module.training and torch.is_grad_enabled():
+                self._judge(args, kwargs)
+            if self._is_trusted():
+                return self.entry.run(self.target, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:  # the compiler's; a block's own errors pass
             if not self.fallback:
                 raise
             self.failure = first_line(error)
-        what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is"
-        way_out = "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error"
-        warn_on_any_rank(explain(what, self.failure, way_out))  # one rank's compiler may fail alone
+            what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is"
+            way_out = "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error"
+            warn_on_any_rank(explain(what, self.failure, way_out))  # one rank's compiler may fail alone
         return self.inner(*args, **kwargs)
+
+    def _judge(self, args: Any, kwargs: Any) -> None:
+        verdict = self.entry.judge(self, args, kwargs)
+        if not verdict.failure:
+            return
+        what = f"block '{self.name}' ({type(self.module).__name__}) is not the same when it is compiled"
+        faults = [fault for fault in list_faults(self.module) if fault.with_dropout is verdict.of_masks]
+        known = [f"torch {torch.__version__} is known for wrong {f.what} (its issue {f.issue})" for f in faults]
+        why = "; ".join([verdict.failure, *known])
+        way_out = "All blocks of its kind run as they are. Try another version of torch, or another backend="
+        warn_on_any_rank(explain(what, why, way_out))
+
+    def _is_trusted(self) -> bool:
+        failure = self.entry.verdict.failure if self.entry.verdict is not None else ""
+        if failure:
+            self.failure = failure
+        return not failure
 
 
 class CompiledLoss:
@@ -218,6 +298,7 @@ class CompileBlocks(Technique):
         fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
         cache: a file that compiled code is loaded from, if it is there, and saved to at the end of ``fit``.
         head: as for :func:`~lightning_fasttrain.compile_blocks_`.
+        check: as for :func:`~lightning_fasttrain.compile_blocks_`. What it finds is kept in the ``cache`` too.
 
     Attributes:
         report: a :class:`CompileReport`, after ``fit``.
@@ -252,6 +333,7 @@ class CompileBlocks(Technique):
         fallback: bool = True,
         cache: str | os.PathLike[str] | None = None,
         head: bool = False,
+        check: bool = True,
     ) -> None:
         self.mode = one_of("mode", mode, MODES)
         self.options: dict[str, Any] = {
@@ -261,6 +343,7 @@ class CompileBlocks(Technique):
             "fullgraph": fullgraph,
             "fallback": fallback,
             "head": head,
+            "check": check,
         }
         self.cache = cache
         self.report = CompileReport()
@@ -295,6 +378,10 @@ class CompileBlocks(Technique):
         already = {name for name, block in model.named_modules() if wrapper_on(block, CompiledForward)}
         self._compiled = compile_blocks_(model, self.mode, **self.options)
         mine = [forward for name, forward in self._compiled.items() if name not in already]
+        if self.cache is not None:
+            known = read_verdicts(self.cache)
+            for entry in self._entries():
+                entry.known = known
 
         def undo() -> None:
             for forward in mine:
@@ -302,6 +389,9 @@ class CompileBlocks(Technique):
             self._compiled = {}
 
         return undo
+
+    def _entries(self) -> set[CompiledEntry]:
+        return {forward.entry for forward in self._compiled.values() if isinstance(forward, CompiledForward)}
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
@@ -340,13 +430,16 @@ class CompileBlocks(Technique):
             return
         self.report = self._watch.report()
         self.report.fallbacks = {name: f.failure for name, f in self._compiled.items() if f.failure is not None}
+        verdicts = {entry.key: entry.verdict for entry in self._entries() if entry.key and entry.verdict is not None}
+        self.report.apart = [verdict.apart for verdict in verdicts.values() if not verdict.unchecked]
         if self.report.recompiles >= _MANY_RECOMPILES:
             why = "batches of ever new shapes are compiled again until the compiler gives up on them"
             way_out = "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)"
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
-            if self.cache is not None and not save_compile_cache(self.cache):
+            kept = {key: asdict(verdict) for key, verdict in verdicts.items() if not verdict.unchecked}
+            if self.cache is not None and not save_compile_cache(self.cache, kept):
                 note_once("CompileBlocks: the compiler left nothing to save in the cache")
 
 

@@ -1,14 +1,16 @@
 """Compiled code, saved to a file by one process and loaded by the next."""
 
 import io
+import json
 import os
 import platform
 import re
 import stat
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,12 +19,16 @@ from lightning_fasttrain._messages import explain, warn
 
 # What torch packs are graphs, and of kernels for a CPU the C++ source alone: a second start would compile them again,
 # and that is nearly all of its time. So the libraries that were made of it go into the same file, beside torch's part.
-_ARTIFACTS, _MACHINE = "artifacts", "machine"
+_ARTIFACTS, _MACHINE, _VERDICTS = "artifacts", "machine", "verdicts.json"
 _LIBRARY = re.compile(r"[a-z0-9]{2}/[a-z0-9]+(\.main)?\.so")
 
 
-def save_compile_cache(path: str | os.PathLike[str]) -> int:
+def save_compile_cache(path: str | os.PathLike[str], verdicts: Mapping[str, Any] | None = None) -> int:
     """Write what this process has compiled to one file, whole or not at all; returns its bytes (0: nothing to save).
+
+    Args:
+        path: of the file.
+        verdicts: plain values that :func:`read_verdicts` returns, added to those that are in the file.
 
     Example:
         >>> save_compile_cache(getfixture("tmp_path") / "cache.bin") >= 0
@@ -35,6 +41,7 @@ def save_compile_cache(path: str | os.PathLike[str]) -> int:
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr(_ARTIFACTS, artifacts[0])
         file.writestr(_MACHINE, machine_of_kernels())
+        file.writestr(_VERDICTS, json.dumps({**read_verdicts(path), **(verdicts or {})}))
         for library in kernel_libraries():
             file.write(library, f"{library.parent.name}/{library.name}")
     write_atomic(path, packed.getvalue())
@@ -75,6 +82,20 @@ def load_compile_cache(path: str | os.PathLike[str]) -> bool:
         warn(explain(f"compile cache {file} cannot be read ({damage})", "all is compiled again", "Delete it"))
         return False
     return torch.compiler.load_cache_artifacts(artifacts) is not None
+
+
+def read_verdicts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What earlier processes have found of the code in a file of :func:`save_compile_cache`; nothing is run.
+
+    Example:
+        >>> read_verdicts(getfixture("tmp_path") / "none.bin")
+        {}
+    """
+    try:
+        with zipfile.ZipFile(path) as packed:
+            return json.loads(packed.read(_VERDICTS))
+    except (OSError, zipfile.BadZipFile, zlib.error, KeyError, ValueError):
+        return {}  # then all is compared again
 
 
 def machine_of_kernels() -> str:

@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from lightning_fasttrain._counts import number_of
+
 
 @dataclass
 class CompileReport:
@@ -14,6 +16,7 @@ class CompileReport:
         graph_breaks: reason → how often a graph had to be cut there.
         seconds: time spent compiling.
         fallbacks: names of blocks that run uncompiled → why.
+        apart: of each kind of block that was compared with the plain one the largest relative distance.
     """
 
     graphs: int = 0
@@ -21,12 +24,16 @@ class CompileReport:
     graph_breaks: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     fallbacks: dict[str, str] = field(default_factory=dict)
+    apart: list[float] = field(default_factory=list)
 
     def __str__(self) -> str:
         text = (
             f"compiled {self.graphs} graphs in {self.seconds:.1f} s, {self.recompiles} of them recompilations; "
             f"{sum(self.graph_breaks.values())} graph breaks"
         )
+        if self.apart:
+            kinds = number_of(len(self.apart), "kind")
+            text += f"; {kinds} of block compared with the plain one, at most {max(self.apart):.0e} apart"
         for reason, times in sorted(self.graph_breaks.items(), key=lambda item: -item[1])[:3]:
             text += f"\n  {times}× {reason.strip().splitlines()[0]}"
         for name, why in self.fallbacks.items():

@@ -14,6 +14,7 @@ from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import first_line
+from lightning_fasttrain._without_dropout import has_dropout
 from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
 from lightning_fasttrain.plan.proof import guards
 from lightning_fasttrain.plan.proof.batches import count_rows, fit_rows, keep_rows
@@ -22,7 +23,6 @@ from lightning_fasttrain.plan.proof.first_difference import FirstDifference, fin
 from lightning_fasttrain.plan.proof.short_run import Steps, copy_module, quietly
 from lightning_fasttrain.plan.proof.step_record import StepRecord, record_steps
 from lightning_fasttrain.plan.proof.verification import Verified
-from lightning_fasttrain.plan.proof.without_dropout import has_dropout
 from lightning_fasttrain.plan.proof.yardstick import (
     Distances,
     Meaning,

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, log
 from lightning_fasttrain._surgery import patch
-from lightning_fasttrain.plan.proof.without_dropout import without_dropout
+from lightning_fasttrain._without_dropout import without_dropout
 from lightning_fasttrain.technique import Technique
 
 _LOW = (torch.bfloat16, torch.float16)

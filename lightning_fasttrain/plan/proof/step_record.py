@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain._messages import explain, list_some
 from lightning_fasttrain._random_state import random_state
 from lightning_fasttrain._surgery import patch
+from lightning_fasttrain._without_dropout import without_dropout
 from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.finetune.account_bytes import account_bytes
@@ -26,7 +27,6 @@ from lightning_fasttrain.finetune.adapters.base_model import base_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.plan.proof.digest import Digest, take_digest
 from lightning_fasttrain.plan.proof.short_run import Steps, copy_batch, run_steps, seed_step
-from lightning_fasttrain.plan.proof.without_dropout import without_dropout
 from lightning_fasttrain.technique import Technique
 
 _LARGE_SHARE = 0.05  # of a model's bytes

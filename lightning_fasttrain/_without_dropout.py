@@ -1,4 +1,4 @@
-"""Switches dropout off, so that steps which draw masks of their own can be compared."""
+"""Floor: switches dropout off, so that steps which draw masks of their own can be compared."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack

@@ -1,0 +1,314 @@
+"""Compares what a compiled block computes with what the plain one does, before it is trusted."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain._recomputed_forward import recomputed_outside
+from lightning_fasttrain._surgery import first_line
+from lightning_fasttrain._version import __version__
+from lightning_fasttrain._without_dropout import has_dropout, without_dropout
+
+_SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
+_NUDGED = 8.0  # times what rounding of the inputs does to the plain block's numbers
+_SAME_MASK = 0.03  # by how much a gradient may miss what the forward does, relative
+_TOO_ROUGH = 0.1  # where the plain block's own gradient misses it by more, nothing is told
+_PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
+
+Forward = Callable[..., Any]
+Numbers = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a comparison has found.
+
+    Attributes:
+        apart: the largest distance of an output or a gradient from the plain block's, relative to its size.
+        failure: why the compiled block is not to be trusted; "" if it is.
+        of_masks: whether what fails are masks of dropout.
+        unchecked: why nothing was compared; "" if it was.
+    """
+
+    apart: float = 0.0
+    failure: str = ""
+    of_masks: bool = False
+    unchecked: str = ""
+
+
+def check_compiled(
+    module: nn.Module,
+    plain: Forward,
+    compiled: Forward,
+    compile_again: Callable[[], Forward],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Verdict:
+    """Run a block's forward and backward plain and compiled on the same inputs; nothing of it is left behind.
+
+    Dropout is off for the comparison, as masks differ. Where there is some, the code that will run, with its masks, is
+    asked for its gradient along one direction, which must be what its forward does when its inputs move that way: a
+    backward that takes another mask than the forward fails there.
+
+    Args:
+        module: the block.
+        plain: its forward.
+        compiled: the same, compiled.
+        compile_again: makes another of these, so that the code without dropout does not count as a recompilation.
+        args, kwargs: what it is called with; it is not changed.
+
+    Source:
+        The accuracy test of TorchDynamo, which compares with the plain model too; here the bound is what rounding of
+        the inputs does to the plain block.
+    """
+    why_not = _why_not(module, args, kwargs)
+    if why_not:
+        return Verdict(unchecked=why_not)
+    try:
+        with _leaving_no_trace(module):
+            return _compare(_Probe(module, args, kwargs), plain, compiled, compile_again)
+    except torch._dynamo.exc.TorchDynamoException:
+        raise  # of the compiler's, which the caller knows what to do with
+    except Exception as error:  # what is wrong with the block itself, its own call will tell
+        return Verdict(unchecked=first_line(error))
+
+
+def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    leaves = tree_leaves((args, kwargs))
+    if detect_fake_mode(leaves) is not None:
+        return "its inputs have no numbers"
+    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters()):
+        return "its parameters are in pieces on several ranks, which would have to compare together"
+    for leaf in leaves:
+        if not isinstance(leaf, (Tensor, *_PLAIN)):
+            return f"it is given a {type(leaf).__name__}, which another call might change"
+    return ""
+
+
+def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: Callable[[], Forward]) -> Verdict:
+    has_masks = has_dropout(probe.module)
+    undo = without_dropout(probe.module)
+    try:
+        expected = probe.run(plain)
+        draws = probe.has_drawn()
+        allowed = probe.allow(expected, probe.run(plain, nudged=True))
+        without_masks = compile_again() if has_masks else compiled
+        # What is drawn in other ways than by dropout cannot be switched off.
+        found = expected if draws else probe.run(without_masks)
+    finally:
+        undo()
+    apart, failure = _judge(expected, found, allowed)
+    if failure or not (has_masks or draws):
+        return Verdict(apart, failure)
+    failure = _judge_masks(probe.miss(plain), probe.miss(compiled))
+    return Verdict(apart, failure, of_masks=failure != "")
+
+
+def _judge(expected: Numbers, found: Numbers, allowed: Mapping[str, float]) -> tuple[float, str]:
+    """The largest relative distance, and where one is beyond what is allowed; asks the device once."""
+    if expected.keys() != found.keys():
+        return 0.0, f"it has {', '.join(sorted(expected.keys() ^ found.keys()))} only when compiled, or only when not"
+    largest = 0.0
+    for name, (distance, size) in _distances(expected, found).items():
+        if not distance <= allowed[name]:  # nor where it is NaN
+            what = f"{name} is {distance:.2g} off when compiled, at a size of {size:.2g}"
+            return distance / max(size, 1e-30), f"{what}, where rounding makes {allowed[name]:.2g}"
+        if allowed[name] < size:  # of what is nothing but rounding no share is told
+            largest = max(largest, distance / size)
+    return largest, ""
+
+
+def _judge_masks(plain: float | None, compiled: float | None) -> str:
+    if plain is None or compiled is None or plain > _TOO_ROUGH or compiled <= max(4 * plain, _SAME_MASK):
+        return ""
+    what = f"its gradient misses what its forward does by {compiled:.1%}, that of the plain block by {plain:.1%}"
+    return f"{what}: dropout has other masks in the backward"
+
+
+def _distances(one: Numbers, other: Numbers) -> dict[str, tuple[float, float]]:
+    """Of each the distance and the size, as Euclidean norms."""
+    if not one:
+        return {}
+    numbers: list[Tensor] = []
+    for name, expected in one.items():
+        dtype = torch.promote_types(expected.dtype, torch.float32)
+        a, b = expected.to(dtype), other[name].to(dtype)
+        same = (a == b) | (a.isnan() & b.isnan())  # infinities of a mask too
+        numbers += [torch.where(same, 0.0, b - a).norm(), torch.where(a.isfinite(), a, 0.0).norm()]
+    norms = torch.stack(numbers).tolist()
+    return dict(zip(one, zip(norms[::2], norms[1::2], strict=True), strict=True))
+
+
+class _Probe:
+    """Calls a block on copies of the same inputs, each time with the same random numbers."""
+
+    def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.module = module
+        self.leaves, self.structure = tree_flatten((args, dict(kwargs)))
+        self.state = random_state()
+        self.eps = 0.0  # of the coarsest dtype that the block computes in
+
+    def run(self, forward: Forward, nudged: bool = False) -> Numbers:
+        """What it gives, and the gradients of all that needs one, along fixed directions of the outputs."""
+        numbers, inputs, outputs = self._call(forward, self._nudges() if nudged else {})
+        parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        wanted = {f"the gradient of input {i}": leaf for i, leaf in inputs.items()}
+        wanted |= {f"the gradient of '{name}'": p for name, p in parameters.items()}
+        gradients = self._gradients(outputs, list(wanted.values()))
+        for name, gradient in zip(wanted, gradients, strict=True):
+            if gradient is not None and not gradient.is_sparse:
+                numbers[name] = gradient
+        return numbers
+
+    def has_drawn(self) -> bool:
+        """Whether the last call took random numbers of torch's, which the compiler draws in its own way."""
+        now = random_state()
+        pairs = zip([self.state["torch"], *self.state["cuda"]], [now["torch"], *now["cuda"]], strict=True)
+        return not all(torch.equal(before, after) for before, after in pairs)
+
+    def allow(self, expected: Numbers, nudged: Numbers) -> dict[str, float]:
+        """The distance that each may have: what rounding of the inputs does, or a share of its size."""
+        share = next(share for eps, share in _SHARES if self.eps <= eps)
+        moved_to = {name: nudged.get(name, number) for name, number in expected.items()}
+        distances = _distances(expected, moved_to)
+        return {name: max(share * size, _NUDGED * moved) for name, (moved, size) in distances.items()}
+
+    def miss(self, forward: Forward) -> float | None:
+        """By how much a gradient misses what the forward does, relative; None where no input has a gradient."""
+        _, inputs, outputs = self._call(forward, {})
+        gradients = self._gradients(outputs, list(inputs.values()))
+        ways: dict[int, Tensor] = {}
+        for (i, leaf), gradient in zip(inputs.items(), gradients, strict=True):
+            if gradient is not None:
+                way = gradient.double()
+                ways[i] = _beside(way, _direction(0, leaf).double()) if leaf.shape == outputs[0].shape else way
+        slope = sum(float(way.square().sum()) for way in ways.values())  # of the value, along the way
+        if not slope > 0:
+            return None
+        size = sum(float(inputs[i].detach().double().square().sum()) for i in ways) ** 0.5
+        step = (1e-2 if self.eps < 1e-6 else 5e-2) * size / slope**0.5
+        ahead = self._value(forward, {i: step * way for i, way in ways.items()})
+        behind = self._value(forward, {i: -step * way for i, way in ways.items()})
+        return abs((ahead - behind) / (2 * step * slope) - 1)
+
+    def _value(self, forward: Forward, moves: Mapping[int, Tensor]) -> float:
+        _, _, outputs = self._call(forward, moves)
+        directions = [_direction(i, output) for i, output in enumerate(outputs)]
+        pairs = zip(outputs, directions, strict=True)
+        return sum(float((output.detach().double() * way.double()).sum()) for output, way in pairs)
+
+    def _call(self, forward: Forward, moves: Mapping[int, Tensor]) -> tuple[Numbers, dict[int, Tensor], list[Tensor]]:
+        """Its outputs as numbers; its inputs, and those of its outputs, that have a gradient."""
+        set_random_state(self.state)
+        leaves = list(self.leaves)
+        inputs: dict[int, Tensor] = {}
+        for i, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                leaves[i] = leaf.detach().clone() if i not in moves else (leaf.detach() + moves[i]).to(leaf.dtype)
+                leaves[i].requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                inputs[i] = leaves[i]
+        args, kwargs = tree_unflatten(leaves, self.structure)
+        given = [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        floats = [output for output in given if output.is_floating_point()]
+        self.eps = max([self.eps, *(_eps_of(output) for output in floats)])
+        numbers = {f"output {i}": output.detach().clone() for i, output in enumerate(floats)}
+        return numbers, inputs, [output for output in floats if output.requires_grad]
+
+    def _nudges(self) -> dict[int, Tensor]:
+        """Each number moved by as much as rounding to the dtype it is computed in might have moved it."""
+        floats = {
+            i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
+        }
+        return {i: leaf.detach() * self.eps * _direction(i, leaf).sign() for i, leaf in floats.items()}
+
+    def _gradients(self, outputs: list[Tensor], wanted: list[Tensor]) -> tuple[Tensor | None, ...]:
+        if not outputs or not wanted:
+            return (None,) * len(wanted)
+        directions = [_direction(i, output) for i, output in enumerate(outputs)]
+        return torch.autograd.grad(outputs, wanted, directions, allow_unused=True)
+
+
+def _direction(seed: int, like: Tensor) -> Tensor:
+    """Random numbers of a tensor's shape, the same each time and on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
+
+
+def _beside(way: Tensor, other: Tensor) -> Tensor:
+    """The part of a direction that is at right angles to another: what a residual connection passes on is left out."""
+    return way - (way * other).sum() / other.square().sum() * other
+
+
+def _eps_of(output: Tensor) -> float:
+    device = output.device.type
+    dtypes = [output.dtype, *([torch.get_autocast_dtype(device)] if torch.is_autocast_enabled(device) else [])]
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+@contextmanager
+def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
+    """For calls that do not count: random states, buffers and attributes are afterwards as they were."""
+    state = random_state()
+    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    # Of each part what it holds, and what its lists, sets and dicts hold, of which one is for its buffers.
+    spaces: list[dict[str, Any]] = [vars(part) for part in module.modules()]
+    held = [value for space in spaces for value in space.values() if type(value) in (list, set, dict)]
+    before = [(container, container.copy()) for container in (*spaces, *held)]
+    outside = recomputed_outside.set(True)  # plain blocks that are recomputed need not be, here
+    try:
+        # The innermost hooks count: what lies around the block must not keep, or count, what is saved here.
+        with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
+            yield
+    finally:
+        recomputed_outside.reset(outside)
+        for container, contents in before:
+            _put_back(container, contents)
+        with torch.no_grad():
+            for buffer, numbers in buffers:
+                if not torch.equal(buffer, numbers):
+                    buffer.copy_(numbers)
+        set_random_state(state)
+
+
+def _put_back(container: Any, contents: Any) -> None:
+    if isinstance(container, list):
+        container[:] = contents
+    elif isinstance(container, set):
+        container.intersection_update(contents)
+        container.update(contents)
+    else:
+        for name in [name for name in container if name not in contents]:
+            del container[name]
+        for name, value in contents.items():  # what is the same is not written to, as compiled code looks for that
+            if name not in container or container[name] is not value:
+                container[name] = value
+
+
+def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
+    """What a verdict holds for: this code of the block and its parts, shapes, options, versions, and kind of device."""
+    code = hashlib.sha256()
+    for kind in sorted({type(part) for part in module.modules()}, key=lambda kind: kind.__qualname__):
+        forward: Any = getattr(kind, "forward", None)
+        body = getattr(forward, "__code__", None)
+        code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
+        code.update(b"" if body is None else body.co_code + repr((body.co_names, body.co_varnames)).encode())
+    shapes = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
+    device = next((p.device for p in module.parameters()), torch.device("cpu"))
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
+    budget = torch._functorch.config.activation_memory_budget
+    versions, settings = [__version__, torch.__version__], sorted(map(str, options.items()))
+    about = [versions, code.hexdigest(), shapes, settings, name, autocast, budget]
+    return hashlib.sha256(json.dumps(about).encode()).hexdigest()
