@@ -36,6 +36,7 @@ def add(commands: Commands) -> None:
     )
     parser.add_argument("--precision", default="32-true", help="as for the Trainer; default: 32-true")
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="optimizer steps; default: 2")
+    parser.add_argument("--operators", action="store_true", help="if it is another training, name the first operator")
     parser.add_argument("--accelerator", default="auto", help="as for the Trainer: auto (default), cpu or gpu")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=_run)
@@ -55,6 +56,7 @@ def _run(options: argparse.Namespace) -> int:
             techniques_named(options.techniques) or None,
             precision=options.precision,
             steps=options.steps,
+            operators=options.operators,
             accelerator=options.accelerator,
         )
 

@@ -381,6 +381,58 @@ def test_where_it_begins_is_found_in_micro_batches_and_recomputed_blocks():
     assert verified.begins.name.startswith("head")
 
 
+class Activated(nn.Module):
+    """Functions between its parts, of which the parts know nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer, self.approximate = nn.Linear(6, 6), nn.Linear(6, 6), "none"
+
+    def forward(self, x):
+        x = torch.nn.functional.gelu(self.inner(x), approximate=self.approximate)
+        return self.outer(x * 2)
+
+
+@pytest.mark.parametrize("operators", [True, False])
+def test_the_operator_in_which_it_begins_is_named_where_that_is_asked(operators):
+    class Approximate(ft.ActivationCheckpointing):
+        def apply(self, model):
+            for block in (part for part in model.modules() if isinstance(part, Activated)):
+                block.approximate = "tanh"
+            return None if self.blocks is None else super().apply(model)
+
+    for technique in (Approximate(), Approximate(blocks=Activated)):  # which runs its forward again in the backward
+        verified = ft.verify(
+            lambda: nn.Sequential(nn.Linear(6, 6), Activated(), Activated(), nn.Linear(6, 1)),
+            (torch.randn(8, 6), torch.randn(8, 1)),
+            [technique],
+            loss=lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]),
+            optimizer=torch.optim.SGD,
+            accelerator="cpu",
+            operators=operators,
+        )
+        assert verified.begins, str(verified)
+        where = "torch.nn.functional.gelu in net.1 (Activated)" if operators else "net.1.outer (Linear)"
+        assert (verified.begins.step, verified.begins.what, verified.begins.name) == (1, "gives", where)
+
+
+def test_an_operator_outside_of_all_modules_is_the_steps():
+    def turn(module):
+        own = module.loss
+        module.loss = lambda net, batch: own(net, (batch[0], -batch[1]))
+
+    verified = ft.verify(
+        lambda: nn.Linear(6, 1),
+        (torch.randn(8, 6), torch.randn(8, 1)),
+        [attached(turn)()],
+        loss=lambda net, batch: nn.functional.mse_loss(net(batch[0]), batch[1]),
+        optimizer=torch.optim.SGD,
+        accelerator="cpu",
+        operators=True,
+    )
+    assert verified.begins.name == "torch.nn.functional.mse_loss in training_step"
+
+
 class Nothing(ft.ActivationCheckpointing):
     def apply(self, model):
         return None

@@ -61,6 +61,7 @@ class Proof:
         validation_given: whether the batch of validation is the user's, and not the first of training.
         batches_derived: whether the batches after the first were made of its rows.
         store: a folder for all entries of all tensors; None where a sample of them is enough.
+        operators: whether to tell the first operator that differs, and not the first module alone.
     """
 
     def __init__(
@@ -71,11 +72,13 @@ class Proof:
         validation_given: bool,
         batches_derived: bool,
         store: Path | None,
+        operators: bool = False,
     ) -> None:
         self.steps = steps
         self.validation_given = validation_given
         self.batches_derived = batches_derived
         self.store = store
+        self.operators = operators
         self.all = techniques
         self.changing = [t for t in techniques if t.exactness is Exactness.CHANGES_TRAINING]
         self.keeping = [t for t in techniques if t.exactness is not Exactness.CHANGES_TRAINING]
@@ -227,7 +230,7 @@ class Proof:
         steps, window = _cut_into_windows(reference.steps, techniques)
         try:
             usual, other = (reference.steps, self.changing), (steps, [*self.changing, *techniques])
-            self.begins = find_first_difference(usual, other, window, nudge(0))
+            self.begins = find_first_difference(usual, other, window, nudge(0), self.operators)
         except Exception as error:
             self.notes.append(f"Where it begins could not be found: {first_line(error)}.")
 

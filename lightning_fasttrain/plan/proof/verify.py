@@ -34,6 +34,7 @@ def verify(
     steps: int = 2,
     validation: Any = None,
     full: bool = False,
+    operators: bool = False,
     **settings: Any,
 ) -> Verification:
     """Run the same steps without and with techniques, on copies of a model, and say whether it is the same training.
@@ -68,6 +69,7 @@ def verify(
         validation: a batch for ``validation_step`` and ``predict_step``, or a loader of them; by default the training
             batch, if the module takes it.
         full: whether all entries of all tensors are compared; they are kept in files meanwhile.
+        operators: whether it is told in which operator another training begins, and not in which module alone.
         settings: more of the Trainer's, for all runs, such as ``gradient_clip_val=1.0`` or ``accelerator="cpu"``.
 
     Returns:
@@ -109,6 +111,7 @@ def verify(
             validation_given=validation is not None,
             batches_derived=not isinstance(batch, DataLoader),
             store=None if folder is None else Path(folder),
+            operators=operators,
         )
         proof.run(precision)
     problems, said = _drop_repeats(proof.problems), _drop_repeats([*notes, *proof.notes])
