@@ -13,6 +13,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
+from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
 from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
@@ -105,6 +106,7 @@ class MicroBatching(Technique):
             raise ValueError(explain(f"then={self.then} with n={n}", why, way_out))
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
+        self.shared: SharedSplit | None = None
         self.parts = 0  # of the last batch
         self.together = Together()
 

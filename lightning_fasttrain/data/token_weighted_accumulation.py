@@ -17,6 +17,7 @@ from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
+from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling, scale_gradients_
 from lightning_fasttrain.data.normalizer.count_targets import (
     Count,
@@ -86,6 +87,7 @@ class TokenWeightedAccumulation(Technique):
         self.check = check
         self.found: LossSplit | None = None
         self.found_before: CountRule | None = None
+        self.shared: SharedSplit | None = None
         self.reference: Any = None  # keeps summed losses near their mean in size, for float16; cancels in the end
         self._trainer: L.Trainer | None = None
         self._restored: dict[str, Any] | None = None

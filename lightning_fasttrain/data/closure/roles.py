@@ -14,6 +14,24 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.trunk.find_trunk import Through
 
 
+class SharedSplit:
+    """What copies of a technique that take the same steps tell one another, so that only the first has to try.
+
+    A copy of it is itself: a technique that has one shares it with its own copies.
+
+    Attributes:
+        split: what one of them has found.
+        seconds: that it took.
+    """
+
+    def __init__(self) -> None:
+        self.split: LossSplit | None = None
+        self.seconds = 0.0
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "SharedSplit":
+        return self
+
+
 class Counting(Protocol):
     """What both kinds of technique say about weighing, and are told."""
 
@@ -21,6 +39,7 @@ class Counting(Protocol):
     check: bool
     found: LossSplit | None
     found_before: CountRule | None
+    shared: SharedSplit | None
 
 
 class Splitter(Counting, Protocol):

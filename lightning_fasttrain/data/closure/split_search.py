@@ -53,8 +53,20 @@ class SplitSearch:
     def look_at(self, batch: Any, rest: list[Any]) -> None:
         """Before each batch: the first shows how to split it, and later ones may show what it has not."""
         self._batches += 1
+        if self.split is None and self._takes_shared():
+            return
         if self.split is None or self.split.provisional or self._is_time_to_look_again():
             self._find_split(batch, rest)
+
+    def _takes_shared(self) -> bool:
+        """Whether a copy has found what can be used here. Among several ranks more is looked at than the loss."""
+        looks_further = self.micro is not None and (self.micro.adaptive or self.micro.through is not None)
+        shared = self._counting.shared
+        if shared is None or shared.split is None or looks_further or self.trainer.world_size > 1:
+            return False
+        self._looked = shared.seconds  # as if it had been found here
+        self._use(shared.split)
+        return True
 
     def _is_time_to_look_again(self) -> bool:
         """Batches 2, 4, 8, ... may show what the first has not, if looking takes under 1% of the time so far."""
@@ -85,8 +97,8 @@ class SplitSearch:
                 found = self._search(batch, rest).find(together=True)
             if isinstance(found, LossSplit) and before is not None:
                 found = replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
-            self._use(found)
             self._looked += time.monotonic() - began
+            self._use(found)
 
     def _name_trunk(self, batch: Any, rest: list[Any], through: Through) -> Trunk:
         trunk = name_trunk([self.trainer.lightning_module], through)
@@ -118,6 +130,8 @@ class SplitSearch:
         self.split = found
         for technique in self._techniques:
             technique.found = self.split
+            if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
+                technique.shared.split, technique.shared.seconds = found, self._looked
 
     def leave_trunk(self) -> None:
         """At the end of the run."""

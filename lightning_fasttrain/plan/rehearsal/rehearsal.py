@@ -46,6 +46,7 @@ def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> Rehears
     with Rehearsing(), leaving_no_trace(trainer, trainer.lightning_module), _as_rehearsal_error():
         refuse_bad_folders(trainer)
         if why is None:
+            run.share_equal_weights(trainer.lightning_module)
             _go_through(trainer, run, seconds, report)
         else:
             report.tell("step", f"not rehearsed: {why}; folders of checkpoints can be written to and have room for two")

@@ -15,7 +15,7 @@ from lightning_fasttrain._host import training_loaders, validation_loaders
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._reading import first_line
-from lightning_fasttrain.plan.rehearsal.checkpoint_places import Place
+from lightning_fasttrain.plan.rehearsal.checkpoint_places import Place, saves_within_epochs, writers_of
 from lightning_fasttrain.plan.rehearsal.miniature import Course
 from lightning_fasttrain.plan.rehearsal.reading_ahead import Sample, reading_ahead, take_sample
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
@@ -51,8 +51,9 @@ class Rehearsed:
 
     @property
     def batches(self) -> list[Any]:
-        """Those of an epoch in small: a whole window, and a short one."""
-        return fill_up(self.sample.first, self.window + 1)
+        """Those of an epoch in small: a whole window, and a short one or, where saves come in between, another one."""
+        goes_on = self.window > 1 or saves_within_epochs(writers_of(self.trainer))
+        return fill_up(self.sample.first, self.window + goes_on)
 
     def ask_all(self, answer: A) -> list[A]:
         """What each rank answers: plain values. All ranks must ask."""

@@ -9,6 +9,7 @@ from types import MethodType
 from typing import Any
 
 import lightning as L
+import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import (
     BasePredictionWriter,
@@ -22,9 +23,12 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import nn
 
 from lightning_fasttrain._host import TRANSFER_HOOKS
 from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
+from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
 from lightning_fasttrain.plan.proof.short_run import EnoughError, as_loader, copy_module, forget_run, quietly
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
@@ -75,6 +79,17 @@ class RunCopy:
     def techniques(self) -> list[Technique]:
         """Copies of them."""
         return copy.deepcopy([callback for callback in self.callbacks if isinstance(callback, Technique)])
+
+    @torch.no_grad()
+    def share_equal_weights(self, module: nn.Module) -> None:
+        """Let weights that are those of ``module``, bit for bit, be its own memory: both are only read from here on."""
+        theirs = dict(module.named_parameters())
+        for name, weight in self.module.named_parameters():
+            other = theirs.get(name)
+            if other is None or type(weight) is not nn.Parameter or type(other) is not nn.Parameter:
+                continue  # classes of their own, as of quantised weights, may hold other tensors
+            if (weight.dtype, weight.device) == (other.dtype, other.device) and torch.equal(weight, other):
+                weight.data = other.data
 
     @contextmanager
     def module_with_transfer_hooks(self) -> Iterator[L.LightningModule]:
@@ -179,6 +194,8 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
             continue
         try:
             callbacks.append(_copy_callback(callback, trainer, module))
+            if isinstance(callbacks[-1], MicroBatching | TokenWeightedAccumulation):
+                callbacks[-1].shared = SharedSplit()  # the runs of a rehearsal take the same steps
         except Exception as error:
             notes.append(
                 f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."
