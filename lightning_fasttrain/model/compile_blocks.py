@@ -58,7 +58,7 @@ def compile_blocks_(
     call. A block that cannot be compiled runs as it is, after one warning; on several ranks each decides for itself,
     as nothing that blocks compute waits for other ranks.
 
-    Compilers have had wrong gradients, in silence. So at the first call in training one block of each kind runs its
+    Compilers have had wrong gradients, in silence. So at the first call with gradients one block of each kind runs its
     forward and backward plainly and compiled on its real inputs, and where the two are further apart than rounding
     takes them, all of the kind run as they are, after one warning. Masks of dropout, which differ, are compared apart:
     the gradient must be that of the mask which the forward has.
@@ -214,7 +214,7 @@ class CompiledForward(WrappedForward):
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
-            if self.entry.verdict is None and self.module.training and torch.is_grad_enabled():
+            if self.entry.verdict is None and torch.is_grad_enabled():
                 self._judge(args, kwargs)
             if self._is_trusted():
                 return self.entry.run(self.target, *args, **kwargs)

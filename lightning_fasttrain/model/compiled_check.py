@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -88,8 +89,11 @@ def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     leaves = tree_leaves((args, kwargs))
     if detect_fake_mode(leaves) is not None:
         return "its inputs have no numbers"
-    if any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters()):
-        return "its parameters are in pieces on several ranks, which would have to compare together"
+    in_pieces = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    if in_pieces or any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
+        return (
+            "its parameters, or those of a part, are in pieces on several ranks, which would have to compare together"
+        )
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
             return f"it is given a {type(leaf).__name__}, which another call might change"

@@ -214,10 +214,12 @@ def test_what_another_call_might_change_is_not_compared_and_that_is_said():
 def test_evaluation_alone_compares_nothing():
     net = Net().eval()
     compiled = compile_blocks_(net, blocks=Block, backend=wrong(forward=1.2))
-    net(X)
     with torch.no_grad():
+        net(X)
         net.train()(X)
     assert compiled["blocks.0"].entry.verdict is None
+    with pytest.warns(ft.FastTrainWarning, match="off when compiled"):  # a part that is frozen has gradients in eval
+        net.eval()(X)
 
 
 class Trained(L.LightningModule):
