@@ -92,7 +92,7 @@ class Drifts(L.Callback):
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
         self.steps += 1
         for group in optimizer.param_groups:
-            group["lr"] = 0.01 / self.steps**trainer.global_rank
+            group["lr"] = 0.01 / (1 + self.steps) ** trainer.global_rank
 
 
 def main(path):

@@ -29,6 +29,7 @@ def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:
         TypeError: a module instead of its parameters.
 
     Example:
+        >>> import torch
         >>> net = nn.Linear(4, 2)
         >>> net(torch.ones(1, 4)).sum().backward()
         >>> release_gradients_(net.parameters()), net.weight.grad
