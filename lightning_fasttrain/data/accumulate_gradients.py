@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,13 @@ from lightning_fasttrain.data.normalizer.step_gradients import StepGradients
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import key_of, loss_of
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES, BatchSearch
+from lightning_fasttrain.data.trunk.batch_search import (
+    OUT_OF_TRIES,
+    TRIES,
+    BatchSearch,
+    Looks,
+    prefer_what_shows_something,
+)
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 Step = Callable[[Any], Any]
@@ -94,7 +101,7 @@ def accumulate_gradients(
             gradients.discard(error)
             search = _search(step, batch, n, "auto", True, no_sync, is_window=False)
             found = search.find_another(found, error, attempt)
-            _found[_key(step, named_count(count), is_window=False)] = found
+            _found[_key(step, named_count(count), is_window=False)].split = found
     raise CannotSplitError(OUT_OF_TRIES)
 
 
@@ -154,7 +161,15 @@ def accumulate_window(
         raise CannotSplitError(f"in a window of several batches {error}") from error
 
 
-_found: OrderedDict[Any, LossSplit | Trunk] = OrderedDict()  # by step and count: what the first call found
+@dataclass
+class _Found:
+    """How the loss of a step function is split, and when its batches are looked at again."""
+
+    split: LossSplit | Trunk
+    looks: Looks
+
+
+_found: OrderedDict[Any, _Found] = OrderedDict()  # by step and count
 _MOST_FOUND = 64  # a program that makes model after model would fill it without end
 
 
@@ -168,19 +183,31 @@ def _find(
     parts: int,
     is_window: bool,
 ) -> LossSplit | Trunk:
-    """How the loss is split, found in the first call with more than one part: a single part weighs 1."""
+    """How the loss is split: found in the first call with more than one part, since a single part weighs 1."""
     count = named_count(count)
     if callable(count) and not check:
         return LossSplit(None, count)
     key = _key(step, count, is_window)
-    if key not in _found and parts > 1:
-        found = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
-        assert found is not None  # this stage refuses a step that returns None
-        _found[key] = found
+    known = _found.get(key)
+    if known is None and parts == 1:  # by "sum" nothing is looked for in the batch
+        return LossSplit(None, count if callable(count) else CountRule("sum"))
+    looks = Looks() if known is None else known.looks
+
+    def may_show_more() -> bool:
+        reads = known is not None and isinstance(known.split, LossSplit) and known.split.read is not None
+        return reads and check and not is_window and batch_size(batch) > 1
+
+    is_due = looks.is_due(may_show_more)
+    if known is None or is_due:
+        before = None if known is None else known.split
+        with looks.timed():
+            split = _search(step, batch, n, count, check, no_sync, is_window).find(together=True)
+        split = prefer_what_shows_something(split, before)
+        assert split is not None  # this stage refuses a step that returns None
+        known = _found[key] = _Found(split, looks)
         if len(_found) > _MOST_FOUND:
             _found.popitem(last=False)
-    # A part that is alone weighs 1: by "sum" nothing is looked for in the batch.
-    return _found.get(key, LossSplit(None, count if callable(count) else CountRule("sum")))
+    return known.split
 
 
 def _search(step: Step, batch: Any, n: int, count: Count, check: bool, no_sync: NoSync, is_window: bool) -> BatchSearch:

@@ -152,27 +152,29 @@ class CompiledEntry:
     """What blocks of one kind share: their compiled code, and what its comparison with the plain one has found.
 
     Attributes:
-        verdict: None until the comparison was made.
+        verdict: None until a comparison was made.
+        is_judged: whether no further one is to be made. Masks are compared along an input's gradient, which the first
+            block behind a frozen embedding lacks: then the next block is compared as well.
     """
 
     def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
         self.options = _around_known_faults(block, options)
         self.run: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
         self._code = _new_entry(block)  # now, before the block's forward is replaced
+        self.is_judged = not check
         self.verdict = None if check else Verdict(unchecked="check=False")
         self.key = ""  # under which the verdict is kept
         self.known: Mapping[str, Any] = {}  # key → verdict, as it was kept
 
     def judge(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
         """Compare once, or take what an earlier process has found of the same code."""
-        if self.verdict is None:
-            self.key = key_of(block.module, self.options)
-            known = self.known.get(self.key)
-            self.verdict = self._compare(block, args, kwargs) if known is None else Verdict(**known)
-            if self.verdict.unchecked:
-                note_once(
-                    f"CompileBlocks: '{block.name}' was not compared with the plain block: {self.verdict.unchecked}"
-                )
+        self.key = key_of(block.module, self.options)
+        known = self.known.get(self.key)
+        self.verdict = self._compare(block, args, kwargs) if known is None else Verdict(**known)
+        self.is_judged = not self.verdict.without_masks
+        if self.verdict.unchecked:
+            why = self.verdict.unchecked
+            note_once(f"CompileBlocks: '{block.name}' was not compared with the plain block: {why}")
         return self.verdict
 
     def _compare(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
@@ -208,13 +210,14 @@ class CompiledForward(WrappedForward):
         self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
+        self.is_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.failure is not None or torch.compiler.is_compiling():  # a block in a compiled one is traced with it
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
-            if self.entry.verdict is None and torch.is_grad_enabled():
+            if not (self.entry.is_judged or self.is_compared) and torch.is_grad_enabled():
                 self._judge(args, kwargs)
             if self._is_trusted():
                 return self.entry.run(self.target, *args, **kwargs)
@@ -228,6 +231,7 @@ class CompiledForward(WrappedForward):
         return self.inner(*args, **kwargs)
 
     def _judge(self, args: Any, kwargs: Any) -> None:
+        self.is_compared = True
         verdict = self.entry.judge(self, args, kwargs)
         if not verdict.failure:
             return

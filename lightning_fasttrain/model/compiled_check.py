@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import CodeType
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_fasttrain._recomputed_forward import recomputed_outside
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain._version import __version__
 from lightning_fasttrain._without_dropout import has_dropout, without_dropout
+from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
 _NUDGED = 8.0  # times what rounding of the inputs does to the plain block's numbers
@@ -40,12 +42,14 @@ class Verdict:
         failure: why the compiled block is not to be trusted; "" if it is.
         of_masks: whether what fails are masks of dropout.
         unchecked: why nothing was compared; "" if it was.
+        without_masks: whether there are masks, and they were not compared, since no input of this block has a gradient.
     """
 
     apart: float = 0.0
     failure: str = ""
     of_masks: bool = False
     unchecked: str = ""
+    without_masks: bool = False
 
 
 def check_compiled(
@@ -115,8 +119,9 @@ def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: 
     apart, failure = _judge(expected, found, allowed)
     if failure or not (has_masks or draws):
         return Verdict(apart, failure)
-    failure = _judge_masks(probe.miss(plain), probe.miss(compiled))
-    return Verdict(apart, failure, of_masks=failure != "")
+    misses = probe.miss(plain), probe.miss(compiled)
+    failure = _judge_masks(*misses)
+    return Verdict(apart, failure, of_masks=failure != "", without_masks=None in misses)
 
 
 def _judge(expected: Numbers, found: Numbers, allowed: Mapping[str, float]) -> tuple[float, str]:
@@ -264,12 +269,7 @@ def _eps_of(output: Tensor) -> float:
 @contextmanager
 def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     """For calls that do not count: random states, buffers and attributes are afterwards as they were."""
-    state = random_state()
-    buffers = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
-    # Of each part what it holds, and what its lists, sets and dicts hold, of which one is for its buffers.
-    spaces: list[dict[str, Any]] = [vars(part) for part in module.modules()]
-    held = [value for space in spaces for value in space.values() if type(value) in (list, set, dict)]
-    before = [(container, container.copy()) for container in (*spaces, *held)]
+    put_back = remember([module])
     outside = recomputed_outside.set(True)  # plain blocks that are recomputed need not be, here
     try:
         # The innermost hooks count: what lies around the block must not keep, or count, what is saved here.
@@ -277,27 +277,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         recomputed_outside.reset(outside)
-        for container, contents in before:
-            _put_back(container, contents)
-        with torch.no_grad():
-            for buffer, numbers in buffers:
-                if not torch.equal(buffer, numbers):
-                    buffer.copy_(numbers)
-        set_random_state(state)
-
-
-def _put_back(container: Any, contents: Any) -> None:
-    if isinstance(container, list):
-        container[:] = contents
-    elif isinstance(container, set):
-        container.intersection_update(contents)
-        container.update(contents)
-    else:
-        for name in [name for name in container if name not in contents]:
-            del container[name]
-        for name, value in contents.items():  # what is the same is not written to, as compiled code looks for that
-            if name not in container or container[name] is not value:
-                container[name] = value
+        put_back()
 
 
 def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
@@ -307,12 +287,14 @@ def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
         forward: Any = getattr(kind, "forward", None)
         body = getattr(forward, "__code__", None)
         code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
-        code.update(b"" if body is None else body.co_code + repr((body.co_names, body.co_varnames)).encode())
+        if body is not None:
+            constants = [one for one in body.co_consts if not isinstance(one, CodeType)]  # which has an address
+            code.update(body.co_code + repr((body.co_names, body.co_varnames, constants)).encode())
     shapes = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     autocast = str(torch.get_autocast_dtype(device.type)) if torch.is_autocast_enabled(device.type) else ""
     budget = torch._functorch.config.activation_memory_budget
     versions, settings = [__version__, torch.__version__], sorted(map(str, options.items()))
-    about = [versions, code.hexdigest(), shapes, settings, name, autocast, budget]
+    about = [versions, code.hexdigest(), shapes, settings, name, autocast, budget, has_dropout(module)]
     return hashlib.sha256(json.dumps(about).encode()).hexdigest()

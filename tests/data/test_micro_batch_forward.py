@@ -722,15 +722,20 @@ def found(tmp_path_factory):
     return json.loads(path.read_text())
 
 
-CHOICES = ["plain", "through", "blocks", "checkpointed"]
+CHOICES = ["plain", "through", "blocks", "checkpointed", "found", "weighted"]
 
 
-@pytest.mark.parametrize("run", [*(f"{s} {c}" for s in ("ddp", "fsdp2") for c in CHOICES), "ddp found", "ddp starved"])
+@pytest.mark.parametrize("run", [*(f"{s} {c}" for s in ("ddp", "fsdp2", "zero3") for c in CHOICES), "ddp starved"])
 def test_two_ranks_train_as_one_process_that_sees_both_batches(found, run):
     for rank in found:
         difference_of_weights, between_ranks = rank[run]
         assert difference_of_weights < 1e-6
         assert between_ranks == 0
+
+
+def test_a_named_trunk_in_which_samples_depend_on_one_another_is_refused_where_parameters_are_sharded(found):
+    for rank in found:
+        assert "through= names 'encoder', but" in rank["mixed"]
 
 
 def test_all_ranks_take_more_micro_batches_when_one_runs_out_of_memory(found):

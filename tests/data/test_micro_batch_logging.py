@@ -167,7 +167,7 @@ def test_values_are_those_of_the_unsplit_step(name, hiding):
     check(VALUES[name], hiding)
 
 
-# Values without a graph, of which a batch without padding cannot tell whether they are means over targets or samples.
+# Values without a graph: a batch without padding tells by other labels whether they are means over targets or samples.
 WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
     "accuracy over targets": logs(lambda s: s.right[s.kept].mean()),
     "accuracy over targets, as a quotient": logs(lambda s: (s.right * s.kept).sum() / s.kept.sum()),
@@ -180,9 +180,10 @@ WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
 }
 
 
+@pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
 @pytest.mark.parametrize("name", WITHOUT_GRAPH)
-def test_values_without_a_graph_are_those_of_the_unsplit_step(name):
-    check(WITHOUT_GRAPH[name], hiding=False)
+def test_values_without_a_graph_are_those_of_the_unsplit_step(name, hiding):
+    check(WITHOUT_GRAPH[name], hiding)
 
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
@@ -222,12 +223,14 @@ def tensors_of_a_collection(s: Step) -> None:
     s.net.log_dict(metrics(s.z.flatten(0, 1), s.y.flatten()), on_step=True, on_epoch=True)
 
 
-def test_a_metric_collection_logs_the_epoch():
-    check(collected, hiding=False)
+@pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
+def test_a_metric_collection_logs_the_epoch(hiding):
+    check(collected, hiding)
 
 
-def test_tensors_of_a_metric_collection_are_those_of_the_unsplit_step():
-    check(tensors_of_a_collection, hiding=False)
+@pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
+def test_tensors_of_a_metric_collection_are_those_of_the_unsplit_step(hiding):
+    check(tensors_of_a_collection, hiding)
 
 
 @pytest.mark.parametrize("n", [2, 4, 16])
@@ -267,9 +270,10 @@ RETURNED: dict[str, Callable[[Step], Any]] = {
 }
 
 
+@pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
 @pytest.mark.parametrize("name", RETURNED)
-def test_numbers_beside_the_loss_are_those_of_the_unsplit_step(name):
-    expected, seen = outputs_of(lambda s: {"value": RETURNED[name](s)}, hiding=False)
+def test_numbers_beside_the_loss_are_those_of_the_unsplit_step(name, hiding):
+    expected, seen = outputs_of(lambda s: {"value": RETURNED[name](s)}, hiding)
     for one, other in zip(expected, seen, strict=True):
         values = [float(torch.as_tensor(output["value"]).detach()) for output in (one, other)]
         assert values[1] == pytest.approx(values[0], rel=1e-6)

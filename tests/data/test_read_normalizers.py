@@ -3,6 +3,7 @@
 Axes: 4 samples, 3 classes. Names in the rows: z logits (4, 3), y labels (4,), e losses (4, 3), m a mask, s a parameter.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.parallel.distributed import _DDPSink
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -205,6 +207,18 @@ class Cubed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradient * 3 * x.square() / x.numel()
+
+
+def test_what_ddp_puts_around_the_outputs_of_a_module_is_read_through():
+    """Each output by itself: the others are no terms of this loss."""
+
+    class Replica:
+        _ddp_sink_clone = True
+
+    replica, x = Replica(), torch.ones(3, 2, requires_grad=True)
+    mean, quotient = _DDPSink.apply(weakref.ref(replica), x.mean(), x.sum() / 7)
+    assert [(term.kind, term.normalizer) for term in read_normalizers(mean).terms] == [("mean", 6)]
+    assert [(term.kind, term.normalizer) for term in read_normalizers(quotient).terms] == [("quotient", 7)]
 
 
 def test_a_function_of_the_users_own_is_opaque():

@@ -5,7 +5,9 @@ import json
 import os
 import sys
 import time
+from contextlib import nullcontext
 
+import deepspeed
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
@@ -14,13 +16,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
-from tests.data.test_micro_batch_forward import Matching, Starved, pairs
+from tests.data.test_micro_batch_forward import Encoder, Matching, Starved, pairs
 from tests.nets import as_loader, largest_difference, trainer, weights
 
 STEPS = 3
 STRATEGIES = {
     "ddp": lambda: DDPStrategy(process_group_backend="gloo"),
     "fsdp2": lambda: ft.FSDP2Strategy(process_group_backend="gloo"),
+    "zero3": lambda: ft.ZeROStrategy(stage=3),
 }
 RANK = int(os.environ.get("RANK", 0))
 RANKS = [  # other numbers of samples on each rank
@@ -29,9 +32,17 @@ RANKS = [  # other numbers of samples on each rank
 ]
 
 
-def reference():
+class Weighted(Matching):
+    """Classes of unequal weight, whose sum no rule counts beforehand; the loss itself can be split."""
+
+    def training_step(self, batch, batch_idx):
+        scores, labels = self.head(self.encoder(batch["a"])), batch["b"].mean((1, 2)).gt(0).long()
+        return nn.functional.cross_entropy(scores, labels, weight=torch.linspace(0.1, 2, scores.shape[1]))
+
+
+def reference(kind=Matching):
     """One process that sees the batches of both ranks: the mean of their gradients, as DDP takes it."""
-    net = Matching()
+    net = kind()
     optimizer = net.configure_optimizers()
     net.log = lambda *given: None
     for batches in zip(*RANKS, strict=True):
@@ -50,10 +61,31 @@ def train(strategy, callbacks, kind=Matching):
     t = trainer(callbacks, devices=2, strategy=strategy)
     t.fit(net, as_loader(RANKS[RANK]))
     assert t.global_step == STEPS
-    return {
-        name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
-        for name, value in net.state_dict().items()
-    }
+    with gathered(net):
+        return {
+            name: (value.full_tensor() if isinstance(value, DTensor) else value).detach().clone()
+            for name, value in net.state_dict().items()
+        }
+
+
+def gathered(net):
+    """Within it, the parameters that ZeRO has in pieces are whole."""
+    pieces = [p for p in net.parameters() if hasattr(p, "ds_id")]
+    return deepspeed.zero.GatheredParameters(pieces) if pieces else nullcontext()
+
+
+class Mixed(Encoder):
+    """Samples depend on one another a little."""
+
+    def forward(self, x, mask=None):
+        y = super().forward(x, mask)
+        return y - 0.01 * y.mean(0)
+
+
+class Mixing(Matching):
+    def __init__(self):
+        super().__init__()
+        self.encoder.__class__ = Mixed
 
 
 def agree(gathered):
@@ -109,9 +141,9 @@ def difference_of_loops():
 
 
 def main(path):
-    expected, found = reference(), {}
+    expected, weighted, found = reference(), reference(Weighted), {}
 
-    def note(name, gathered):
+    def note(name, gathered, expected=expected):
         found[name] = largest_difference(expected, gathered), agree(gathered)
 
     for name, make in STRATEGIES.items():
@@ -120,7 +152,8 @@ def main(path):
         note(f"{name} blocks", train(make(), [ft.MicroBatching(3, through="encoder.blocks.*")]))
         techniques = [ft.ActivationCheckpointing(), ft.MicroBatching(3, through="encoder")]
         note(f"{name} checkpointed", train(make(), techniques))
-    note("ddp found", train(STRATEGIES["ddp"](), [ft.MicroBatching(3)]))
+        note(f"{name} found", train(make(), [ft.MicroBatching(3)]))
+        note(f"{name} weighted", train(make(), [ft.MicroBatching(3)], kind=Weighted), weighted)
     auto = ft.MicroBatching("auto", through="encoder")
     note("ddp starved", train(STRATEGIES["ddp"](), [auto], kind=(Matching, Starved)[RANK]))
     found["starved n"] = auto.n
@@ -128,6 +161,10 @@ def main(path):
         train(STRATEGIES["fsdp2"](), [ft.MicroBatching("auto", through="encoder")], kind=(Matching, Starved)[RANK])
     except ValueError as error:
         found["fsdp2 auto"] = str(error)
+    try:
+        train(STRATEGIES["fsdp2"](), [ft.MicroBatching(3, through=Mixed)], kind=Mixing)
+    except ValueError as error:
+        found["mixed"] = str(error)
     found["loop"] = difference_of_loops()
     everything = [None, None]
     dist.all_gather_object(everything, found)

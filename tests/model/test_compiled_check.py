@@ -134,6 +134,22 @@ def test_a_fault_of_torchs_own_that_draws_other_masks_in_the_backward_is_found(p
             assert verdict_of(Net(rate=0.0), X, backend=BACKEND).failure == ""
 
 
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
+def test_masks_are_compared_in_the_next_block_where_the_first_ones_input_has_no_gradient():
+    net = Net(rate=0.2)
+    net.stem.requires_grad_(False)  # as an embedding is in fine-tuning
+    with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match=r"'blocks\.1'.*190758"):
+        verdict = verdict_of(net, X, backend=BACKEND)
+    assert verdict.of_masks
+    torch._dynamo.reset()
+    net = Net(rate=0.2)
+    net.stem.requires_grad_(False)
+    entry = next(iter(compile_blocks_(net, blocks=Block, backend=BACKEND).values())).entry
+    net(X).sum().backward()
+    assert entry.is_judged
+    assert not entry.verdict.without_masks
+
+
 @pytest.mark.slow
 def test_inductor_is_compared():
     verdict = verdict_of(Net(rate=0.1), X)
@@ -148,11 +164,13 @@ class Remembers(nn.Module):
         super().__init__()
         self.linear, self.norm = nn.Linear(16, 16), nn.BatchNorm1d(16)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("largest", torch.zeros(()))
         self.seen, self.table, self.last = [], {}, None
 
     def forward(self, x):
         self.calls += 1
         x = self.norm(self.linear(x))
+        self.largest = torch.maximum(self.largest, x.detach().max() + self.largest)  # another tensor in its place
         self.last = x.detach().mean()
         self.seen.append(self.last)
         self.table[len(self.table)] = self.last
@@ -269,7 +287,8 @@ def test_a_verdict_holds_for_the_same_code_shapes_and_options():
     keys.add(key_of(Block().double(), {}))
     with torch.autocast("cpu", torch.bfloat16):
         keys.add(key_of(Block(), {}))
-    assert len(keys) == 6
+    keys.add(key_of(Block(0.1), {}))  # with masks to compare
+    assert len(keys) == 7
     assert key_of(Block(), {}) in keys
 
 

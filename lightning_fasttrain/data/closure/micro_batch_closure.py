@@ -311,7 +311,7 @@ def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) ->
             continue
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = torch.cat(values)
-        elif _is_number(first) and any(value != values[0] for value in values):
+        elif _is_number(first):
             divisors = [divisors.get(key) for _, divisors in outputs]
             extras[key] = weighting.combine(f"return {key}", values, divisors, weights.held)
         else:

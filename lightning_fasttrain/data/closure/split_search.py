@@ -1,6 +1,5 @@
 """How the batches of a run are split: at the loss, by a rule that its batches keep to, or at the trunk."""
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,7 +20,7 @@ from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
-from lightning_fasttrain.data.trunk.batch_search import BatchSearch, say_trunk
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
@@ -47,16 +46,23 @@ class SplitSearch:
         self.trunk: Trunk | None = None
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
-        self._batches = 0
-        self._began, self._looked = time.monotonic(), 0.0  # seconds that looking at samples has taken
+        self._looks = Looks()
 
     def look_at(self, batch: Any, rest: list[Any]) -> None:
         """Before each batch: the first shows how to split it, and later ones may show what it has not."""
-        self._batches += 1
+        is_due = self._looks.is_due(lambda: self._may_show_more(batch))
         if self.split is None and self._takes_shared():
             return
-        if self.split is None or self.split.provisional or self._is_time_to_look_again():
+        if self.split is None or self.split.provisional or is_due:
             self._find_split(batch, rest)
+
+    def _may_show_more(self, batch: Any) -> bool:
+        """Whether looking at a later batch could change anything."""
+        if self.micro is None or not self._counting.check or self.split is None or self.split.read is None:
+            return False
+        if self.micro.adaptive and self.trainer.world_size > 1:
+            return False  # what ranks gather in a step is counted there
+        return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
     def _takes_shared(self) -> bool:
         """Whether a copy has found what can be used here. Among several ranks more is looked at than the loss."""
@@ -64,17 +70,9 @@ class SplitSearch:
         shared = self._counting.shared
         if shared is None or shared.split is None or looks_further or self.trainer.world_size > 1:
             return False
-        self._looked = shared.seconds  # as if it had been found here
+        self._looks.seconds = shared.seconds  # as if it had been found here
         self._use(shared.split)
         return True
-
-    def _is_time_to_look_again(self) -> bool:
-        """Batches 2, 4, 8, ... may show what the first has not, if looking takes under 1% of the time so far."""
-        if self._batches & (self._batches - 1) or self.micro is None or self.trunk is not None:
-            return False
-        reads = self.split is not None and self.split.read is not None
-        so_far = time.monotonic() - self._began
-        return reads and self._counting.check and self.trainer.world_size == 1 and self._looked < 0.01 * so_far
 
     def size_of(self, batch: Any) -> Number:
         """About what the loss of a batch is divided by."""
@@ -92,12 +90,11 @@ class SplitSearch:
         if self.trunk is not None and self.window is None:
             self._use(self.trunk)
         else:
-            began, before = time.monotonic(), self.split
-            with self._explaining_windows():
-                found = self._search(batch, rest).find(together=True)
+            before = self.split
+            with self._looks.timed(), self._explaining_windows():
+                found = prefer_what_shows_something(self._search(batch, rest).find(together=True), before)
             if isinstance(found, LossSplit) and before is not None:
                 found = replace(found, log_rules=merge_log_rules(before.log_rules, found.log_rules))
-            self._looked += time.monotonic() - began
             self._use(found)
 
     def _name_trunk(self, batch: Any, rest: list[Any], through: Through) -> Trunk:
@@ -131,7 +128,7 @@ class SplitSearch:
         for technique in self._techniques:
             technique.found = self.split
             if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
-                technique.shared.split, technique.shared.seconds = found, self._looked
+                technique.shared.split, technique.shared.seconds = found, self._looks.seconds
 
     def leave_trunk(self) -> None:
         """At the end of the run."""
@@ -198,15 +195,7 @@ class SplitSearch:
         )
         if self.micro is not None and self.micro.adaptive and stage.gradients:  # there each forward communicates
             watch.refuse()
-        if found is not None and found.count is None and not found.is_sum and not self._can_scale:
-            why = f"{type(self.trainer.strategy).__name__} sums gradients over ranks before their total is known"
-            raise CannotSplitError(f"{why}, and no rule counts {found} beforehand")
         return found
-
-    @property
-    def _can_scale(self) -> bool:
-        """Whether gradients of this rank can be multiplied before they are synchronised."""
-        return self.window is not None or own_scaling(self.trainer.strategy) is None
 
     def _stage(self, rest: list[Any], watch: CollectivesWatch) -> Stage:
         module, strategy = self.trainer.lightning_module, self.trainer.strategy
@@ -219,6 +208,7 @@ class SplitSearch:
             strategy.precision_plugin.train_step_context,
             gradients=not sharded,
             may_skip=True,
+            may_scale=self.window is not None or not (sharded or own_scaling(strategy)),
         )
 
     @property

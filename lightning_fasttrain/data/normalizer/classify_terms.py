@@ -112,7 +112,7 @@ def _find_offset(place: int, varying: Sequence[int], splits: Sequence[Split]) ->
         if abs(missed) <= 1e-12 * abs(whole):
             missed = 0.0
         # A count that is kept from zero, as by clamp(min=1), is too large by what it is kept at.
-        if missed and min(counts) == missed and missed <= 1 and not split.runs[counts.index(missed)].gradient.any():
+        if missed and min(counts) == missed and missed <= 1 and split.runs[counts.index(missed)].is_zero:
             missed = 0.0
         if not abs(missed) <= 1e-3 * abs(whole):
             return None
@@ -147,7 +147,7 @@ def error_of_read(read: ReadNormalizer, split: Split, trial: Trial) -> float:
     counts: list[float] = []
     for run in split.runs:
         count = read_count(run, read.term, places) - read.offset
-        is_empty = count <= 1 and not run.gradient.any()  # kept from zero, as by clamp(min=1)
+        is_empty = count <= 1 and run.is_zero  # kept from zero, as by clamp(min=1)
         counts.append(0.0 if is_empty else count)
     total = sum(counts) or 1.0
     return split.error([count / total for count in counts], gradient_floor(trial))

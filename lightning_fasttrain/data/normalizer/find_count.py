@@ -1,9 +1,11 @@
 """Find how the loss of a step function is split, on some samples of a batch."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
@@ -100,4 +102,13 @@ def stage_of(step: Callable[[Any], Any], no_sync: Callable[[], AbstractContextMa
                 stack.enter_context(context())
             yield
 
-    return Stage(step, models, skip_syncs, gradients=not any(map(is_sharded, models)))
+    sharded = any(map(is_sharded, models))
+    return Stage(
+        step, models, skip_syncs, gradients=not sharded, may_scale=not (sharded or any(map(_is_engine, models)))
+    )
+
+
+def _is_engine(model: nn.Module) -> bool:
+    """Whether DeepSpeed holds the gradients."""
+    deepspeed = sys.modules.get("deepspeed")  # importing it takes seconds
+    return deepspeed is not None and any(isinstance(module, deepspeed.DeepSpeedEngine) for module in model.modules())

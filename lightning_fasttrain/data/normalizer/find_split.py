@@ -44,12 +44,12 @@ class CannotSplitError(ValueError):
     Attributes:
         why: the reason, in a sentence's part.
         trial: what was tried; None where nothing was.
-        otherwise: a rule that fits the samples although the loss does not show it.
+        otherwise: what splits the loss of the samples, although the step does more than that.
     """
 
-    def __init__(self, why: str, trial: Trial | None = None, otherwise: LossSplit | None = None, nearest: str = ""):
-        self.why, self.trial, self.otherwise, self.nearest = why, trial, otherwise, nearest
-        what = f"MicroBatching cannot split this loss exactly{nearest}"
+    def __init__(self, why: str, trial: Trial | None = None, otherwise: LossSplit | None = None):
+        self.why, self.trial, self.otherwise = why, trial, otherwise
+        what = "MicroBatching cannot split this loss exactly"
         way_out = (
             "Name the submodule in which samples do not depend on one another, with through=, give count= a function "
             "(batch → the number of terms that its loss averages over), or use ActivationCheckpointing for memory"
@@ -88,27 +88,27 @@ def find_split(
     if callable(count) and not check:
         return LossSplit(None, count)
     trial = try_split(stage, samples)
-    changed = trial.splits[0].whole.changed if trial.splits else ()
     facts: dict[str, Any] = {"failed": trial.failed}
     if not whole_batches:
+        changed = trial.splits[0].whole.changed if trial.splits else ()
         facts |= {"statistics": _name_statistics(trial, stage), "changed": changed}
-    verdict = replace(_judge(trial, count, preferred), **facts)
+    verdict = _judge(trial, count, preferred)
     if verdict.is_unsure:
         precise = try_split(stage, iter([trial.sample]), "float64")
         if precise.precise and not precise.why_not and _is_the_same_step(trial, precise):
-            trial, verdict = precise, replace(_judge(precise, count, preferred), **facts)
-    if not callable(count):
-        verdict = _judge_altered(verdict, trial, stage)
+            trial, verdict = precise, _judge(precise, count, preferred)
+    altered = _try_altered(verdict, trial, stage)
+    verdict = replace(_judge_altered(verdict, altered), **facts)
     if together:
         # A user's function may be one that cannot be sent; all ranks have it.
         own = {"split": verdict.split, "rules": verdict.rules} if callable(count) else {}
         sent = replace(verdict, split=None, rules=()) if callable(count) else verdict
         verdict = replace(_worst(from_all_ranks([sent])), **own)
-    split = _conclude(verdict, trial, count, check)
+    split = _conclude(verdict, trial, count, check, stage.may_scale)
     if split is None or trial.whole is None:
         return split
     leaves = tuple(map(weakref.ref, trial.splits[0].parameters)) if trial.splits else ()
-    per_sample, log_rules = _count_per_sample(split, trial), _find_log_rules(split, trial)
+    per_sample, log_rules = _count_per_sample(split, trial), _find_log_rules(split, [trial, *altered])
     return replace(split, leaves=leaves, per_sample=per_sample, log_rules=log_rules)
 
 
@@ -177,7 +177,7 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
         return _Verdict(split, why_not=trial.why_not, checked=False)
     read = classify_terms(trial.splits)
     if isinstance(read, str):
-        return _judge_by_rules(trial, read, preferred)
+        return _Verdict(LossSplit(None, None), why_not=read, checked=not trial.why_not)
     if trial.why_not:
         likely = classify_alone(trial.splits[0].whole) if read[0].term is None else read[0]
         split = LossSplit(likely or read[0], None, provisional=trial.shows_nothing)
@@ -192,31 +192,32 @@ def _largest_error(read: ReadNormalizer, trial: Trial) -> float:
     return max(error_of_read(read, split, trial) for split in trial.splits)
 
 
-def _judge_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> _Verdict:
-    """Whether what holds for the samples holds for them with other weights and masks, too."""
+def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
+    """The step on the same samples with other weights, masks and labels, where that can tell more."""
     is_right = verdict.checked and not verdict.why_not and verdict.error <= verdict.limit
     if not is_right or not stage.gradients or verdict.split is None or verdict.split.read is None:
-        return verdict
-    for sample in list_altered(trial.sample):
-        altered = try_split(stage, iter([sample]), trial.precision)
-        if altered.why_not or altered.precision != trial.precision:
-            continue  # a step need not run on any numbers
-        other = _judge(altered, "auto", None)
+        return []
+    tried = [
+        try_split(stage, iter([sample]), trial.precision) for sample in list_altered(trial.sample, _ignored(trial))
+    ]
+    # A step need not run on any numbers.
+    return [altered for altered in tried if not altered.why_not and altered.precision == trial.precision]
+
+
+def _ignored(trial: Trial) -> int | None:
+    """The label that a loss leaves out which is cross_entropy and nothing else; None for any other loss."""
+    ignored = {term.ignored for term in trial.splits[0].whole.terms}
+    return ignored.pop() if len(ignored) == 1 else None
+
+
+def _judge_altered(verdict: _Verdict, altered: Sequence[Trial]) -> _Verdict:
+    """Whether what holds for the samples holds for them with other weights, masks and labels, too."""
+    for trial in altered:
+        other = _judge(trial, "auto", None)
         if other.split is None or other.split.read is None or other.error > other.limit:
             why = other.why_not or "samples of a batch depend on one another where their weights or masks differ"
             return replace(verdict, split=LossSplit(None, None), why_not=why, error=float("inf"), rules=())
     return verdict
-
-
-def _judge_by_rules(trial: Trial, why_not: str, preferred: CountRule | None) -> _Verdict:
-    """A loss that does not show its normalizers: the rules that split it, by gradients alone."""
-    if trial.why_not:
-        return _Verdict(why_not=trial.why_not, checked=False)
-    candidates = list_rules(trial, preferred)
-    errors = [error_of_rule(rule, trial) for rule in candidates]
-    nearest = max(3 * min(errors), _TIED)
-    rules = [rule for rule, error in zip(candidates, errors, strict=True) if error <= nearest]
-    return _Verdict(LossSplit(None, rules[0]), tuple(rules), why_not, min(errors), error_limit(trial))
 
 
 def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
@@ -230,7 +231,7 @@ def _worst(verdicts: Sequence[_Verdict]) -> _Verdict:
     return replace(worst, rules=tuple(rule for rule in worst.rules if rule in common))
 
 
-def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> LossSplit | None:
+def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_scale: bool) -> LossSplit | None:
     if verdict.skipped:
         return None
     _refuse_what_cannot_run_in_pieces(verdict, trial, is_given=callable(count), check=check)
@@ -239,14 +240,16 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> Los
     split = verdict.split
     assert split is not None
     if split.read is None and not callable(count):
-        return _use_a_rule_alone(verdict, trial, check)
+        if check:
+            raise CannotSplitError(verdict.why_not, trial)
+        return _take_nearest_rule(trial)
     if split.read is not None and not split.is_sum and verdict.rules:
         split = replace(split, count=verdict.rules[0], scale=scale_of(split.read, verdict.rules[0], trial))
     if verdict.error <= verdict.limit:
-        if verdict.changed and check and not callable(count):
-            changed = list_some(list(map(repr, verdict.changed)))
-            raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial, split)
-        _say_found(split, verdict.error, trial, ())
+        _refuse_what_this_step_cannot_use(
+            split, verdict, trial, may_scale, accepts_changes=callable(count) or not check
+        )
+        _say_found(split, verdict.error, trial)
         return split
     if check:
         why = f"gradients of pieces miss that of the unsplit samples by {verdict.error:.2g}"
@@ -254,9 +257,21 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool) -> Los
             why = f"count= splits no loss like this one: {why}"
         else:
             why = f"{why}, weighted by {split}: samples of a batch depend on one another"
-        raise CannotSplitError(why, trial, None, _nearest(trial, verdict))
-    warn(_unchecked(verdict))
+        raise CannotSplitError(why, trial)
+    _warn_unchecked(split, verdict.error)
     return split
+
+
+def _refuse_what_this_step_cannot_use(
+    split: LossSplit, verdict: _Verdict, trial: Trial, may_scale: bool, accepts_changes: bool
+) -> None:
+    """Raises: CannotSplitError: the total must be known beforehand and is not, or each micro-batch changes buffers."""
+    if split.count is None and not split.is_sum and not may_scale:
+        why = f"no rule counts {split} beforehand, and this strategy sums gradients where they cannot be multiplied"
+        raise CannotSplitError(why, trial)
+    if verdict.changed and not accepts_changes:
+        changed = list_some(list(map(repr, verdict.changed)))
+        raise CannotSplitError(f"the step changes {changed}, and would do so in each micro-batch", trial, split)
 
 
 def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given: bool, check: bool) -> None:
@@ -269,55 +284,29 @@ def _refuse_what_cannot_run_in_pieces(verdict: _Verdict, trial: Trial, is_given:
         raise CannotSplitError(verdict.why_not, trial)
 
 
-def _use_a_rule_alone(verdict: _Verdict, trial: Trial, check: bool) -> LossSplit:
-    """For a loss that does not show its normalizers: a counting rule that splits it, where nothing else is known."""
-    split = verdict.split
-    assert split is not None
-    right = verdict.error <= verdict.limit and bool(verdict.rules)
-    otherwise = replace(split, count=verdict.rules[0]) if right else None
-    if right and len(verdict.rules) > 1 and not _is_the_only_way(trial):
-        both = " and ".join(str(rule) for rule in verdict.rules[:2])
-        otherwise, verdict = None, replace(verdict, why_not=f"{verdict.why_not}; {both} fit these samples alike")
-    if otherwise is not None and _is_the_only_way(trial):
-        _say_found(otherwise, verdict.error, trial, verdict.rules[1:])
-        return otherwise
-    if check or otherwise is not None or split.count is None:
-        raise CannotSplitError(verdict.why_not, trial, otherwise, _nearest(trial, verdict))
-    warn(_unchecked(verdict))
-    return split
+def _take_nearest_rule(trial: Trial) -> LossSplit:
+    """What ``check=False`` goes on with where a loss does not show its normalizers."""
+    errors = {rule: error_of_rule(rule, trial) for rule in list_rules(trial, None)}
+    nearest = min(errors, key=lambda rule: errors[rule])
+    _warn_unchecked(LossSplit(None, nearest), errors[nearest])
+    return LossSplit(None, nearest)
 
 
-def _is_the_only_way(trial: Trial) -> bool:
-    """Whether only losses were compared, so that nothing else is known."""
-    return not trial.splits[0].parameters
-
-
-def _unchecked(verdict: _Verdict) -> str:
-    return f"micro-batches are weighted by {verdict.split}, which is off by {verdict.error:.1%}: not the same training"
-
-
-def _nearest(trial: Trial, verdict: _Verdict) -> str:
-    if not trial.splits or not trial.splits[0].parameters:
-        return ""
-    rules = dict.fromkeys([*verdict.rules, *list_rules(trial, None)])
-    errors = {str(LossSplit(None, rule)): error_of_rule(rule, trial) for rule in rules}
-    nearest = sorted(errors, key=lambda name: errors[name])[:3]
-    tried = ", ".join(f"{name} ({errors[name]:.2g})" for name in nearest)
-    return f" (tried, with the relative error of the gradient: {tried})"
+def _warn_unchecked(split: LossSplit, error: float) -> None:
+    warn(f"micro-batches are weighted by {split}, which is off by {error:.1%}: not the same training")
 
 
 def error_limit(trial: Trial) -> float:
     """The largest error that is taken for rounding."""
-    if not trial.splits[0].parameters:  # two weights can always explain one loss
-        return _ROUNDED
     if trial.precise:
         return _FLOAT64
-    if all(parameter.dtype is torch.float64 for parameter in trial.splits[0].parameters):
+    parameters = trial.splits[0].parameters
+    if parameters and all(parameter.dtype is torch.float64 for parameter in parameters):
         return _ALL_FLOAT64
     return _ROUNDED if trial.rounding else _FLOAT32
 
 
-def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, FoundRule | None]:
+def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, FoundRule | None]:
     def as_logged(batch: Any, run: Run) -> LoggedRun:
         count: float | None = None
         if split.read is not None and split.read.term is not None:
@@ -327,10 +316,11 @@ def _find_log_rules(split: LossSplit, trial: Trial) -> dict[str, FoundRule | Non
         return LoggedRun(batch, run.loss, count, run.logged)
 
     splits: list[tuple[LoggedRun, list[LoggedRun]]] = []
-    for one in trial.splits:
-        pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
-        splits.append((as_logged(trial.sample.whole, one.whole), pieces))
-    return find_log_rules(splits, [rule for rule in list_rules(trial, None) if not is_sum(rule)])
+    for trial in trials:
+        for one in trial.splits:
+            pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
+            splits.append((as_logged(trial.sample.whole, one.whole), pieces))
+    return find_log_rules(splits, [rule for rule in list_rules(trials[0], None) if not is_sum(rule)])
 
 
 def _count_per_sample(split: LossSplit, trial: Trial) -> float:
@@ -368,14 +358,12 @@ def _choose_unchecked(verdict: _Verdict, trial: Trial, count: Count) -> LossSpli
     return LossSplit(None, first)
 
 
-def _say_found(split: LossSplit, error: float, trial: Trial, tied: Sequence[CountTargets]) -> None:
+def _say_found(split: LossSplit, error: float, trial: Trial) -> None:
     what = "gradient" if trial.splits and trial.splits[0].parameters else "loss"
-    alike = f" (these samples do not tell it from {tied[0]})" if tied else ""
     say(
-        "MicroBatching: each micro-batch is weighted by %s%s. Checked on %d samples: the %s matches the unsplit batch "
+        "MicroBatching: each micro-batch is weighted by %s. Checked on %d samples: the %s matches the unsplit batch "
         "to %.0e",
         split,
-        alike,
         trial.sample.size,
         what,
         error,

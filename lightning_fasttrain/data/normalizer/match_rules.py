@@ -61,7 +61,7 @@ def _scale_or_none(read: ReadNormalizer, rule: CountTargets, trial: Trial) -> fl
             except ValueError:
                 return None  # it does not apply to such batches
             count = read_count(run, read.term, read.varying[read.term]) - read.offset
-            if counted == 0 and (count == 0 or not run.gradient.any()):
+            if counted == 0 and (count == 0 or run.is_zero):
                 continue
             if counted == 0 or not torch.isclose(torch.tensor(count / counted), torch.tensor(scale or count / counted)):
                 return None

@@ -23,6 +23,8 @@ _PASSED_ON = frozenset(
     """Alias Clone Expand NanToNum Permute ReshapeAlias Squeeze T ToCopy Transpose UnsafeView Unsqueeze View
     Where""".split()  # noqa: SIM905
 )
+# Functions of DeepSpeed and DDP around each output of a module: they only tell when its backward begins.
+_AROUND_OUTPUTS = frozenset({"PreBackwardFunctionForModule", "_DDPSink"})
 _BY_REDUCTION = frozenset(
     {"MseLoss", "SmoothL1Loss", "HuberLoss", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
 )
@@ -145,6 +147,8 @@ class _Walk:
         if name in _PASSED_ON and inputs and all(_count_elements(*edge) == 1 for edge in inputs):
             for following, place in inputs:
                 self.visit(following, place, slots)
+        elif name in _AROUND_OUTPUTS:
+            self.visit(*node.next_functions[output], slots)
         elif name in ("Add", "Sub", "Rsub", "Neg"):
             self._visit_sum(name, node, slots)
         elif name == "Mul":

@@ -1,10 +1,13 @@
 """Find how the step of a batch is split: its loss, by weights that are read, or else its model, at the trunk."""
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_fasttrain._messages import say, warn
+from lightning_fasttrain._ranks import rank_count
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, from_all_ranks
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
@@ -14,6 +17,53 @@ from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk
 
 TRIES = 4  # what was found, what this batch shows, that without the counting rule, and the trunk
 OUT_OF_TRIES = "its micro-batches are divided by other numbers than was found out on this very batch"
+
+
+class Looks:
+    """Which batches are looked at: the first, and 2, 4, 8, ... as long as that takes under 1% of the time so far.
+
+    Attributes:
+        seconds: that looking has taken.
+
+    Example:
+        >>> looks = Looks()
+        >>> [looks.is_due(lambda: True) for _ in range(8)]
+        [False, True, False, True, False, False, False, True]
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._batches = 0
+        self._began = time.monotonic()
+
+    def is_due(self, is_wanted: Callable[[], bool]) -> bool:
+        """Count a batch; whether it is looked at again.
+
+        Args:
+            is_wanted: whether that could show anything. All ranks ask, and it is done where all want it.
+        """
+        self._batches += 1
+        if self._batches == 1 or self._batches & (self._batches - 1):
+            return False
+        is_cheap = self.seconds < 0.01 * (time.monotonic() - self._began)
+        told = from_all_ranks([(is_wanted(), is_cheap)])
+        return all(each for each, _ in told) and told[0][1]  # of the first rank, as clocks differ
+
+    @contextmanager
+    def timed(self) -> Iterator[None]:
+        """Within it, a batch is looked at."""
+        began = time.monotonic()
+        yield
+        self.seconds += time.monotonic() - began
+
+
+Found = LossSplit | Trunk | None
+
+
+def prefer_what_shows_something(found: Found, before: Found) -> Found:
+    """What a batch shows about how it is split, unless it shows nothing, as where no target counts."""
+    shows_nothing = found is None or (isinstance(found, LossSplit) and found.provisional)
+    return before if shows_nothing and before is not None else found
 
 
 @dataclass
@@ -38,7 +88,7 @@ class BatchSearch:
     find_split: Callable[[bool], LossSplit | None]
     may_use_trunk: bool
 
-    def find(self, *, together: bool) -> LossSplit | Trunk | None:
+    def find(self, *, together: bool) -> Found:
         """How the step is split; None where the step returned None, so that nothing can be said yet.
 
         Args:
@@ -61,13 +111,16 @@ class BatchSearch:
             attempt: how often this was asked for this batch.
 
         Raises:
-            CannotSplitError: it cannot be split.
+            CannotSplitError: it cannot be split, or not without the other ranks.
         """
+        if not self.stage.gradients and rank_count() > 1:
+            why = f"{error}, and ranks that gather parameters in each forward cannot run a batch again on one of them"
+            raise CannotSplitError(why)
         if attempt == 0:
             found = self.find(together=False)
             if found is not None and found != before:
                 return found
-        if before.count is not None and before.read is not None:
+        if before.count is not None and before.read is not None and self.stage.may_scale:
             return replace(before, count=None)  # the rule does not count what is read: it is read alone
         return self._find_trunk(CannotSplitError(f"{error}", try_split(self.stage, self.samples())), together=False)
 
@@ -85,7 +138,7 @@ class BatchSearch:
             say_trunk(self.who, found, f"since {error.why}")
             return found
         if error.otherwise is None:
-            raise CannotSplitError(f"{error.why}, and {found}", error.trial, nearest=error.nearest) from None
+            raise CannotSplitError(f"{error.why}, and {found}", error.trial) from None
         warn(f"{self.who}: {error.why}; {found}. So micro-batches are weighted by {error.otherwise}")
         return error.otherwise
 

@@ -7,11 +7,11 @@ from torch import nn
 
 from lightning_fasttrain._blocks import is_wanted, keep_outermost, list_kinds
 from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, from_all_ranks
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch_statistics, refuse_batch_statistics
-from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnSamples, TrunkTrial
+from lightning_fasttrain.data.trunk.try_trunk import FAILURES, TrialOnBatch, TrialOnOutputs, TrialOnSamples, TrunkTrial
 
 Through = str | type[nn.Module] | Sequence[str | type[nn.Module]]
 # Layers that save no more than their input, which has to be kept anyway.
@@ -59,12 +59,13 @@ def find_trunk_of(stage: Stage, trial: Trial | None, batch: Any, n: int) -> Trun
 
 
 def _try_modules(stage: Stage, trial: Trial | None, batch: Any, n: int) -> TrunkTrial | None:
-    """On a few samples, or on the whole batch where the step fails on these; None where gradients cannot be had."""
+    """On a few samples, or on the whole batch where the step fails on these; None where neither can be had."""
+    if not stage.gradients:
+        shows = trial is not None and bool(trial.splits) and not trial.why_not
+        return TrialOnOutputs(stage, trial) if all(from_all_ranks([shows])) and trial is not None else None
     if trial is not None and trial.splits and trial.splits[0].parameters:
         return TrialOnSamples(stage, trial)
-    if trial is None or not trial.failed or not stage.gradients:
-        return None
-    return TrialOnBatch(stage, batch, n)
+    return TrialOnBatch(stage, batch, n) if trial is not None and trial.failed else None
 
 
 def find_trunk(tried: TrunkTrial) -> Trunk | str:
@@ -123,14 +124,14 @@ def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], batch: Any
     Raises:
         CannotSplitError: the gradient is not that of the unsplit samples.
     """
-    if not stage.gradients:
-        return
     trial = try_split(stage, samples)
     tried = _try_modules(stage, trial, batch, n)
-    if tried is None or (trial.why_not and not trial.failed):
+    if tried is None or (stage.gradients and trial.why_not and not trial.failed):
         return  # the samples show nothing, as where no target counts
     for name, module in trunk.modules.items():
-        trunk.shared[name] = tried.find_shared(module) or frozenset()
+        shared = tried.find_shared(module)
+        if shared is not None:
+            trunk.shared[name] = shared
     if not tried.is_exact(trunk):
         why = "its gradient is not that of the unsplit samples, so they depend on one another inside of it"
         raise CannotSplitError(f"through= names {trunk}, but {why}")

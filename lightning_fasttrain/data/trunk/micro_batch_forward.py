@@ -68,13 +68,14 @@ class MicroBatchedForward(RecomputedForward):
     Attributes:
         n: number of micro-batches.
         shared: paths of arguments and outputs whose first axis is not the batch, though it may have its length.
+        fixed: paths of outputs that have one shape for one row and for two; None where that is not known yet.
     """
 
     def __init__(self, module: nn.Module, n: int) -> None:
         super().__init__(module)
         self.n = positive_int("n", n)
         self.shared: frozenset[str] = frozenset()
-        self._fixed: frozenset[str] | None = None  # outputs of one shape for one row and for two
+        self.fixed: frozenset[str] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.n == 1 or not torch.is_grad_enabled():
@@ -184,8 +185,8 @@ class MicroBatchedForward(RecomputedForward):
         multiple = outputs[0].shape[0] // sizes[0] if outputs[0].ndim > 0 else 0
         # A table of positions (T, D) may be as long as a micro-batch; gradients do not reach it.
         if multiple > 0 and not outputs[0].requires_grad and len({output.shape for output in outputs}) == 1:
-            self._fixed = self._find_fixed() if self._fixed is None else self._fixed
-            if path in self._fixed:
+            self.fixed = self._find_fixed() if self.fixed is None else self.fixed
+            if path in self.fixed:
                 return outputs[0]
         # A flattened (B·T, C) has several rows for each sample.
         if multiple > 0 and all(o.shape[0] == multiple * rows for o, rows in zip(outputs, sizes, strict=True)):
@@ -203,7 +204,7 @@ class Trunk:
 
     Attributes:
         modules: qualified name → module.
-        shared: for each name, the arguments and outputs whose first axis is not the batch.
+        shared: name → the arguments and outputs whose first axis is not the batch, where that was found out.
     """
 
     modules: dict[str, nn.Module]
@@ -218,7 +219,8 @@ class Trunk:
             wrappers: list[MicroBatchedForward] = []
             for name, module in self.modules.items():
                 wrapper = MicroBatchedForward(module, n)
-                wrapper.shared = self.shared.get(name, frozenset())
+                if name in self.shared:
+                    wrapper.shared, wrapper.fixed = self.shared[name], frozenset()
                 stack.callback(wrapper.install())
                 wrappers.append(wrapper)
             return wrappers, stack.pop_all().close

@@ -1,7 +1,7 @@
 """Try out whether a step gives what the unsplit step gives while submodules of its model run in micro-batches."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
-from lightning_fasttrain.data.normalizer.find_split import error_limit
-from lightning_fasttrain.data.normalizer.trial.runs import Run, Split
+from lightning_fasttrain.data.normalizer.find_split import error_limit, from_all_ranks
+from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit
 from lightning_fasttrain.data.split_batch import batch_size
@@ -19,6 +19,7 @@ from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, find_batch
 
 # Whatever a user's model may raise when it is called with other shapes than it is used to.
 FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, IndexError)
+_FLOAT32, _LOW_PRECISION = 1e-4, 5e-2  # how far rounding takes outputs of other micro-batches apart
 
 
 class TrunkTrial(Protocol):
@@ -77,6 +78,37 @@ class TrialOnSamples:
         return run is not None and _is_near(self._trial, trunk, self._trial.splits[0].whole, run)
 
 
+class TrialOnOutputs(TrialOnSamples):
+    """Tries submodules on a few samples by what comes out of them, where parameters are sharded.
+
+    Gradients cannot be taken beside the training's own there. But a submodule whose outputs for all samples are the
+    same in micro-batches has the same gradient, too. Each run gathers parameters on all ranks, so they decide together.
+    """
+
+    def find_shared(self, module: nn.Module) -> frozenset[str] | None:
+        found = from_all_ranks([super().find_shared(module)])
+        return None if None in found else frozenset[str]().union(*found)
+
+    def is_exact(self, trunk: Trunk) -> bool:
+        with _recording_calls(trunk.modules.values(), values=True) as expected:
+            whole = run_again(self.stage, self._trial)
+        with _recording_calls(trunk.modules.values(), values=True) as seen:
+            run = _run_through(self.stage, self._trial, trunk, 2)
+        return all(from_all_ranks([run is not None and self._is_the_same(trunk, whole, expected, run, seen)]))
+
+    def _is_the_same(self, trunk: Trunk, whole: Run, expected: "_Calls", run: Run, seen: "_Calls") -> bool:
+        if not _changes_what_is_expected(trunk, whole, run) or expected.keys() != seen.keys():
+            return False
+        pairs = [(torch.tensor([whole.loss]), torch.tensor([run.loss]))]
+        for module, calls in expected.items():
+            if len(calls) != len(seen[module]):
+                return False
+            for one, other in zip(calls, seen[module], strict=True):
+                pairs += [(value, other.values[path]) for path, value in one.values.items() if path in other.values]
+        limit = _LOW_PRECISION if self._trial.rounding else _FLOAT32
+        return all(one.shape == other.shape and _differ(one, other) <= limit for one, other in pairs)
+
+
 class TrialOnBatch:
     """Tries submodules on a whole batch: for a step that does not run on a few of its samples.
 
@@ -96,7 +128,7 @@ class TrialOnBatch:
         self.stage, self._size = stage, batch_size(batch)
         self._n = min(max(2, n), self._size)
         sample = Sample(batch, self._size, [])
-        with _recording_calls(stage.models) as self._calls:
+        with torch.no_grad(), _recording_calls(_all_modules(stage.models)) as self._calls:
             self._trial = try_unsplit(replace(stage, gradients=False), sample)
 
     def find_shared(self, module: nn.Module) -> frozenset[str] | None:
@@ -120,6 +152,10 @@ class TrialOnBatch:
         return all(_is_near(self._trial, trunk, as_unsplit, run) for run in (one, other))
 
 
+def _differ(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / one.norm().clamp(min=1e-30))
+
+
 def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None:
     """The step on the samples of a trial, with this trunk in micro-batches; None where it fails."""
     _, undo = trunk.install(n)
@@ -133,7 +169,7 @@ def _run_through(stage: Stage, trial: Trial, trunk: Trunk, n: int) -> Run | None
 
 def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
     """Whether two runs have the same loss and gradient, and no buffer is changed once a micro-batch."""
-    if not set(run.changed) <= set(expected.changed) or any(_holds(trunk, name) for name in expected.changed):
+    if not _changes_what_is_expected(trunk, expected, run):
         return False
     parameters = trial.splits[0].parameters if trial.splits else _list_common_leaves(expected, run)
     for one in (expected, run):
@@ -141,6 +177,11 @@ def _is_near(trial: Trial, trunk: Trunk, expected: Run, run: Run) -> bool:
     split = Split([trial.sample.whole], expected, [run], parameters)
     tried = replace(trial, splits=[split])
     return bool(parameters) and split.error([1.0], gradient_floor(tried)) <= error_limit(tried)
+
+
+def _changes_what_is_expected(trunk: Trunk, expected: Run, run: Run) -> bool:
+    """Whether buffers are changed as in the unsplit step, and none of them in each micro-batch."""
+    return set(run.changed) <= set(expected.changed) and not any(_holds(trunk, name) for name in expected.changed)
 
 
 def _list_common_leaves(one: Run, other: Run) -> list[Tensor]:
@@ -155,11 +196,12 @@ def _holds(trunk: Trunk, buffer: str) -> bool:
 
 @dataclass
 class _Call:
-    """The shapes of what went into a module and came out of it."""
+    """What went into a module and came out of it: shapes, and where they are asked for some entries of the outputs."""
 
     inputs: dict[str, torch.Size]
     outputs: dict[str, torch.Size]
     size: int
+    values: dict[str, Tensor]
 
     @property
     def returns_numbers(self) -> bool:
@@ -172,35 +214,47 @@ _Calls = dict[nn.Module, list[_Call]]
 
 def _record_calls(stage: Stage, trial: Trial, piece: int | None) -> _Calls:
     """All calls of all modules in one run of the step."""
-    with _recording_calls(stage.models) as calls:
+    with _recording_calls(_all_modules(stage.models)) as calls:
         run_again(stage, trial, piece)
     return calls
 
 
 @contextmanager
-def _recording_calls(models: Sequence[nn.Module]) -> Iterator[_Calls]:
+def _recording_calls(modules: Iterable[nn.Module], values: bool = False) -> Iterator[_Calls]:
+    """The calls of these modules; of their outputs, entries are kept where ``values`` asks for them."""
     calls: _Calls = {}
 
     def note(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        inputs, outputs = dict(_shapes_in((args, kwargs), "input")), dict(_shapes_in(output, "output"))
-        calls.setdefault(module, []).append(_Call(inputs, outputs, find_batch_size((args, kwargs))))
+        inputs, outputs = dict(_tensors_in((args, kwargs), "input")), dict(_tensors_in(output, "output"))
+        call = _Call(_shapes_of(inputs), _shapes_of(outputs), find_batch_size((args, kwargs)), {})
+        if values:
+            call.values.update({path: entries_of(tensor, tensor) for path, tensor in outputs.items()})
+        calls.setdefault(module, []).append(call)
 
     with ExitStack() as stack:
-        for module in {module: None for model in models for module in model.modules()}:
+        for module in modules:
             stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
         yield calls
 
 
-def _shapes_in(value: Any, path: str) -> Iterator[tuple[str, torch.Size]]:
+def _all_modules(models: Sequence[nn.Module]) -> list[nn.Module]:
+    return list({module: None for model in models for module in model.modules()})
+
+
+def _shapes_of(tensors: dict[str, Tensor]) -> dict[str, torch.Size]:
+    return {path: tensor.shape for path, tensor in tensors.items()}
+
+
+def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in a value, by the paths that :class:`MicroBatchedForward` uses."""
     if isinstance(value, Tensor):
-        yield path, value.shape
+        yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _shapes_in(item, f"{path}[{key!r}]")
+            yield from _tensors_in(item, f"{path}[{key!r}]")
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _shapes_in(item, f"{path}[{place}]")
+            yield from _tensors_in(item, f"{path}[{place}]")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for one in dataclasses.fields(value):
-            yield from _shapes_in(getattr(value, one.name), f"{path}.{one.name}")
+            yield from _tensors_in(getattr(value, one.name), f"{path}.{one.name}")

@@ -20,8 +20,9 @@ from lightning_fasttrain.plan.proof import guards
 from lightning_fasttrain.plan.proof.batches import count_rows, fit_rows, keep_rows
 from lightning_fasttrain.plan.proof.comparison import Allowance, compare
 from lightning_fasttrain.plan.proof.first_difference import FirstDifference, find_first_difference
+from lightning_fasttrain.plan.proof.record_steps import record_steps
 from lightning_fasttrain.plan.proof.short_run import Steps, copy_module, quietly
-from lightning_fasttrain.plan.proof.step_record import StepRecord, record_steps
+from lightning_fasttrain.plan.proof.step_record import StepRecord
 from lightning_fasttrain.plan.proof.verification import Verified
 from lightning_fasttrain.plan.proof.yardstick import (
     Distances,

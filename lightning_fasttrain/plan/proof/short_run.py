@@ -1,7 +1,6 @@
 """Run a few steps of a model's copy in a Trainer of their own."""
 
 import copy
-import gc
 import logging
 import random
 import warnings
@@ -19,6 +18,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from lightning_fasttrain._free_memory import return_unused_memory
 from lightning_fasttrain._host import without_trainer
 from lightning_fasttrain._messages import FastTrainWarning, explain, log
 from lightning_fasttrain._surgery import patch
@@ -70,7 +70,7 @@ def forget_run(watcher: L.Callback) -> None:
     """Free the memory of a run that is over, of which only a callback is still needed."""
     for name in ("log", "log_dict"):  # the module's own, which Lightning gives to each callback
         vars(watcher).pop(name, None)
-    gc.collect()  # a Trainer and its model know one another: without this there would soon be two of them
+    return_unused_memory()  # a Trainer and its model know one another: without this there would soon be two of them
 
 
 def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:

@@ -34,7 +34,8 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     """
     generators = random_state()
     modules = list({id(module): module for model in models for module in model.modules()}.values())
-    buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers(recurse=False)]
+    places = [(module._buffers, name) for module in modules for name in module._buffers]
+    buffers = [(held, name, held[name], _copy_of(held[name])) for held, name in places]
     metrics = [module for module in modules if isinstance(module, Metric)]
     states = [(metric, read_metric(metric)) for metric in metrics]
     attributes = [(module, dict(_attributes(module))) for module in modules if not isinstance(module, Metric)]
@@ -42,8 +43,10 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     def put_back() -> None:
         set_random_state(generators)
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)  # in place: DDP and others hold the same tensor
+            for held, name, buffer, before in buffers:
+                held[name] = buffer  # in place: DDP and others hold the same tensor
+                if buffer is not None and before is not None:
+                    _write_back(buffer, before)
         for metric, state in states:
             copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be put back again
             write_metric_(metric, MetricState(copies, state.updates))
@@ -91,10 +94,20 @@ def _put_back_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) 
 def _refill(value: Any, copy: Any) -> None:
     if isinstance(value, Tensor):
         with torch.no_grad():
-            value.copy_(copy)
+            _write_back(value, copy)
     elif isinstance(value, list | deque | set | dict):
         value.clear()
         (value.extend if isinstance(value, list | deque) else value.update)(copy)
+
+
+def _write_back(tensor: Tensor, before: Tensor) -> None:
+    """Where it was changed only: a graph may have saved it, and would take any write for a change."""
+    if not torch.equal(tensor, before):
+        tensor.copy_(before)
+
+
+def _copy_of(buffer: Tensor | None) -> Tensor | None:
+    return None if buffer is None else buffer.detach().clone()
 
 
 def _copy_values(value: Any) -> Any:

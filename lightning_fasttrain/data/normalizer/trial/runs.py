@@ -62,6 +62,11 @@ class Run:
         return torch.cat([torch.tensor([self.loss]).double(), self.gradient])
 
     @property
+    def is_zero(self) -> bool:
+        """Whether it has no gradient, as where nothing counts; no loss, where gradients were not taken."""
+        return not self.gradient.any() if self.gradient.numel() else self.loss == 0
+
+    @property
     def is_finite(self) -> bool:
         return bool(torch.isfinite(self.everything).all())
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_fasttrain._labels import find_labels
 from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
 
 _ROWS = 6
@@ -56,12 +57,17 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
         yield Sample(whole, number, cuttings)
 
 
-def list_altered(sample: Sample) -> Iterator[Sample]:
-    """Yield the sample with a row twice, if it has none yet, and with other weights and masks.
+def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]:
+    """Yield the sample with a row twice, if it has none yet, with other weights and masks, and with other labels.
 
     A loss that is a sum over samples is one for any samples, weights and masks, so a rule must hold for these, too.
-    Masks lose some entries, and other numbers are multiplied by another factor in each row. Labels stay as they are.
-    Nothing where the pieces are not rows.
+    Masks lose some entries, and other numbers are multiplied by another factor in each row. Of the labels, some entries
+    of each row become ``ignored``, so that a mean over targets is told from one over samples. Nothing where the pieces
+    are not rows.
+
+    Args:
+        sample: with pieces that are rows.
+        ignored: a label that the loss leaves out; None leaves the labels as they are.
 
     Example:
         >>> sample = next(sample_rows((torch.ones(4, 3),), 4))
@@ -73,13 +79,25 @@ def list_altered(sample: Sample) -> Iterator[Sample]:
     if sample.size == 2:
         yield _cut_as(sample, pick_rows(sample.whole, [0, 0]))
     yield _cut_as(sample, walk_leaves(sample.whole, _alter, "batch"))
+    labels = find_labels(sample.whole)[1]
+    if ignored is not None and labels is not None and _may_hold(labels, ignored):
+        fewer = labels.masked_fill(~_pattern(labels), ignored)
+        yield _cut_as(sample, walk_leaves(sample.whole, lambda leaf, _: fewer if leaf is labels else leaf, "batch"))
+
+
+def _may_hold(labels: Tensor, value: int) -> bool:
+    """Whether a step may see this value among labels."""
+    if not torch.iinfo(labels.dtype).min <= value <= torch.iinfo(labels.dtype).max:
+        return False
+    # On a GPU, what is looked up in a table that does not have it ends the process.
+    return labels.device.type == "cpu" or bool((labels == value).any())
 
 
 def _alter(leaf: Any, path: str) -> Any:
     if not isinstance(leaf, Tensor) or leaf.ndim == 0 or leaf.is_complex():
         return leaf
     if bool(((leaf == 0) | (leaf == 1)).all()):
-        return leaf * _pattern(leaf).to(leaf.dtype)
+        return leaf * _pattern(leaf)
     if leaf.is_floating_point():
         factors = torch.linspace(0.5, 1, leaf.shape[0], dtype=leaf.dtype, device=leaf.device)
         return leaf * factors.reshape(-1, *[1] * (leaf.ndim - 1))
@@ -95,7 +113,7 @@ def _cut_as(sample: Sample, whole: Any) -> Sample:
 
 
 def _pattern(leaf: Tensor) -> Tensor:
-    """Zeros and ones, differently many in each row."""
+    """Which entries stay, differently many in each row."""
     rows, inside = leaf.shape[0], leaf[0].numel()
     period = torch.arange(rows, device=leaf.device)[:, None] % 3 + 2
     if inside == 1:

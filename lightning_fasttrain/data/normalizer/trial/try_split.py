@@ -37,6 +37,7 @@ class Stage:
         context: entered around every run, for instance so that no gradients are synchronised.
         gradients: whether gradients can be taken; else losses alone are compared.
         may_skip: whether the step may return None, for a batch that is left out.
+        may_scale: whether gradients can be multiplied before they are used, so that no total is needed beforehand.
     """
 
     step: Callable[[Any], Any]
@@ -44,6 +45,7 @@ class Stage:
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     gradients: bool = True
     may_skip: bool = False
+    may_scale: bool = True
 
 
 @dataclass
@@ -217,13 +219,13 @@ def _run_once(stage: Stage, mode: DeterministicStep, rows: Any, where: slice | N
     low = mode.precision != "as it is"
     before = {name: (id(buffer), buffer._version) for name, buffer in _buffers(stage.models)}
     with _without_compiling(), _collecting_logs(stage.models) as logged, stage.context():
-        with torch.set_grad_enabled(stage.gradients), _without_autocast() if low else nullcontext():
+        with _without_autocast() if low else nullcontext():
             with without_rounding(stage.models), mode:
                 output = stage.step(rows)
                 loss = _loss(output)
                 for key, value in output.items() if type(output) is dict else ():
                     note_value(logged, f"return {key}", value)
-                leaves = _leaves_of(loss)
+                leaves = _leaves_of(loss) if stage.gradients else []
                 read = read_normalizers(loss)
                 terms = tuple(_as_numbers(term) for term in read.terms)
                 gradients = _gradients(loss, leaves)

@@ -1,0 +1,130 @@
+"""Later batches are looked at again, for what the first has not shown, in the Trainer and in a loop."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.trunk import batch_search
+from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something
+from tests.nets import Gradients, as_loader, gradients, largest_difference, trainer
+
+BATCHES = 4
+
+
+class Mixing(L.LightningModule):
+    """Samples depend on one another as far as the batch says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(7)
+        self.encoder, self.head = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), nn.Linear(4, 2)
+        torch.set_rng_state(state)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, mix = batch
+        encoded = self.encoder(x)
+        return self.head(encoded - mix * encoded.mean(0)).square().mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def batches(mixed_from: int) -> list[tuple[Tensor, Tensor]]:
+    g = torch.Generator().manual_seed(3)
+    inputs = [torch.randn(6, 4, generator=g) + 1 for _ in range(BATCHES)]
+    return [(x, torch.full((6, 1), 0.5 * (number >= mixed_from))) for number, x in enumerate(inputs)]
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Time that passes when it is told to: looking takes none of it."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(batch_search, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    return clock
+
+
+def in_a_loop(clock: Any, given: list[Any]) -> list[dict[str, Tensor]]:
+    net, seen = Mixing(), []
+    for batch in given:
+        clock.now += 1000
+        net.zero_grad()
+        ft.accumulate_gradients(net.loss, batch, 3)
+        seen.append(gradients(net))
+    return seen
+
+
+def unsplit_in_a_loop(given: list[Any]) -> list[dict[str, Tensor]]:
+    net, seen = Mixing(), []
+    for batch in given:
+        net.zero_grad()
+        net.loss(batch).backward()
+        seen.append(gradients(net))
+    return seen
+
+
+def in_the_trainer(clock: Any, given: list[Any], *techniques: Any) -> list[dict[str, Tensor]]:
+    class Passing(L.Callback):
+        def on_train_batch_start(self, *_: Any) -> None:
+            clock.now += 1000
+
+    seen = Gradients()
+    trainer([*techniques, seen, Passing()]).fit(Mixing(), as_loader(given))
+    return seen.seen
+
+
+@pytest.mark.parametrize("mixed_from", [1, 3])  # the second batch, the fourth
+def test_what_a_later_batch_shows_is_heeded_from_then_on(clock, mixed_from):
+    given = batches(mixed_from)
+    pairs = [
+        (unsplit_in_a_loop(given), in_a_loop(clock, given)),
+        (in_the_trainer(clock, given), in_the_trainer(clock, given, ft.MicroBatching(3))),
+    ]
+    for expected, seen in pairs:
+        assert len(expected) == len(seen) == BATCHES
+        assert max(map(largest_difference, expected, seen)) < 1e-5
+
+
+def test_negative_control_without_looking_again_the_gradient_is_another_one(clock):
+    given = batches(mixed_from=2)  # between the second batch and the fourth
+    difference = largest_difference(unsplit_in_a_loop(given)[2], in_a_loop(clock, given)[2])
+    assert difference > 1e-2
+
+
+def test_looking_takes_one_percent_of_the_time_at_most(clock):
+    looks = Looks()
+    with looks.timed():
+        clock.now += 2
+    clock.now += 100
+    assert [looks.is_due(lambda: True) for _ in range(4)] == [False, False, False, False]
+    clock.now += 200
+    assert [looks.is_due(lambda: True) for _ in range(4)] == [False, False, False, True]
+    assert not any(looks.is_due(lambda: False) for _ in range(8))
+
+
+def test_a_batch_that_shows_nothing_changes_nothing():
+    before, nothing = LossSplit(None, None, scale=2.0), LossSplit(None, None, provisional=True)
+    assert prefer_what_shows_something(nothing, before) is before
+    assert prefer_what_shows_something(None, before) is before
+    assert prefer_what_shows_something(nothing, None) is nothing
+    assert prefer_what_shows_something(before, nothing) is before
+
+
+def test_where_ranks_gather_parameters_none_of_them_searches_alone(monkeypatch):
+    """It would wait for the others in its first forward, and they for it in theirs."""
+    monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
+    stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
+    search = BatchSearch("here", stage, None, 2, lambda: iter(()), lambda _: pytest.fail("it searched"), True)
+    with pytest.raises(CannotSplitError, match=r"another term.*cannot run a batch again on one of them"):
+        search.find_another(LossSplit(None, None), OtherSplitError("it has another term"), 0)
