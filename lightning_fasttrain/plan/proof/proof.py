@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
+from lightning_fasttrain._free_memory import return_unused_memory
 from lightning_fasttrain._predicted_step import PredictedStep
 from lightning_fasttrain._surgery import first_line
 from lightning_fasttrain._without_dropout import has_dropout
@@ -95,6 +96,7 @@ class Proof:
             module.configure_model()
             self.idle = guards.find_idle(module, copy.deepcopy(self.all))
             del module
+        return_unused_memory()
         self.problems += [f"{name} changed nothing." for name in map(str, self.all) if name in self.idle]
         exact = self._refer_in_float32()
         self._judge(exact, FULL)

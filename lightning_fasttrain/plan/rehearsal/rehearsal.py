@@ -9,6 +9,7 @@ from typing import ClassVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
+from lightning_fasttrain._free_memory import return_unused_memory
 from lightning_fasttrain._messages import explain
 from lightning_fasttrain.plan.rehearsal.checkpoint_places import find_places, refuse_bad_folders, temporary_folder
 from lightning_fasttrain.plan.rehearsal.going_on import go_on_from_checkpoint
@@ -47,6 +48,7 @@ def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> Rehears
         refuse_bad_folders(trainer)
         if why is None:
             run.share_equal_weights(trainer.lightning_module)
+            return_unused_memory()
             _go_through(trainer, run, seconds, report)
         else:
             report.tell("step", f"not rehearsed: {why}; folders of checkpoints can be written to and have room for two")
