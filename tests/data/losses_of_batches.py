@@ -228,6 +228,25 @@ def annealed_vae(seed: int) -> Training:
     return training
 
 
+def late(g: torch.Generator, number: int, size: int) -> Tensor:
+    """0 in the first batch, in which what it multiplies shows nothing, and 1 in all others."""
+    return torch.full((size, 1), float(number > 0), dtype=torch.float64)
+
+
+def with_late_sum(z: Tensor, b: Any) -> Tensor:
+    return F.cross_entropy(z, b["y"]) + (b["late"] * z).square().sum() / 8
+
+
+def with_free_bits(z: Tensor, b: Any) -> Tensor:
+    return F.cross_entropy(z, b["y"]) + (b["late"] * z).square().mean(0).clamp(min=1e-3).sum()
+
+
+def with_important_weights(net: nn.Module, b: Any) -> Tensor:
+    """As elastic weight consolidation does."""
+    penalties = [((p - 0.1).square() * p.detach().exp()).sum() for p in net.parameters()]
+    return F.cross_entropy(net(b["x"]), b["y"]) + 0.1 * torch.stack(penalties).sum()
+
+
 def of_module(make_net: Callable[[], nn.Module], **fields: Any) -> Callable[[int], Training]:
     """A module that returns its loss."""
     return task(make_net, lambda net, b: net(b), **fields)
@@ -249,6 +268,11 @@ LOSSES_OF_BATCHES = [
     ),
     LossCase("mean + weight penalty", with_penalty("mean")),
     LossCase("sum + weight penalty", with_penalty("sum")),
+    LossCase(
+        "mean + penalty of moved weights", task(PointNet, with_important_weights, x=normal(POINT), y=classes())
+    ),
+    LossCase("mean + sum / 8 that is idle at first", points(with_late_sum, y=classes(), late=late)),
+    LossCase("free bits that are free at first", points(with_free_bits, y=classes(), late=late)),
     # Samples that touch one another.
     LossCase("two towers", of_module(Towers, x=normal(POINT), y=normal(3))),
     LossCase("one trunk, called twice", two_views(info_nce)),

@@ -17,17 +17,13 @@ _UNREADABLE = {
 _NOTHING = "nothing: the loss is a sum, and its micro-batches are added"
 
 
-def classify_terms(splits: Sequence[Split]) -> list[ReadNormalizer] | str:
-    """The ways in which what was read may weight micro-batches; or why nothing does."""
+def classify_terms(splits: Sequence[Split]) -> ReadNormalizer | str:
+    """What weights micro-batches, of the numbers that were read; or why nothing does."""
     first = splits[0].whole
     runs = [run for split in splits for run in (split.whole, *split.runs)]
-    if not first.terms:
-        return "its loss has no autograd graph"
-    if any(run.structure != first.structure for run in runs):
-        return "the loss is made of other terms for some samples than for others"
-    for term in first.terms:
-        if term.kind in _UNREADABLE:
-            return _UNREADABLE[term.kind].format(term.name)
+    why_not = _find_unreadable(runs)
+    if why_not:
+        return why_not
     varying = tuple(_find_varying(place, runs) for place in range(len(first.terms)))
     normalized = [place for place, places in enumerate(varying) if places and not _cancels(place, places, runs)]
     offsets: dict[int, float] = {}
@@ -36,18 +32,28 @@ def classify_terms(splits: Sequence[Split]) -> list[ReadNormalizer] | str:
         if offset is None:
             return f"what {first.terms[place].name} is divided by does not add up over samples"
         offsets[place] = offset
-    found: list[ReadNormalizer] = []
-    if normalized:
-        shares = [_shares(place, varying[place], offsets[place], splits) for place in normalized]
-        if not all(torch.allclose(shares[0], share, rtol=1e-5, atol=1e-8) for share in shares):
-            return "the loss has several normalizers"
-        term, *others = normalized
-        name = _describe(first, term)
-        summed = _find_summed(term, varying[term], offsets[term], runs)
-        found.append(ReadNormalizer(first.structure, term, tuple(others), varying, offsets[term], summed, name))
-    if len(normalized) < len(first.terms):
-        found.append(ReadNormalizer(first.structure, None, (), varying, 0.0, None, _NOTHING))
-    return found
+    if not normalized:
+        return ReadNormalizer(first.structure, None, (), varying, 0.0, None, _NOTHING)
+    # A penalty on weights is the same in each micro-batch, whose weights add up to 1.
+    if not all(term.of_parameters for place, term in enumerate(first.terms) if place not in normalized):
+        return "the loss has a sum over samples beside a mean"
+    shares = [_shares(place, varying[place], offsets[place], splits) for place in normalized]
+    if not all(torch.allclose(shares[0], share, rtol=1e-5, atol=1e-8) for share in shares):
+        return "the loss has several normalizers"
+    term, *same = normalized
+    summed = _find_summed(term, varying[term], offsets[term], runs)
+    return ReadNormalizer(first.structure, term, tuple(same), varying, offsets[term], summed, _describe(first, term))
+
+
+def _find_unreadable(runs: Sequence[Run]) -> str:
+    """Why terms cannot be compared over these runs; empty if they can."""
+    terms = runs[0].terms
+    if not terms:
+        return "its loss has no autograd graph"
+    if any(run.structure != runs[0].structure for run in runs):
+        return "the loss is made of other terms for some samples than for others"
+    unreadable = [term for term in terms if term.kind in _UNREADABLE]
+    return _UNREADABLE[unreadable[0].kind].format(unreadable[0].name) if unreadable else ""
 
 
 def classify_alone(run: Run) -> ReadNormalizer | None:

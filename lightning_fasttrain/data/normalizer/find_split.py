@@ -25,7 +25,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
 )
 from lightning_fasttrain.data.normalizer.log_rules import FoundRule, LoggedRun, find_log_rules
 from lightning_fasttrain.data.normalizer.match_rules import error_of_rule, list_rules, rules_that_give, scale_of
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, ReadNormalizer
+from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
 from lightning_fasttrain.data.normalizer.trial.try_split import Run, Stage, Trial, try_split
 
@@ -35,7 +35,6 @@ _ROUNDED = 5e-2  # where something is computed with fewer bits, and float64 cann
 _FLOAT64 = 1e-6  # a step may round some tensors to float32 by itself
 _ALL_FLOAT64 = 1e-9
 _STATISTICS = "BatchNorm in training mode takes the statistics of the samples that run together"
-_TIED = 3e-6  # errors below it are rounding, and say nothing about a rule
 
 
 class CannotSplitError(ValueError):
@@ -179,17 +178,13 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
     if isinstance(read, str):
         return _Verdict(LossSplit(None, None), why_not=read, checked=not trial.why_not)
     if trial.why_not:
-        likely = classify_alone(trial.splits[0].whole) if read[0].term is None else read[0]
-        split = LossSplit(likely or read[0], None, provisional=trial.shows_nothing)
-        return _Verdict(split, why_not=trial.why_not, checked=False)
-    errors = [_largest_error(one, trial) for one in read]
-    best = min(range(len(read)), key=lambda place: (errors[place] > 3 * min(errors) + _TIED, place))
-    rules = rules_that_give(read[best], trial, preferred)
-    return _Verdict(LossSplit(read[best], None), tuple(rules), "", errors[best], error_limit(trial))
-
-
-def _largest_error(read: ReadNormalizer, trial: Trial) -> float:
-    return max(error_of_read(read, split, trial) for split in trial.splits)
+        likely = classify_alone(trial.splits[0].whole) if read.term is None else read
+        return _Verdict(
+            LossSplit(likely or read, None, provisional=trial.shows_nothing), (), trial.why_not, checked=False
+        )
+    error = max(error_of_read(read, split, trial) for split in trial.splits)
+    rules = rules_that_give(read, trial, preferred)
+    return _Verdict(LossSplit(read, None), tuple(rules), "", error, error_limit(trial))
 
 
 def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:

@@ -11,6 +11,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import _disable_current_modes
 
 Number = Tensor | float
@@ -148,7 +149,8 @@ class _Walk:
             for following, place in inputs:
                 self.visit(following, place, slots)
         elif name in _AROUND_OUTPUTS:
-            self.visit(*node.next_functions[output], slots)
+            following, place = node.next_functions[output]
+            self.visit(following, place, slots)
         elif name in ("Add", "Sub", "Rsub", "Neg"):
             self._visit_sum(name, node, slots)
         elif name == "Mul":
@@ -346,6 +348,49 @@ def _is_of_one_parameter(node: Any) -> bool:
             return False
         waiting += [following for following, _ in node.next_functions if following is not None]
     return True
+
+
+# Operations that choose entries by numbers that come with the samples.
+_BY_INDEX = frozenset("Embedding EmbeddingBag Index IndexSelect Gather Take TakeAlongDim MaskedSelect".split())  # noqa: SIM905
+_WITH_CONSTANTS = frozenset("Add Sub Rsub Div Pow Clamp".split())  # noqa: SIM905
+
+
+def is_of_parameters(node: Any) -> bool:
+    """Whether a term is computed from parameters and constants alone, as a penalty on weights is.
+
+    Args:
+        node: of the reduction. What cannot be told from samples counts as samples.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(2, 2))
+        >>> penalty, product = (weight - 1).square().sum(), (torch.ones(3, 2) @ weight).sum()
+        >>> is_of_parameters(penalty.grad_fn), is_of_parameters(product.grad_fn)
+        (True, False)
+    """
+    waiting, seen = [node], {node}
+    while waiting:
+        node = waiting.pop()
+        name, edges = _operation(node.name()), node.next_functions
+        leaf = getattr(node, "variable", None)
+        if name in _BY_INDEX or not (leaf is None or isinstance(leaf, Parameter)):
+            return False
+        # Without a graph are numbers, constants, and what a loader gave.
+        if any(following is None for following, _ in edges) and not _is_with_constants(name, node):
+            return False
+        for following, _ in edges:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+    return True
+
+
+def _is_with_constants(name: str, node: Any) -> bool:
+    if name != "Mul":
+        return name in _WITH_CONSTANTS
+    (first, place), (second, other_place) = node.next_functions
+    constant = node._saved_self if first is None else node._saved_other
+    held = _shape(second, other_place) if first is None else _shape(first, place)
+    return not isinstance(constant, Tensor) or constant.ndim == 0 or constant.shape == held
 
 
 def _without_graph(value: Any) -> Any:

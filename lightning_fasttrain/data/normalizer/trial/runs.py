@@ -25,6 +25,7 @@ class ReadTerm:
     name: str
     slots: tuple[tuple[float, bool], ...]
     summed: float | None
+    of_parameters: bool
     ignored: int | None = None
 
 

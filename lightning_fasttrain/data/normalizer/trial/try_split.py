@@ -16,7 +16,7 @@ from torch.autograd.graph import _engine_run_backward
 
 from lightning_fasttrain._surgery import patch, without_rounding
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
-from lightning_fasttrain.data.normalizer.read_normalizers import Term, count_summed, read_normalizers
+from lightning_fasttrain.data.normalizer.read_normalizers import Term, count_summed, is_of_parameters, read_normalizers
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
 from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
@@ -254,7 +254,8 @@ def _as_numbers(term: Term) -> ReadTerm:
     ignored = getattr(term.node, "_saved_ignore_index", None)
     if ignored is not None and ignored >= 2**63:  # autograd keeps it unsigned
         ignored -= 2**64
-    return ReadTerm(term.kind, term.name, slots, None if summed is None else float(summed), ignored)
+    summed = None if summed is None else float(summed)
+    return ReadTerm(term.kind, term.name, slots, summed, is_of_parameters(term.node), ignored)
 
 
 def _read_randomness() -> tuple[Any, ...]:
