@@ -268,9 +268,7 @@ LOSSES_OF_BATCHES = [
     ),
     LossCase("mean + weight penalty", with_penalty("mean")),
     LossCase("sum + weight penalty", with_penalty("sum")),
-    LossCase(
-        "mean + penalty of moved weights", task(PointNet, with_important_weights, x=normal(POINT), y=classes())
-    ),
+    LossCase("mean + penalty of moved weights", task(PointNet, with_important_weights, x=normal(POINT), y=classes())),
     LossCase("mean + sum / 8 that is idle at first", points(with_late_sum, y=classes(), late=late)),
     LossCase("free bits that are free at first", points(with_free_bits, y=classes(), late=late)),
     # Samples that touch one another.

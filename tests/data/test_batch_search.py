@@ -1,5 +1,6 @@
 """Later batches are looked at again, for what the first has not shown, in the Trainer and in a loop."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -100,6 +101,27 @@ def test_negative_control_without_looking_again_the_gradient_is_another_one(cloc
     given = batches(mixed_from=2)  # between the second batch and the fourth
     difference = largest_difference(unsplit_in_a_loop(given)[2], in_a_loop(clock, given)[2])
     assert difference > 1e-2
+
+
+def test_a_loss_of_which_the_first_batch_shows_nothing_is_tried_again_on_the_next():
+    """Its terms have several normalizers; the first batch has no gradient to check a rule with."""
+    net = Mixing()
+
+    def step(batch: tuple[Tensor, Tensor]) -> Tensor:
+        x, on = batch
+        errors = net.head(net.encoder(x)).square().sum(1)
+        few, many = x[:, 0].abs(), x[:, 1].abs()
+        return (on[:, 0] * errors * few).sum() / few.sum() + (on[:, 0] * errors * many).sum() / many.sum()
+
+    for number, (x, on) in enumerate(batches(mixed_from=1)):
+        net.zero_grad()
+        step((x, on)).backward()
+        expected = gradients(net)
+        net.zero_grad()
+        with pytest.warns(ft.FastTrainWarning, match="nothing was checked") if number == 0 else nullcontext():
+            ft.accumulate_gradients(step, (x, on), 3)
+        seen = gradients(net)
+        assert all(torch.allclose(seen[name], expected[name], rtol=1e-5, atol=1e-6) for name in expected)
 
 
 def test_looking_takes_one_percent_of_the_time_at_most(clock):

@@ -87,7 +87,7 @@ def find_split(
     if callable(count) and not check:
         return LossSplit(None, count)
     trial = try_split(stage, samples)
-    facts: dict[str, Any] = {"failed": trial.failed}
+    facts: dict[str, Any] = {"failed": trial.failed, "shows_nothing": trial.shows_nothing}
     if not whole_batches:
         changed = trial.splits[0].whole.changed if trial.splits else ()
         facts |= {"statistics": _name_statistics(trial, stage), "changed": changed}
@@ -134,7 +134,7 @@ class _Verdict:
 
     Attributes:
         split: the best that was found; None if nothing could be.
-        rules: the counting rules that give what was read, or that split the loss; the likeliest first.
+        rules: the counting rules that give what was read, or the one that was given; the likeliest first.
         why_not: why the loss cannot be split that way; empty if it can.
         error: how far the best is off.
         limit: the largest error that is taken for rounding.
@@ -143,6 +143,7 @@ class _Verdict:
         statistics: the layers that take statistics of the batch; empty if none does.
         changed: the buffers that the step changes.
         failed: whether the step cannot run on a few samples.
+        shows_nothing: whether the samples have no finite loss or no gradient, so that others are to be tried.
     """
 
     split: LossSplit | None = None
@@ -155,6 +156,7 @@ class _Verdict:
     statistics: str = ""
     changed: tuple[str, ...] = ()
     failed: bool = False
+    shows_nothing: bool = False
 
     @property
     def is_unsure(self) -> bool:
@@ -176,12 +178,11 @@ def _judge(trial: Trial, count: Count, preferred: CountRule | None) -> _Verdict:
         return _Verdict(split, why_not=trial.why_not, checked=False)
     read = classify_terms(trial.splits)
     if isinstance(read, str):
-        return _Verdict(LossSplit(None, None), why_not=read, checked=not trial.why_not)
+        return _Verdict(None if trial.why_not else LossSplit(None, None), why_not=read, checked=not trial.why_not)
     if trial.why_not:
         likely = classify_alone(trial.splits[0].whole) if read.term is None else read
-        return _Verdict(
-            LossSplit(likely or read, None, provisional=trial.shows_nothing), (), trial.why_not, checked=False
-        )
+        split = LossSplit(likely or read, None, provisional=trial.shows_nothing)
+        return _Verdict(split, why_not=trial.why_not, checked=False)
     error = max(error_of_read(read, split, trial) for split in trial.splits)
     rules = rules_that_give(read, trial, preferred)
     return _Verdict(LossSplit(read, None), tuple(rules), "", error, error_limit(trial))
@@ -192,9 +193,8 @@ def _try_altered(verdict: _Verdict, trial: Trial, stage: Stage) -> list[Trial]:
     is_right = verdict.checked and not verdict.why_not and verdict.error <= verdict.limit
     if not is_right or not stage.gradients or verdict.split is None or verdict.split.read is None:
         return []
-    tried = [
-        try_split(stage, iter([sample]), trial.precision) for sample in list_altered(trial.sample, _ignored(trial))
-    ]
+    samples = list_altered(trial.sample, _ignored(trial))
+    tried = [try_split(stage, iter([sample]), trial.precision) for sample in samples]
     # A step need not run on any numbers.
     return [altered for altered in tried if not altered.why_not and altered.precision == trial.precision]
 
@@ -241,9 +241,8 @@ def _conclude(verdict: _Verdict, trial: Trial, count: Count, check: bool, may_sc
     if split.read is not None and not split.is_sum and verdict.rules:
         split = replace(split, count=verdict.rules[0], scale=scale_of(split.read, verdict.rules[0], trial))
     if verdict.error <= verdict.limit:
-        _refuse_what_this_step_cannot_use(
-            split, verdict, trial, may_scale, accepts_changes=callable(count) or not check
-        )
+        accepts_changes = callable(count) or not check
+        _refuse_what_this_step_cannot_use(split, verdict, trial, may_scale, accepts_changes)
         _say_found(split, verdict.error, trial)
         return split
     if check:
@@ -350,7 +349,7 @@ def _choose_unchecked(verdict: _Verdict, trial: Trial, count: Count) -> LossSpli
         f"micro-batches are weighted by {first}; nothing was checked, as {trial.why_not}. "
         "Give count= if the loss averages over something else."
     )
-    return LossSplit(None, first)
+    return LossSplit(None, first, provisional=verdict.shows_nothing)
 
 
 def _say_found(split: LossSplit, error: float, trial: Trial) -> None:

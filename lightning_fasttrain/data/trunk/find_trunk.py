@@ -124,7 +124,12 @@ def refuse_dependent_samples(stage: Stage, samples: Iterator[Sample], batch: Any
     Raises:
         CannotSplitError: the gradient is not that of the unsplit samples.
     """
-    trial = try_split(stage, samples)
+    try:
+        trial = try_split(stage, samples)
+    except FAILURES:
+        if stage.gradients:
+            raise
+        return  # where parameters are sharded, a step that does not run on a few samples is not tried on its batch
     tried = _try_modules(stage, trial, batch, n)
     if tried is None or (stage.gradients and trial.why_not and not trial.failed):
         return  # the samples show nothing, as where no target counts
