@@ -79,7 +79,7 @@ class CausalMean(nn.Module):
         self.mix = nn.Linear(DIM, DIM)
 
     def forward(self, x: Tensor) -> Tensor:
-        before = x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+        before = x.cumsum(1) / torch.arange(1, x.shape[1] + 1, device=x.device)[:, None]
         return x + torch.tanh(self.mix(before))
 
 
