@@ -21,10 +21,10 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 
 MODELS = {
     "GPT nano": zoo.gpt("nano", batch=8),

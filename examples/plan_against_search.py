@@ -17,15 +17,15 @@ import time
 from datetime import UTC, datetime
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._facts import facts_of_machine
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import log
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import log
 from lightning_fasttrain.planner.axes import find_axes
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.facts import facts_of_machine
 
 MODELS = {
     "GPT": zoo.gpt("nano", batch=4),

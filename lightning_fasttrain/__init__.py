@@ -1,13 +1,13 @@
 """Train PyTorch Lightning models faster and in less memory, with proof that it is the same training."""
 
-from lightning_fasttrain._checks import refuse_compromised_hosts
+from lightning_fasttrain.core.checks import refuse_compromised_hosts
 
 refuse_compromised_hosts()  # before anything imports lightning
 
 # What there is stands in __init__.pyi. A room is imported when something of it is first asked for.
-from lightning_fasttrain._public_names import PUBLIC as __all__  # noqa: E402
-from lightning_fasttrain._public_names import find_public as __getattr__  # noqa: E402
-from lightning_fasttrain._public_names import list_names as __dir__  # noqa: E402
-from lightning_fasttrain._strategy_names import register_strategy_names  # noqa: E402
+from lightning_fasttrain.core.package import PUBLIC as __all__  # noqa: E402
+from lightning_fasttrain.core.package import find_public as __getattr__  # noqa: E402
+from lightning_fasttrain.core.package import list_names as __dir__  # noqa: E402
+from lightning_fasttrain.core.strategy_names import register_strategy_names  # noqa: E402
 
 register_strategy_names()

@@ -10,9 +10,9 @@ from lightning_fasttrain import planner as planner
 from lightning_fasttrain import run as run
 from lightning_fasttrain import strategy as strategy
 from lightning_fasttrain import technique as technique
-from lightning_fasttrain._checkpoint_choice import newest_checkpoint as newest_checkpoint
-from lightning_fasttrain._messages import FastTrainWarning as FastTrainWarning
-from lightning_fasttrain._version import __version__ as __version__
+from lightning_fasttrain.core.files.newest_checkpoint import newest_checkpoint as newest_checkpoint
+from lightning_fasttrain.core.messages import FastTrainWarning as FastTrainWarning
+from lightning_fasttrain.core.package import __version__ as __version__
 from lightning_fasttrain.data import DevicePrefetch as DevicePrefetch
 from lightning_fasttrain.data import MicroBatching as MicroBatching
 from lightning_fasttrain.data import TokenWeightedAccumulation as TokenWeightedAccumulation

@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from lightning_fasttrain._version import __version__
 from lightning_fasttrain.commands import memory, plan, rehearse, schedule, shard, verify, why_not
 from lightning_fasttrain.commands.target import BAD_INPUT, Commands, refuse
+from lightning_fasttrain.core.package import __version__
 
 INTERRUPTED = 130  # what shells give for a program that SIGINT ended: 128 + 2
 
@@ -80,9 +80,9 @@ def _add_ladder(commands: Commands) -> None:
 def _ladder(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench.ladder import climb, preparation, report
     from lightning_fasttrain.bench.ladder.live import Live
+    from lightning_fasttrain.core.messages import wide_enough
 
     console = wide_enough(Console())
     names = None
@@ -145,7 +145,7 @@ def _add_consolidate(commands: Commands) -> None:
 def _consolidate(options: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lightning_fasttrain._counts import format_bytes
+    from lightning_fasttrain.core.counts import format_bytes
     from lightning_fasttrain.strategy.consolidate import consolidate
 
     folder = Path(options.folder)
@@ -170,8 +170,8 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from lightning_fasttrain._messages import wide_enough
     from lightning_fasttrain.bench import doctor
+    from lightning_fasttrain.core.messages import wide_enough
 
     wide_enough(Console()).print(doctor.as_table(doctor.examine()))
     return 0
@@ -185,11 +185,11 @@ def _add_techniques(commands: Commands) -> None:
 
 
 def _techniques(options: argparse.Namespace) -> int:
-    from lightning_fasttrain._checks import one_of
-    from lightning_fasttrain._facts import facts_of_machine
     from lightning_fasttrain.bench.ladder.rows import Climbed
     from lightning_fasttrain.bench.techniques import card, markdown_table
+    from lightning_fasttrain.core.checks import one_of
     from lightning_fasttrain.plan.catalogue import known_techniques
+    from lightning_fasttrain.technique.facts import facts_of_machine
 
     known = {technique.__name__: technique for technique in known_techniques()}
     try:

@@ -8,8 +8,8 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.optim import NamedOptimizer
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.technique import is_operated_on

@@ -15,7 +15,7 @@ import peft
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._messages import say_once
+from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.data.loading.even_epochs import EvenLoader
 from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 

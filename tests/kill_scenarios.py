@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import _files
-from lightning_fasttrain._checkpoint_choice import newest_checkpoint
+from lightning_fasttrain.core.files import atomic_write
+from lightning_fasttrain.core.files.newest_checkpoint import newest_checkpoint
 from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpoints
 from lightning_fasttrain.run.resume.exact_resume import ExactResume
 
@@ -120,7 +120,7 @@ class Killer(L.Callback):
             replace(*args)
             self.now("after a rename")
 
-        _files.os.replace = replacing
+        atomic_write.os.replace = replacing
         pl_module.net[0].register_forward_hook(lambda *args: self.now("forward"))
 
     def on_train_batch_start(self, *args):

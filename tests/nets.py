@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain._messages import log
+from lightning_fasttrain.core.messages import log
 
 VOCAB, DIM = 17, 8
 

@@ -14,15 +14,7 @@ import lightning_fasttrain
 PACKAGE = Path(lightning_fasttrain.__file__).parent
 ROOMS = 1
 HEIGHT = {
-    # the floor has its own order
-    "_version": 0.0, "_public_names": 0.0, "_strategy_names": 0.0,
-    "_messages": 0.0, "_arguments": 0.05, "_checks": 0.0, "_files": 0.0, "_facts": 0.0, "_predicted_step": 0.0,
-    "_random_state": 0.0, "_labels": 0.0, "_counts": 0.0, "_free_memory": 0.0, "_ranks": 0.0, "_clock": 0.0,
-    "_metric_state": 0.0, "_without_dropout": 0.15, "_first_derivatives": 0.05,
-    "_explanation": 0.1, "_run_report": 0.17,
-    "_blocks": 0.1, "_late_parameters": 0.16, "_batch_watch": 0.1, "_surgery": 0.1, "_reading": 0.1,
-    "_plain_values": 0.1, "_recomputed_forward": 0.15, "_heads": 0.15, "_host": 0.15, "technique": 0.2,
-    "_checkpoint_folder": 0.2, "_run_mark": 0.3, "_checkpoint_choice": 0.4, "_guarded_loading": 0.4,
+    "core": 0, "technique": 0.5,
     "data": ROOMS, "model": 1.1, "finetune": 1.15, "loss": 1.1, "optim": 1.1, "run": 1.2,
     "plan": 2, "strategy": 2.5, "bench": 3, "planner": 3.5, "commands": 3.9, "mixin": 4, "cli": 4, "__init__": 5,
 }  # fmt: skip
@@ -126,9 +118,22 @@ def test_a_circle_would_be_noticed(tmp_path, monkeypatch):
 def test_packages_only_re_export(file):
     for node in parsed(file).body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Assign):
+            assert sorted(ast.literal_eval(node.value)) == sorted(imported_names(file)), f"{file}:{node.lineno}"
+            assert ast.unparse(node.targets[0]) == "__all__"
+            continue
         call = isinstance(node, ast.Expr) and ast.unparse(node)
         allowed = call in {"refuse_compromised_hosts()", "register_strategy_names()"}
         assert docstring or allowed or isinstance(node, ast.ImportFrom), f"{file}:{node.lineno}"
+
+
+def imported_names(file):
+    return [
+        alias.asname or alias.name
+        for node in parsed(file).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    ]
 
 
 OPTIONAL = {

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
-from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, _sum, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import REST
 

@@ -11,7 +11,7 @@ import types
 import pytest
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import _public_names, _strategy_names
+from lightning_fasttrain.core import package, strategy_names
 
 HEAVY = {"torch", "lightning", "numpy", "rich"}
 COMMANDS = (
@@ -68,7 +68,7 @@ def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
 
 @pytest.mark.parametrize("name", ft.__all__)
 def test_a_public_name_is_what_its_room_holds(name):
-    room = importlib.import_module(_public_names.ROOMS[name])
+    room = importlib.import_module(package.ROOMS[name])
     assert getattr(ft, name) is getattr(room, name)
     assert not isinstance(getattr(ft, name), types.ModuleType)
 
@@ -96,7 +96,7 @@ from lightning_fasttrain import *
 assert MicroBatching is ft.MicroBatching is ft.data.MicroBatching and "__version__" not in ft.__all__
 from lightning_fasttrain import LoRA, model
 assert LoRA.__module__ == "lightning_fasttrain.finetune.adapters.lora" and model.CompileBlocks is CompileBlocks
-assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "_checks" not in dir(ft)
+assert {"data", "mixin", "MicroBatching", "__version__"} <= set(dir(ft)) and "core" not in dir(ft)
 assert "MicroBatching" in vars(ft)
 import lightning as L
 """
@@ -151,8 +151,8 @@ def test_importing_starts_nothing_opens_nothing_writes_nothing():
 
 
 def test_every_name_is_registered_once_and_makes_its_class():
-    for module, (attribute, names) in _strategy_names.REGISTRIES.items():
+    for module, (attribute, names) in strategy_names.REGISTRIES.items():
         registry = getattr(importlib.import_module(module), attribute)
-        _strategy_names.register_names(importlib.import_module(module))  # a second time changes nothing
+        strategy_names.register_names(importlib.import_module(module))  # a second time changes nothing
         assert names.keys() <= set(registry.available_strategies())
-        assert all(name in _strategy_names.DESCRIPTIONS for name in names)
+        assert all(name in strategy_names.DESCRIPTIONS for name in names)

@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench.gpt import GPT
 from lightning_fasttrain.bench.sizes import SIZES
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 
 WARMUP_STEPS = 3
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

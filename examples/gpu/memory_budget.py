@@ -19,9 +19,9 @@ import time
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 
 GIB = 2**30
 SETTLING, TIMED = 6, 6

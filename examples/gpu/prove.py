@@ -27,8 +27,8 @@ from pathlib import Path
 from pieces import PIECES
 from proof_report import write_report
 
-from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.core.messages import explain
 
 ROOT = Path(__file__).parents[2]
 ENDING_S = 3  # to write the last line within the time
@@ -161,9 +161,9 @@ def prepare_tokens(file):
     """The ladder's own text in GPT-2's vocabulary, as a file that the device's machine needs no tokenizer for."""
     import numpy as np
 
-    from lightning_fasttrain._files import write_atomic
     from lightning_fasttrain.bench.sizes import GPT2_VOCABULARY
     from lightning_fasttrain.bench.text import encode_text, read_text
+    from lightning_fasttrain.core.files.atomic_write import write_atomic
 
     tokens = encode_text(read_text(), "bpe", GPT2_VOCABULARY).astype(np.uint16)
     write_atomic(file, lambda stream: np.save(stream, tokens))

@@ -24,9 +24,9 @@ import lightning as L
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._files import write_atomic
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 

@@ -8,7 +8,6 @@ from typing import Literal
 import torch
 from rich.table import Table
 
-from lightning_fasttrain._facts import find_compiler, has_python_headers
 from lightning_fasttrain.bench.machine import (
     GIB,
     bf16_slowdown,
@@ -17,6 +16,7 @@ from lightning_fasttrain.bench.machine import (
     processor_name,
     usable_cores,
 )
+from lightning_fasttrain.technique.facts import find_compiler, has_python_headers
 
 Status = Literal["ok", "missing", "not here"]
 

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import build_optimizer
 
 ATTENTIONS = ("sdpa", "naive")

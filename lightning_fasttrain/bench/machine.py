@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain._free_memory import GIB
+from lightning_fasttrain.core.device import GIB
 
 PACKAGES = ("torch", "lightning", "lightning-fasttrain")
 

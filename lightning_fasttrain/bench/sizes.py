@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from lightning_fasttrain._checks import one_of
 from lightning_fasttrain.bench.gpt import GPTConfig
+from lightning_fasttrain.core.checks import one_of
 
 # GPT-2's 50,257 tokens, rounded up to a multiple of 64 so that the head's matrix product fits the hardware.
 GPT2_VOCABULARY = 50_304

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from lightning_fasttrain._facts import Facts
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
 from lightning_fasttrain.bench.ladder.rows import Climbed
 from lightning_fasttrain.plan.catalogue import known_techniques, public_path
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.facts import Facts
 
 
 def markdown_table(ladder: Climbed | None = None) -> str:

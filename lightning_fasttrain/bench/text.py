@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._checks import one_of, require
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.messages import explain
 
 MIB = 2**20
 # Enough for a BPE of fifty thousand tokens and for windows that rarely overlap; read in well under a second.

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._host import step_goes_on
 from lightning_fasttrain.commands.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
+from lightning_fasttrain.core.host.lightning import step_goes_on
 from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
 from lightning_fasttrain.plan.rehearsal.state_record import record_state
 

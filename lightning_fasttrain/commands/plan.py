@@ -76,7 +76,7 @@ def _write(plan: Any, folder: str) -> None:
     import sys
     from pathlib import Path
 
-    from lightning_fasttrain._files import write_atomic
+    from lightning_fasttrain.core.files.atomic_write import write_atomic
 
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import lightning as L
 
-from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError

@@ -84,8 +84,8 @@ def _refuse_both_or_none(options: argparse.Namespace) -> None:
 
 
 def _reference(size: str, batch: int) -> Any:
-    from lightning_fasttrain._checks import positive_int
     from lightning_fasttrain.bench import zoo
+    from lightning_fasttrain.core.checks import positive_int
 
     return zoo.gpt(size, positive_int("batch", batch))
 
@@ -117,7 +117,7 @@ def show_report(report: Report, in_json: bool) -> "Console":
     """Print it; returns what more can be printed on."""
     from rich.console import Console
 
-    from lightning_fasttrain._messages import wide_enough
+    from lightning_fasttrain.core.messages import wide_enough
 
     console = wide_enough(Console())
     if in_json:

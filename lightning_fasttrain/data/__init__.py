@@ -26,3 +26,33 @@ from lightning_fasttrain.data.sizes.sequence_length_warmup import SequenceLength
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
+
+__all__ = [
+    "BatchSizeWarmup",
+    "DevicePrefetch",
+    "EvenEpochs",
+    "Growth",
+    "Length",
+    "MicroBatching",
+    "Normalizers",
+    "SampleGuard",
+    "SequenceLengthWarmup",
+    "TokenWeightedAccumulation",
+    "accumulate_gradients",
+    "accumulate_window",
+    "count_next_tokens",
+    "count_targets",
+    "cut_sequences",
+    "even_epochs",
+    "find_count",
+    "grow_sequences",
+    "grow_windows",
+    "guard_samples",
+    "micro_batch_forward_",
+    "prefetch_to_device",
+    "read_length",
+    "read_normalizers",
+    "scale_rates_",
+    "split_batch",
+    "split_until_it_fits",
+]

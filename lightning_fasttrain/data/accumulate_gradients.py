@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count
 from lightning_fasttrain.data.normalizer.find_count import find_split_of, stage_of

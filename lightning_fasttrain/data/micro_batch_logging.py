@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
-from lightning_fasttrain._host import logging_as
-from lightning_fasttrain._messages import note_once, warn
-from lightning_fasttrain._metric_state import MetricState, add_to_metric_, read_metric, show_step_value_
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.host.lightning import logging_as
+from lightning_fasttrain.core.messages import note_once, warn
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.metrics import MetricState, add_to_metric_, read_metric, show_step_value_
 from lightning_fasttrain.data.normalizer.count_targets import CountRule
 from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SUM, FoundRule, LogRule, own_divisor
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts

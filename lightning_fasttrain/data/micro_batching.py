@@ -7,11 +7,10 @@ import lightning as L
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
@@ -22,6 +21,7 @@ from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics
 from lightning_fasttrain.technique import Exactness, Technique, check_together
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain
 
 
 def split_batch(batch: Any, n: int) -> list[Any]:

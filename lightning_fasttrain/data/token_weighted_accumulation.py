@@ -10,12 +10,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._host import decide_when_a_step_goes_on, is_last_batch_taken
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.host.lightning import decide_when_a_step_goes_on, is_last_batch_taken
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling, scale_gradients_
@@ -29,6 +27,8 @@ from lightning_fasttrain.data.normalizer.count_targets import (
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 class TokenWeightedAccumulation(Technique):

@@ -5,8 +5,8 @@ From ``parts`` up to ``files``, each sub-room knows those before it.
 From the bottom up: ``parts``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
-from lightning_fasttrain._counts import count_parameters
-from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain.core.counts import count_parameters
+from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters.add_adapter import (
@@ -37,3 +37,48 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_
 from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
 from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+
+__all__ = [
+    "IA3",
+    "Adapter",
+    "ByteAccount",
+    "GradualUnfreezing",
+    "LoRA",
+    "MergeReport",
+    "PrefixTuning",
+    "PromptTuning",
+    "QLoRA",
+    "QuantizedBase",
+    "QuantizedReport",
+    "Unfreezing",
+    "account_bytes",
+    "adapter_names",
+    "add_adapter_",
+    "add_prompt_",
+    "base_fingerprint",
+    "base_model",
+    "combine_adapters_",
+    "count_parameters",
+    "dequantized_weight",
+    "enable_adapters_",
+    "export_model",
+    "find_heads",
+    "find_targets",
+    "freeze_",
+    "freeze_except_",
+    "keep_quantized_",
+    "load_adapter_",
+    "load_quantized",
+    "merge_adapters_",
+    "quantize_base_",
+    "quantized_bytes",
+    "remove_adapter_",
+    "save_adapter",
+    "swap_head_",
+    "thaw_",
+    "trained_names",
+    "trained_state",
+    "unload_adapters_",
+    "unmerge_adapters_",
+    "use_adapter_",
+]

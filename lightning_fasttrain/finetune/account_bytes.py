@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain._heads import base_of, find_heads
-from lightning_fasttrain._messages import list_some
+from lightning_fasttrain.core.messages import list_some
+from lightning_fasttrain.core.modules.heads import base_of, find_heads
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out

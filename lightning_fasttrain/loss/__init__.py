@@ -12,3 +12,14 @@ from lightning_fasttrain.loss.distillation import Distillation, distil_into
 from lightning_fasttrain.loss.fused_loss_head import FusedLossHead, fuse_loss_head_
 from lightning_fasttrain.loss.linear_cross_entropy import linear_cross_entropy
 from lightning_fasttrain.loss.linear_kl_divergence import kl_divergence, linear_kl_divergence
+
+__all__ = [
+    "DeferredLogits",
+    "Distillation",
+    "FusedLossHead",
+    "distil_into",
+    "fuse_loss_head_",
+    "kl_divergence",
+    "linear_cross_entropy",
+    "linear_kl_divergence",
+]

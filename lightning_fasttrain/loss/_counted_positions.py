@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fasttrain._labels import LABELS, find_labels, is_integer
-from lightning_fasttrain._messages import note_once
+from lightning_fasttrain.core.labels import LABELS, find_labels, is_integer
+from lightning_fasttrain.core.messages import note_once
 
 IGNORED = -100
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import WrappedForward, wrapper_on
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrapper_on
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._counted_positions import masks_in, of_feature, of_logits
 from lightning_fasttrain.loss._module_io import (

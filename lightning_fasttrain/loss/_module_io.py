@@ -9,9 +9,9 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._blocks import has_parameters, keep_outermost
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import WrappedForward, told_heads
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import has_parameters, keep_outermost
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, told_heads
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_kl_divergence import LogitsOf
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import WrappedForward, patch
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._module_io import Seen, Tap, feature_in, head_of, logits_of, module_named
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits

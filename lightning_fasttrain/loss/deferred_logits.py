@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 _METHODS_TOO = (torch.reshape, torch.flatten, torch.permute, torch.transpose, torch.movedim, torch.split)
 

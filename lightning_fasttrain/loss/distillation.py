@@ -10,10 +10,9 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
-from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, patch, wrappers_on
+from lightning_fasttrain.core.host.lightning import trainer_of
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch, wrappers_on
 from lightning_fasttrain.loss._distiller import (
     DistilledStep,
     Distiller,
@@ -25,6 +24,7 @@ from lightning_fasttrain.loss._distiller import (
 from lightning_fasttrain.loss._module_io import PROJECTIONS, student_of
 from lightning_fasttrain.loss._teacher import AnyTeacher, load_teacher
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 @contextmanager

@@ -10,17 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads, outside_blocks
-from lightning_fasttrain._messages import explain, list_some, note_once, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, first_line, told_heads, wrapper_on, wrappers_on
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
+from lightning_fasttrain.core.modules.heads import find_heads, outside_blocks
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    first_line,
+    told_heads,
+    wrapper_on,
+    wrappers_on,
+)
 from lightning_fasttrain.loss._chunks import autocast_dtype
 from lightning_fasttrain.loss._watched_logits import HeadEvidence, watch_logits
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits
 from lightning_fasttrain.loss.linear_cross_entropy import BACKENDS, linear_cross_entropy
 from lightning_fasttrain.technique import Setting, Surgery, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def fuse_loss_head_(

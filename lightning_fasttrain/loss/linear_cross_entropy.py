@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain._checks import one_of, positive_int, require
-from lightning_fasttrain._first_derivatives import refuse_second_derivative, refuse_transforms
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int, require
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative, refuse_transforms
 from lightning_fasttrain.loss._chunks import (
     GradientSums,
     at_least_float32,

@@ -8,7 +8,7 @@ From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``
 ``activation_checkpointing``, ``compile_blocks``, ``eight_bit_products``, ``low_precision_products``.
 """
 
-from lightning_fasttrain._blocks import find_blocks
+from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.model.activation_checkpointing import (
     ActivationCheckpointing,
     CheckpointPolicy,
@@ -25,3 +25,23 @@ from lightning_fasttrain.model.low_precision_products import (
     LowPrecisionReport,
     multiply_in_low_precision_,
 )
+
+__all__ = [
+    "ActivationCheckpointing",
+    "ActivationOffload",
+    "CheckpointPolicy",
+    "CompileBlocks",
+    "CompileReport",
+    "CompileWatch",
+    "EveryBlock",
+    "LowPrecisionProducts",
+    "LowPrecisionReport",
+    "SelectiveOps",
+    "checkpoint_activations_",
+    "compile_blocks_",
+    "find_blocks",
+    "load_compile_cache",
+    "multiply_in_low_precision_",
+    "offload_activations",
+    "save_compile_cache",
+]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 
 class PinnedCopy:

@@ -12,15 +12,22 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import SelectiveCheckpointContext
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._facts import NO_BLOCKS, Facts
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, count_wrapped, patch, why_none_ran, wrapper_on, wrappers_on
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    count_wrapped,
+    patch,
+    why_none_ran,
+    wrapper_on,
+    wrappers_on,
+)
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.technique import Setting, Surgery, Technique
+from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 class CheckpointPolicy(ABC):

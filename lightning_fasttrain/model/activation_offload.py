@@ -14,13 +14,19 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._facts import NO_BLOCKS, Facts
-from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, why_none_ran, wrapper_on
+from lightning_fasttrain.core.messages import explain, note_once, warn
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.wrapped_forward import (
+    Undo,
+    WrappedForward,
+    count_wrapped,
+    why_none_ran,
+    wrapper_on,
+)
 from lightning_fasttrain.model._stored_bytes import FileCopy, PinnedCopy, SpillFolder, StoredBytes
 from lightning_fasttrain.technique import Setting, Surgery, Technique
+from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def offload_activations(

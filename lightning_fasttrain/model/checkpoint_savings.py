@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 
-from lightning_fasttrain._messages import explain, note_once, warn
+from lightning_fasttrain.core.messages import explain, note_once, warn
 
 _WORTH_A_WARNING = 2**20  # bytes; with less in all blocks, memory is no concern
 

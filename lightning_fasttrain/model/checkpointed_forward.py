@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy as Keep
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from lightning_fasttrain._recomputed_forward import Again, Contexts, RecomputedForward, recomputed_outside
+from lightning_fasttrain.core.modules.recomputed_forward import Again, Contexts, RecomputedForward, recomputed_outside
 from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 
 

@@ -11,13 +11,11 @@ import lightning as L  # before torch.compile is used: Lightning records its arg
 import torch
 from torch import nn
 
-from lightning_fasttrain._blocks import Blocks, find_blocks, has_parameters
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._facts import NO_BLOCKS, Facts
-from lightning_fasttrain._heads import find_heads
-from lightning_fasttrain._messages import explain, note_once, say, warn, warn_on_any_rank
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import (
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain, note_once, say, warn, warn_on_any_rank
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks, has_parameters
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.wrapped_forward import (
     Undo,
     WrappedForward,
     count_wrapped,
@@ -33,6 +31,8 @@ from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
 from lightning_fasttrain.model.compiled_check import Verdict, check_compiled, key_of
 from lightning_fasttrain.model.known_compiler_faults import list_faults
 from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
+from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
 _OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import explain, warn
 
 # What torch packs are graphs, and of kernels for a CPU the C++ source alone: a second start would compile them again,
 # and that is nearly all of its time. So the libraries that were made of it go into the same file, beside torch's part.

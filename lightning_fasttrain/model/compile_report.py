@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from lightning_fasttrain._counts import number_of
+from lightning_fasttrain.core.counts import number_of
 
 
 @dataclass

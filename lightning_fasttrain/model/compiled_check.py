@@ -16,12 +16,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._recomputed_forward import recomputed_outside
-from lightning_fasttrain._surgery import first_line
-from lightning_fasttrain._version import __version__
-from lightning_fasttrain._without_dropout import has_dropout, without_dropout
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember
+from lightning_fasttrain.core.modules.recomputed_forward import recomputed_outside
+from lightning_fasttrain.core.modules.without_dropout import has_dropout, without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.core.package import __version__
+from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
 _NUDGED = 8.0  # times what rounding of the inputs does to the plain block's numbers

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightning_fasttrain._first_derivatives import refuse_second_derivative
+from lightning_fasttrain.core.modules.first_derivatives import refuse_second_derivative
 
 
 @dataclass(frozen=True)

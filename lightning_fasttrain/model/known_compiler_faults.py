@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from lightning_fasttrain._without_dropout import has_dropout
+from lightning_fasttrain.core.modules.without_dropout import has_dropout
 
 
 @dataclass(frozen=True)

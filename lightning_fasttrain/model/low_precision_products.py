@@ -6,16 +6,16 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads, find_skipped, is_linear, layers_of
-from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, list_some, note_once, say
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, WrappedForward, count_wrapped, wrapper_on
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.host.lightning import trainer_of
+from lightning_fasttrain.core.messages import explain, list_some, note_once, say
+from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_linear, layers_of
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
 from lightning_fasttrain.technique import Exactness, Surgery, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 KINDS = tuple(FORMATS)
 MIN_FEATURES = 1024

@@ -24,3 +24,33 @@ from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward,
 from lightning_fasttrain.optim.parameter_groups import layer_decay_groups, lora_plus_groups
 from lightning_fasttrain.optim.schedule.build_schedule import Schedule, build_schedule
 from lightning_fasttrain.optim.weight_clipping import WeightClipping, clip_weights_
+
+__all__ = [
+    "AdaptiveClipping",
+    "EagerGradientRelease",
+    "FusedClipping",
+    "GaLoreAdamW",
+    "HostOptimizer",
+    "Lion",
+    "LowPrecisionUpdates",
+    "MuonAdamW",
+    "NamedOptimizer",
+    "OptimizerInBackward",
+    "Schedule",
+    "ScheduleFreeEvaluation",
+    "WeightClipping",
+    "allow_fused_clipping_",
+    "build_optimizer",
+    "build_schedule",
+    "clip_adaptively_",
+    "clip_weights_",
+    "decay_groups",
+    "galore_groups",
+    "galore_state_bytes",
+    "hand_over_state_",
+    "layer_decay_groups",
+    "lora_plus_groups",
+    "optimize_in_backward_",
+    "optimizer_state_bytes",
+    "release_gradients_",
+]

@@ -9,8 +9,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
 

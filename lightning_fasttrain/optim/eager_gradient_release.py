@@ -7,11 +7,11 @@ import lightning as L
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor, nn
 
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.technique import Conflict, Setting, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def release_gradients_(parameters: Iterable[nn.Parameter]) -> int:

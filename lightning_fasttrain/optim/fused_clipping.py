@@ -5,10 +5,10 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import note_once
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.messages import note_once
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.facts import Facts
 
 
 def allow_fused_clipping_(precision: Precision) -> Undo | None:

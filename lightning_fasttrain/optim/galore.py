@@ -10,8 +10,8 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
 
 SUBSPACES = ("exact", "sketched")
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.optim.galore import check_settings
 
 STEP_BYTES = 4  # one float32 a parameter

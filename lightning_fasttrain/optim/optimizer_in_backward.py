@@ -13,14 +13,14 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._host import FabricOptimizer
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.lightning import FabricOptimizer
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.technique import Conflict, Exactness, Setting, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def optimize_in_backward_(

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._heads import heads_beside, is_inside, warn_of_blocks_beyond
-from lightning_fasttrain._messages import explain, note_once
+from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.heads import heads_beside, is_inside, warn_of_blocks_beyond
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm)  # those of the others are one-dimensional anyway
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)

@@ -8,9 +8,9 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 
-from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 

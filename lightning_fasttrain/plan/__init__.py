@@ -19,3 +19,23 @@ from lightning_fasttrain.plan.proof.verification import Verification, Verified
 from lightning_fasttrain.plan.proof.verify import verify
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
+
+__all__ = [
+    "BlockPlan",
+    "CheckpointPlan",
+    "Distance",
+    "MemoryBudget",
+    "MemoryReport",
+    "Rehearsal",
+    "RehearsalError",
+    "RehearsalReport",
+    "Unused",
+    "UnusedReport",
+    "Verification",
+    "Verified",
+    "count_flops",
+    "explain",
+    "predict_memory",
+    "verify",
+    "why_not",
+]

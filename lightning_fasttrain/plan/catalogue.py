@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Iterator
 
 from lightning_fasttrain import data, finetune, loss, model, optim, run
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._public_names import PUBLIC, find_public
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.package import PUBLIC, find_public
 from lightning_fasttrain.technique import Technique
 
 ROOMS = (data, model, finetune, loss, optim, run)

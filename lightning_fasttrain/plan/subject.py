@@ -13,8 +13,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain._host import TRANSFER_HOOKS
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.technique import Technique
 

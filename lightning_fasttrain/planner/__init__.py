@@ -9,3 +9,12 @@ from lightning_fasttrain.planner.auto_batch_size import AutoBatchSize
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan, Tried
+
+__all__ = [
+    "Auto",
+    "AutoBatchSize",
+    "Choice",
+    "Plan",
+    "Tried",
+    "make_plan",
+]

@@ -12,11 +12,11 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._host import training_loader
-from lightning_fasttrain._messages import explain, say
 from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.host.lightning import training_loader
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.plan.rehearsal.reading_ahead import reading_ahead
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.make_plan import make_plan

@@ -6,11 +6,11 @@ from typing import Any, TypeVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import format_bytes, number_of
-from lightning_fasttrain._free_memory import GIB, free_bytes
-from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._reading import first_line
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import format_bytes, number_of
+from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace

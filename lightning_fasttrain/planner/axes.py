@@ -11,13 +11,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_fasttrain._blocks import find_blocks
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.data.split_batch import batch_size
 from lightning_fasttrain.plan.predict.fake_copy import fake_module
 from lightning_fasttrain.planner.choice import SWITCHES, Choice, budget_word
 from lightning_fasttrain.technique import Exactness, Technique, check_together
+from lightning_fasttrain.technique.facts import Facts
 
 _ORDER = list(Exactness)
 

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import Facts, facts_of_machine
-from lightning_fasttrain._free_memory import GIB, free_bytes
-from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.machine import bf16_units
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
 from lightning_fasttrain.planner.axes import find_axes
@@ -25,6 +24,7 @@ from lightning_fasttrain.planner.search import Search
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.stopwatch import Stopwatch
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.facts import Facts, facts_of_machine
 
 _ROOM = 0.95  # of the limit on a GPU: what fragmentation and libraries take is not predicted
 

@@ -9,7 +9,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_fasttrain._host import step_goes_on
+from lightning_fasttrain.core.host.lightning import step_goes_on
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
 from lightning_fasttrain.plan.proof.short_run import EnoughError
 from lightning_fasttrain.plan.rehearsal.rehearsed import fill_up

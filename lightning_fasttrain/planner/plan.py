@@ -13,10 +13,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.planner.choice import Choice
 from lightning_fasttrain.planner.several_devices import strategy_code
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice

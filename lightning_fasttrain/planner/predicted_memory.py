@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain._blocks import find_blocks
+from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.planner.choice import Choice, is_budget

@@ -5,9 +5,9 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import first_line
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.planner.axes import Axes
 from lightning_fasttrain.planner.choice import Choice, is_budget, switch_of
 from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower

@@ -8,7 +8,7 @@ from typing import Any
 import lightning as L
 import torch
 
-from lightning_fasttrain._clock import device_clock
+from lightning_fasttrain.core.device import device_clock
 from lightning_fasttrain.plan.proof.short_run import EnoughError, Steps, run_steps
 from lightning_fasttrain.planner.choice import Choice, is_budget
 from lightning_fasttrain.run.memory_meter import PeakMemory

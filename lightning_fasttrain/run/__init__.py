@@ -6,9 +6,9 @@ From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``res
 ``peak_flops``, ``step_timer``, ``step_meter``, ``memory_meter``, ``memory``.
 """
 
-from lightning_fasttrain._checkpoint_folder import verify_checkpoint
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._reading import CorruptCheckpoint
+from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
@@ -28,3 +28,37 @@ from lightning_fasttrain.run.steady.finite_guard import FiniteGuard, FiniteSteps
 from lightning_fasttrain.run.steady.spike_guard import SpikeGuard, SteadySteps
 from lightning_fasttrain.run.step_meter import StepMeter
 from lightning_fasttrain.run.step_timer import StepTimer
+
+__all__ = [
+    "AtomicCheckpointIO",
+    "AtomicCheckpoints",
+    "CorruptCheckpoint",
+    "ExactResume",
+    "FiniteGuard",
+    "FiniteSteps",
+    "HangWatch",
+    "MatmulPrecision",
+    "MemoryMeter",
+    "MemoryRecord",
+    "MemoryRecording",
+    "MemoryTimeline",
+    "PeakMemory",
+    "Preemption",
+    "PreemptionFlag",
+    "ProgressWatch",
+    "ResumableLoader",
+    "SpikeGuard",
+    "SteadySteps",
+    "StepMeter",
+    "StepTimer",
+    "compare_ranks",
+    "draw_memory",
+    "matmul_precision_",
+    "peak_flops",
+    "random_state",
+    "refuse_unfinite",
+    "resumable",
+    "save_memory_record",
+    "set_random_state",
+    "verify_checkpoint",
+]

@@ -7,11 +7,11 @@ import lightning as L
 import torch
 from torch import nn
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import note_once
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import note_once
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.facts import Facts
 
 # What torch accepts for fp32_precision on CUDA; the word set_float32_matmul_precision has for the same.
 _OLD_WORD = {"tf32": "high", "ieee": "highest"}

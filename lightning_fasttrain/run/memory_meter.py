@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._host import is_time_to_log, step_for_loggers, step_goes_on
-from lightning_fasttrain._messages import explain, say, warn
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers, step_goes_on
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.technique import Technique
 

@@ -4,7 +4,7 @@ from math import inf
 
 import torch
 
-from lightning_fasttrain._clock import device_clock
+from lightning_fasttrain.core.device import device_clock
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:

@@ -7,7 +7,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from lightning_fasttrain.data.normalizer.find_split import is_sharded
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 
 UNTIL_BACKWARD = ("data_wait", "transfer", "forward")  # in what follows ranks wait for each other

@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 import lightning as L
 from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import count_batch
-from lightning_fasttrain._host import is_time_to_log, step_for_loggers
-from lightning_fasttrain._messages import explain, say, warn
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import count_batch
+from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.peak_flops import dtype_of, peak_flops
 from lightning_fasttrain.run.slow_ranks import compare_ranks, phases_to_compare
 from lightning_fasttrain.run.step_timer import StepTimer, TimedPhase

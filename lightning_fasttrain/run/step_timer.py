@@ -8,7 +8,7 @@ from time import perf_counter
 
 import torch
 
-from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain.core.checks import one_of, positive_int
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
 _KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step

@@ -23,3 +23,29 @@ from lightning_fasttrain.strategy.sizes.model_states import STAGES, ModelStates,
 from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
+
+__all__ = [
+    "STAGES",
+    "Consolidated",
+    "FSDP2Strategy",
+    "FabricFSDP2Strategy",
+    "FabricZeROStrategy",
+    "ModelStates",
+    "StageChoice",
+    "StrategyChoice",
+    "Traffic",
+    "ZeROSizes",
+    "ZeROStrategy",
+    "check_sharded",
+    "choose_stage",
+    "choose_strategy",
+    "consolidate",
+    "full_checkpoint",
+    "full_state_dict",
+    "load_sharded_",
+    "precision_policy",
+    "predict_model_states",
+    "predict_traffic",
+    "save_sharded",
+    "shard_blocks_",
+]

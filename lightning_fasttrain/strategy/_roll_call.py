@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._ranks import rank_count, rank_here
+from lightning_fasttrain.core.distributed import rank_count, rank_here
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guard.progress_watch import write_to_stderr
 
 _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened

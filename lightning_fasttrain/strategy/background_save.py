@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_fasttrain._messages import warn
+from lightning_fasttrain.core.messages import warn
 from lightning_fasttrain.run.guard.progress_watch import write_to_stderr
 
 Write = Callable[..., None]

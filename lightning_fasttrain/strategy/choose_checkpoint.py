@@ -6,8 +6,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_fasttrain._checkpoint_choice import whole_or_older
-from lightning_fasttrain._ranks import rank_here
+from lightning_fasttrain.core.distributed import rank_here
+from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
 
 
 def choose_checkpoint(path: str | os.PathLike[str], *, substitute: bool) -> Path:

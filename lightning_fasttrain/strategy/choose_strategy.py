@@ -11,9 +11,9 @@ from rich.table import Table
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy

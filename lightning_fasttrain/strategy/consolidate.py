@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._checkpoint_folder import MANIFEST, verify_checkpoint
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files.checkpoint_folder import MANIFEST, verify_checkpoint
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.zero._zero_files import ZeROFiles
 
 _LOW = (torch.float16, torch.bfloat16)

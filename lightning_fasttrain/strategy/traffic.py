@@ -7,7 +7,7 @@ from functools import cached_property
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.strategy._sharded_groups import ShardedGroup, sharded_groups
 from lightning_fasttrain.strategy.sizes._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer

@@ -10,16 +10,16 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 from torch import nn
 
-from lightning_fasttrain._arguments import describe, remember_arguments
-from lightning_fasttrain._batch_watch import BatchWatch
-from lightning_fasttrain._checks import refuse_mixed_lightning
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._late_parameters import LateParameters
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._run_report import RunReport, is_empty_hook
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.checks import refuse_mixed_lightning
+from lightning_fasttrain.core.host.late_parameters import LateParameters
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.technique.arguments import describe, remember_arguments
+from lightning_fasttrain.technique.batch_watch import BatchWatch
 from lightning_fasttrain.technique.declarations import Conflict, Exactness, Setting, Surgery
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.run_report import RunReport, is_empty_hook
 
 
 class Technique(L.Callback):

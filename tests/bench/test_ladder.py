@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain.bench.gpt import GPTConfig
 from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.ladder import report
@@ -22,6 +21,7 @@ from lightning_fasttrain.bench.ladder.rows import Climbed, Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
 from lightning_fasttrain.bench.sizes import Size
 from lightning_fasttrain.cli import main
+from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.technique import Exactness
 
 MICRO = Size(GPTConfig(context=64, layers=2, heads=2, width=16), batch=8, steps=2)

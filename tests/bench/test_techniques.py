@@ -9,9 +9,9 @@ import torch
 import yaml
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._facts import Facts
 from lightning_fasttrain.cli import BAD_INPUT, main
 from lightning_fasttrain.plan.catalogue import known_techniques, public_path
+from lightning_fasttrain.technique.facts import Facts
 from tests.run_example import ROOT
 
 

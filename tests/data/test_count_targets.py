@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from lightning_fasttrain._messages import say_once
+from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.data import count_next_tokens, count_targets
 
 PADDED = torch.tensor([[1, 2, -100], [3, -100, -100]])

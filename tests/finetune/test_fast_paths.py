@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 from tests.finetune.test_merge import awake, relative, same
 from tests.nets import weights
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._heads import find_heads
+from lightning_fasttrain.core.modules.heads import find_heads
 from lightning_fasttrain.finetune import find_targets, load_adapter_, quantize_base_, save_adapter, unload_adapters_
 
 RESULTS = (Path(__file__).parent.parent.parent / "examples" / "results" / "README.md").read_text()

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._surgery import without_rounding
 from lightning_fasttrain.bench.gpt import GPT, GPTConfig
 from lightning_fasttrain.bench.text import read_text
+from lightning_fasttrain.core.modules.wrapped_forward import without_rounding
 from lightning_fasttrain.finetune import QuantizedBase
 from lightning_fasttrain.model import eight_bit_products, low_precision_products
 from lightning_fasttrain.model.eight_bit_products import linear_in_8_bits, multiply_rows

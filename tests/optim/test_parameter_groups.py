@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain._messages import say_once
+from lightning_fasttrain.core.messages import say_once
 from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights

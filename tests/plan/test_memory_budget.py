@@ -14,9 +14,9 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import ActivationCheckpointing, MemoryBudget
-from lightning_fasttrain._free_memory import GIB
 from lightning_fasttrain.bench import zoo
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.model import EveryBlock
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 from lightning_fasttrain.plan.budget.block_cost import BlockCost, measure_block

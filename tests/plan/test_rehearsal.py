@@ -12,8 +12,8 @@ from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._counts import format_bytes
-from lightning_fasttrain._random_state import random_state
+from lightning_fasttrain.core.counts import format_bytes
+from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.plan import RehearsalError
 from lightning_fasttrain.run import AtomicCheckpointIO
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights

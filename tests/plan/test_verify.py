@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._messages import note_once
-from lightning_fasttrain._without_dropout import without_dropout
+from lightning_fasttrain.core.messages import note_once
+from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
 from lightning_fasttrain.finetune.parts import _float32_adapters
 from lightning_fasttrain.plan.proof.short_run import quietly

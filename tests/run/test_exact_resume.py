@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Subset, SubsetRandomSampler
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.run.resume._gathered_states import pack, unpack
 from lightning_fasttrain.run.resume.exact_resume import KEY, ExactResume
 from lightning_fasttrain.technique import Technique

@@ -7,6 +7,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core import messages
 from lightning_fasttrain.run import MatmulPrecision, matmul_precision_
 
 NEW = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmul", "conv", "rnn"))]
@@ -120,7 +121,7 @@ def test_for_a_loop_it_is_applied_to_a_model():
 
 def test_says_once_that_it_does_nothing_without_cuda(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    ft._messages.say_once.cache_clear()
+    messages.say_once.cache_clear()
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
         for _ in range(2):
             matmul_precision_("tf32")

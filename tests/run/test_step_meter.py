@@ -9,7 +9,7 @@ from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._counts import count_batch
+from lightning_fasttrain.core.counts import count_batch
 from lightning_fasttrain.run import StepMeter, StepTimer, step_timer
 from lightning_fasttrain.run.slow_ranks import describe_slowest
 

@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.checkpoint import metadata
 
 import lightning_fasttrain as ft
-from lightning_fasttrain._checkpoint_folder import verify_checkpoint
-from lightning_fasttrain._reading import CorruptCheckpoint
-from lightning_fasttrain._run_mark import KEY, RunMark
+from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.core.files.run_mark import KEY, RunMark
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.strategy.background_save import BackgroundSave, to_host
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from lightning_fasttrain import data, optim
-from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.gpt import GPTModule
 from lightning_fasttrain.bench.ladder.recorder import Recorder
 from lightning_fasttrain.bench.ladder.rows import State
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.catalogue import class_named
 from lightning_fasttrain.technique import Technique, apply
 

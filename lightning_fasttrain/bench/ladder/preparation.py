@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.gpt import ATTENTIONS
 from lightning_fasttrain.bench.ladder.rows import Skipped
 from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
 from lightning_fasttrain.bench.machine import bf16_slowdown, bf16_units
 from lightning_fasttrain.bench.sizes import Size, size_named
 from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
 
 STRONG, BARE = "strong", "bare-loop"
 

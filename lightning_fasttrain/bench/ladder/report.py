@@ -10,10 +10,10 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import FULL_WIDTH
 from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
 from lightning_fasttrain.bench.ladder.rows import Climbed, Row, Top
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import FULL_WIDTH
 
 # In the order in which a narrow terminal goes without them, the last one first.
 _BY_WEIGHT = (

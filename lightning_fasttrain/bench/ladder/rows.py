@@ -7,7 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Self
 
-from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.technique import Exactness
 
 # How a run is made, in plain JSON, so that a fresh process can make it:

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._messages import explain
 from lightning_fasttrain.bench.ladder.judge import MEMORY_WORTH
 from lightning_fasttrain.bench.ladder.rows import Row, State
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model import CompileBlocks
 from lightning_fasttrain.technique import Exactness
 

@@ -20,7 +20,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._host import (
+from lightning_fasttrain.core.host.lightning import (
     call_strategy,
     plain_closure,
     replace_closures,
@@ -28,8 +28,8 @@ from lightning_fasttrain._host import (
     step_goes_on,
     zero_grad_of_batch,
 )
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch

@@ -7,13 +7,14 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling
 from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, is_sharded
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
 _RANKS = 2**24  # more than there will be

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchmetrics import Metric
 
-from lightning_fasttrain._host import replicates
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.fitting._agreement import Agreement
 
 Result = TypeVar("Result")

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.technique import Exactness, Surgery, Technique, apply
 
 _SAVES = (Surgery.CHECKPOINT, Surgery.OFFLOAD)

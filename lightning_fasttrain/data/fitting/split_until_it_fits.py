@@ -8,9 +8,9 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.state.restore import remember, remember_gradients
 from lightning_fasttrain.data.fitting._agreement import Agreement, Outcome, Verdict
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember, remember_gradients
 
 Result = TypeVar("Result")
 _WAYS_OUT = (

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.messages import explain, note_once, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique import Setting, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def prefetch_to_device(iterable: Iterable[Any], device: torch.device | str) -> "DevicePrefetcher":

@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import say
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.messages import say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.facts import Facts
 
 _END = object()
 

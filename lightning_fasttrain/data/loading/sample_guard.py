@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._messages import explain, warn_on_any_rank
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.messages import explain, warn_on_any_rank
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.loading._tolerant_dataset import Envelope, Sieve, TolerantDataset
 from lightning_fasttrain.data.loading._wrapped_loader import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique

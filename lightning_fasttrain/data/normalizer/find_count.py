@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, CountTargets, named_count
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, is_sharded
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import sample_rows
 from lightning_fasttrain.data.normalizer.trial.step_function import models_of

@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightning_fasttrain._labels import find_labels
-from lightning_fasttrain._messages import explain, list_some, say, warn
-from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.core.distributed import from_all_ranks
+from lightning_fasttrain.core.labels import find_labels
+from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.data.normalizer.classify_terms import (
     classify_alone,
     classify_terms,
@@ -54,12 +53,6 @@ class CannotSplitError(ValueError):
             "(batch → the number of terms that its loss averages over), or use ActivationCheckpointing for memory"
         )
         super().__init__(explain(what, why, way_out))
-
-
-def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether parameters are in pieces, so that their gradients cannot be taken beside the training's own."""
-    # `ds_id` is of DeepSpeed's stage 3, `device_mesh` of DTensors.
-    return any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
 
 
 def find_split(
@@ -324,15 +317,6 @@ def _count_per_sample(split: LossSplit, trial: Trial) -> float:
     assert trial.whole is not None
     count = read_count(trial.whole, read.term, read.varying[read.term])
     return count / trial.sample.size if count > 0 else 1.0
-
-
-def from_all_ranks(mine: list[Any]) -> list[Any]:
-    """The entries of all ranks' lists, so that all decide alike."""
-    if rank_count() == 1:
-        return mine
-    gathered: list[Any] = [None] * rank_count()
-    dist.all_gather_object(gathered, mine)
-    return [entry for some in gathered for entry in some]
 
 
 def _choose_unchecked(verdict: _Verdict, trial: Trial, count: Count) -> LossSplit:

@@ -8,16 +8,16 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.scale_rates import RULES, scale_rates_
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.facts import Facts
 
 
 def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:

@@ -5,9 +5,9 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import count_batch
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import count_batch
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
 from lightning_fasttrain.data.sizes.seen import sum_over_ranks
 
@@ -75,7 +75,7 @@ class Growth:
         return self.until is None or self.done < self.until
 
     def add(self, batch: Any) -> None:
-        """Count a batch of this process: samples, and tokens as :func:`~lightning_fasttrain._counts.count_batch`."""
+        """Count a batch of this process, as :func:`~lightning_fasttrain.core.counts.count_batch` does."""
         samples, tokens = count_batch(batch)
         self._unsaid[0] += samples
         self._unsaid[1] += tokens

@@ -4,8 +4,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain
 
 _UNITS = {
     "": "steps",

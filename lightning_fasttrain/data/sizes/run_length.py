@@ -6,8 +6,8 @@ from collections.abc import Callable
 import lightning as L
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from lightning_fasttrain._host import training_loaders
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.host.lightning import training_loaders
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 
 _WAY_OUT = "Give the total, as total=10_000"

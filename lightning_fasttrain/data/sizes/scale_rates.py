@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 
 RULES: dict[str, Callable[[float], float]] = {"linear": lambda share: share, "sqrt": math.sqrt}
 

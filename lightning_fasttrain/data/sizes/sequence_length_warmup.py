@@ -8,14 +8,14 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.sizes.growth import Growth
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import steps_of_epochs, total_steps
 from lightning_fasttrain.data.split_batch import walk_leaves
 from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]

@@ -6,9 +6,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lightning_fasttrain._messages import say, warn
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, from_all_ranks
+from lightning_fasttrain.core.distributed import from_all_ranks, rank_count
+from lightning_fasttrain.core.messages import say, warn
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, try_split

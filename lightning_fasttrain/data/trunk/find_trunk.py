@@ -5,9 +5,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._blocks import is_wanted, keep_outermost, list_kinds
-from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, from_all_ranks
+from lightning_fasttrain.core.distributed import from_all_ranks
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.blocks import is_wanted, keep_outermost, list_kinds
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, try_split
 from lightning_fasttrain.data.trunk.micro_batch_forward import Trunk, list_batch_statistics, refuse_batch_statistics

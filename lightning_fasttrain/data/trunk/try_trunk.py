@@ -9,8 +9,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from lightning_fasttrain.core.distributed import from_all_ranks
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor
-from lightning_fasttrain.data.normalizer.find_split import error_limit, from_all_ranks
+from lightning_fasttrain.data.normalizer.find_split import error_limit
 from lightning_fasttrain.data.normalizer.trial.runs import Run, Split, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage, Trial, run_again, try_unsplit

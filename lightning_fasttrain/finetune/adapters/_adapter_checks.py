@@ -7,7 +7,7 @@ from typing import Any
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
 

@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._surgery import WrappedForward, patch, wrapper_on, wrappers_on
+from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, patch, wrapper_on, wrappers_on
 
 # What torch looks at before it takes the fast path, and at nothing else.
 _SWITCHES: dict[type[nn.Module], tuple[str, int]] = {

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import held_tensors, hold_
@@ -43,7 +43,8 @@ def find_outermost(model: nn.Module) -> Iterable[tuple[str, Any]]:
 class Originals:
     """Replaces a merged layer's ``unmerge``, and holds the weights as they were.
 
-    Like :class:`~lightning_fasttrain._surgery.WrappedForward` it holds the layer, so that a copy has its own.
+    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the layer, so that a copy
+    has its own.
     """
 
     def __init__(self, layer: Any) -> None:

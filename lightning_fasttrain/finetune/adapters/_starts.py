@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.heads import is_a
 
 Batches = Collection[Any]
 _TOKENS = {"input_ids", "attention_mask"}

@@ -8,9 +8,9 @@ import lightning as L
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import CorruptCheckpoint
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
 from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_parameters,

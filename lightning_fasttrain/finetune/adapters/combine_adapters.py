@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapted_modules,
     adapter_names,

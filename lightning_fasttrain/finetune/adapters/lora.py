@@ -12,14 +12,14 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._guarded_loading import guard_loading
-from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._host import replicates
-from lightning_fasttrain._messages import explain, list_some, note_once, warn
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.files.guarded_loading import guard_loading
+from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
+from lightning_fasttrain.core.modules.heads import is_a
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters._starts import Batches
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._heads import is_a
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.finetune.adapters._direct_weight_use import forget_adapters_
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
 from lightning_fasttrain.finetune.adapters._starts import call, in_eval
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters

@@ -13,8 +13,8 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import parse_json
+from lightning_fasttrain.core.files.safe_load import parse_json
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.parts.base_fingerprint import first_few
 from lightning_fasttrain.finetune.parts.targets import require_peft
 

@@ -9,10 +9,10 @@ from typing import Any
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import TEMPORARY, write_atomic
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._reading import local_path, parse_json
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, write_atomic
+from lightning_fasttrain.core.files.safe_load import local_path, parse_json
+from lightning_fasttrain.core.messages import explain, note_once
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
     Fingerprint,
     base_fingerprint,

@@ -12,7 +12,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.parts.base_fingerprint import (
     adapter_holders,
     adapters_on,

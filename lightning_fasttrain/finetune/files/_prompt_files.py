@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
 from lightning_fasttrain.finetune.files._adapter_layers import refuse_not_finite
 from lightning_fasttrain.finetune.parts.base_fingerprint import (

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._reading import open_safetensors
+from lightning_fasttrain.core.files.safe_load import open_safetensors
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, refuse_namesake
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters, add_adapter_
 from lightning_fasttrain.finetune.files._adapter_config import read_config, refuse_unrepeatable, written_config

@@ -14,9 +14,9 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import TEMPORARY, sync_folder
-from lightning_fasttrain._messages import explain, say
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, sync_folder
+from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder

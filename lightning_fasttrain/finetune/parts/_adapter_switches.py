@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._heads import is_a
+from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
 
 

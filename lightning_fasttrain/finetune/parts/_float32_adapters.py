@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._heads import is_a
+from lightning_fasttrain.core.modules.heads import is_a
 
 _LOW = (torch.bfloat16, torch.float16)
 _DICTS = (nn.ModuleDict, nn.ParameterDict)

@@ -4,8 +4,8 @@ from collections.abc import Collection
 
 from torch import nn
 
-from lightning_fasttrain._heads import is_a, is_inside, is_linear, stands_for
-from lightning_fasttrain._messages import explain, list_some, warn
+from lightning_fasttrain.core.messages import explain, list_some, warn
+from lightning_fasttrain.core.modules.heads import is_a, is_inside, is_linear, stands_for
 from lightning_fasttrain.finetune.parts.freezing import can_train
 
 _MUCH = 0.1  # of all bytes: then it is worth a warning

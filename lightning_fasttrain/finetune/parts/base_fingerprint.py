@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._heads import is_a, stands_for
-from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.heads import is_a, stands_for
 
 Fingerprint = dict[str, str]
 _SAMPLES = 64  # of each weight; with another number no stored fingerprint fits any more

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_fasttrain._blocks import is_wanted, list_kinds
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.blocks import is_wanted, list_kinds
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 
 Named = str | type[nn.Module]
 
@@ -79,7 +79,8 @@ def keeps_statistics(module: nn.Module) -> bool:
 class StaysInEval:
     """Replaces a module's ``train``, and does nothing.
 
-    Like :class:`~lightning_fasttrain._surgery.WrappedForward` it holds the module, so that a copy has its own.
+    Like :class:`~lightning_fasttrain.core.modules.wrapped_forward.WrappedForward` it holds the module, so that a copy
+    has its own.
     """
 
     def __init__(self, module: nn.Module) -> None:

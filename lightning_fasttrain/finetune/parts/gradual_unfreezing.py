@@ -8,14 +8,12 @@ import lightning as L
 from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import nn
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._heads import heads_beside, warn_of_blocks_beyond
-from lightning_fasttrain._host import replicates, wrap_again
-from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.host.lightning import replicates, wrap_again
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.finetune.parts.freezing import (
     Chosen,
     Named,
@@ -27,6 +25,8 @@ from lightning_fasttrain.finetune.parts.freezing import (
     show_thawed_,
 )
 from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 Groups = Sequence[Named | Sequence[Named]]
 

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_fasttrain._blocks import has_parameters
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._heads import base_of, find_heads
-from lightning_fasttrain._late_parameters import notices_late_parameters
-from lightning_fasttrain._messages import explain, say, warn
-from lightning_fasttrain._surgery import told_heads
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.blocks import has_parameters
+from lightning_fasttrain.core.modules.heads import base_of, find_heads
+from lightning_fasttrain.core.modules.wrapped_forward import told_heads
 
 
 @notices_late_parameters

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain._blocks import has_parameters
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._heads import find_heads, is_linear, layers_of, stands_for
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import has_parameters
+from lightning_fasttrain.core.modules.heads import find_heads, is_linear, layers_of, stands_for
 from lightning_fasttrain.finetune.parts._unreached_weights import read_past
 
 Target = str | re.Pattern[str] | type[nn.Module]

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 # What a model returns along its sequence, which virtual tokens make longer.
 _LONGER = {

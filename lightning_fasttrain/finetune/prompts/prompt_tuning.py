@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
 from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt
 from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on

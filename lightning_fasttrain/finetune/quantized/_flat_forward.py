@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lightning_fasttrain._surgery import WrappedForward
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
 
 
 def dequantize_flat(packed: Tensor, state: Any, dtype: torch.dtype) -> Tensor:

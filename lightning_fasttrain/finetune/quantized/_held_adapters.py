@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._heads import is_a
+from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under, stand_in
 
 

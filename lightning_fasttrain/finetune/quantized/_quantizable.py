@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._heads import find_heads, find_skipped, is_a
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import Blocks
+from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_a
 from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
 from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain._checks import one_of, require
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")

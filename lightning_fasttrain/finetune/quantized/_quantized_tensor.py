@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._heads import stands_for
-from lightning_fasttrain._surgery import WrappedForward, wrappers_on
+from lightning_fasttrain.core.modules.heads import stands_for
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward, wrappers_on
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantize_layer_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import local_path, open_safetensors, read_json
+from lightning_fasttrain.core.files.safe_load import local_path, open_safetensors, read_json
+from lightning_fasttrain.core.messages import explain
 
 Where = str | os.PathLike[str]
 INDEX = "model.safetensors.index.json"

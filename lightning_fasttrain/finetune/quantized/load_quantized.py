@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain, list_some, say
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain, list_some, say
+from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, quantize_layer_, round_bias_
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_

@@ -7,13 +7,11 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._facts import Facts
-from lightning_fasttrain._host import trainer_of
-from lightning_fasttrain._messages import explain, list_some, note_once, say, warn
-from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.host.lightning import trainer_of
+from lightning_fasttrain.core.messages import explain, list_some, note_once, say, warn
+from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -29,6 +27,8 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_te
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 NONE_LEFT = "bitsandbytes multiplies with what is quantised, so no layer but the head would be left"
 ALL_OR_SKIP = "Leave LowPrecisionProducts out, or name with skip= what is to stay whole and multiply in 8 bits"

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import wrapper_on
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import wrapper_on
 from lightning_fasttrain.finetune.quantized._flat_forward import FlatForward
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,

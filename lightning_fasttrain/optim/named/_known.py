@@ -7,8 +7,8 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.galore_groups import block_matrices, galore_groups
 from lightning_fasttrain.optim.named._known import Known, find_known, refuse_settings
 from lightning_fasttrain.optim.named.decay_groups import decay_groups

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 
 class HostOptimizer(Optimizer):

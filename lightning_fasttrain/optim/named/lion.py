@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 
 class Lion(Optimizer):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain
 
 UPDATES = ("kahan", "stochastic")
 _NAN = 0x7FC00000  # float32's usual one, in bits

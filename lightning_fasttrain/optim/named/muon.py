@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.optim.optimizer import ParamsT
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 
 class MuonAdamW(Optimizer):

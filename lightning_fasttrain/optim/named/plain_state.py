@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
 _BLOCK = 256  # numbers that share a scale in bitsandbytes' states

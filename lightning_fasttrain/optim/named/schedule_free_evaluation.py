@@ -7,7 +7,7 @@ import torch
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 
 class ScheduleFreeEvaluation(L.Callback):

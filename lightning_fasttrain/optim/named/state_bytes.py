@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 
 Shape = tuple[int, ...]

@@ -12,9 +12,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fasttrain._counts import count_batch
-from lightning_fasttrain._host import FabricOptimizer, see_training_batches, trainer_of, when_loaders_are_made
-from lightning_fasttrain._messages import explain, note_once, say
+from lightning_fasttrain.core.counts import count_batch
+from lightning_fasttrain.core.host.lightning import (
+    FabricOptimizer,
+    see_training_batches,
+    trainer_of,
+    when_loaders_are_made,
+)
+from lightning_fasttrain.core.messages import explain, note_once, say
 from lightning_fasttrain.data.sizes.lengths import Length
 from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
 from lightning_fasttrain.data.sizes.seen import sum_over_ranks

@@ -3,9 +3,9 @@
 import io
 from pathlib import Path
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"

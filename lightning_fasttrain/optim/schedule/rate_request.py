@@ -4,8 +4,8 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.data.sizes.lengths import Length, read_length
 from lightning_fasttrain.optim.schedule.rate_plan import ENDLESS, SHAPES, RatePlan
 

@@ -8,14 +8,14 @@ import lightning as L
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._counts import count_batch, count_parameters
-from lightning_fasttrain._explanation import Explanation, describe_acting, explain_run
-from lightning_fasttrain._free_memory import free_bytes
-from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain.core.counts import count_batch, count_parameters
+from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.predict.fake_copy import Factory
 from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 def explain(

@@ -12,13 +12,13 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.predict.fake_copy import Factory, fake_module
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport
 from lightning_fasttrain.plan.predict.predict_memory import PRECISIONS, predict_memory
 from lightning_fasttrain.technique import Technique, apply, check_together
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
 
 Loss = Callable[[Any, Any], Any]

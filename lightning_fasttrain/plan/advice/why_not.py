@@ -11,12 +11,10 @@ from lightning.pytorch.strategies import Strategy
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._blocks import find_blocks
-from lightning_fasttrain._counts import count_parameters
-from lightning_fasttrain._facts import Facts, facts_of_machine
-from lightning_fasttrain._heads import find_heads
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import first_line
+from lightning_fasttrain.core.counts import count_parameters
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
@@ -25,6 +23,8 @@ from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.plan.predict.fake_copy import Factory
 from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 _REFUSED = (TypeError, ValueError, ModuleNotFoundError)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 from rich.table import Table
 
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
 from lightning_fasttrain.plan.budget.placement import place
 

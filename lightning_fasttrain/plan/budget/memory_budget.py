@@ -5,8 +5,8 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.model.activation_checkpointing import CheckpointPolicy
 from lightning_fasttrain.plan.budget.checkpoint_plan import CheckpointPlan
 from lightning_fasttrain.plan.budget.step_watch import StepWatch

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._free_memory import GIB, free_bytes
-from lightning_fasttrain._messages import explain, note_once, say
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
 from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
 from lightning_fasttrain.plan.budget.agreement import for_all, highest_of_all

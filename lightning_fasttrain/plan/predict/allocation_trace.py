@@ -12,7 +12,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 

@@ -11,7 +11,7 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.parts._float32_adapters import stays_in_float32
 from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
 from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers

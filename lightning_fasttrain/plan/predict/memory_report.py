@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain._counts import format_bytes
+from lightning_fasttrain.core.counts import format_bytes
 from lightning_fasttrain.plan.predict.allocation_trace import Allocation
 from lightning_fasttrain.run.memory.memory_record import CATEGORIES
 

@@ -14,10 +14,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.autograd.graph import _engine_run_backward
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._host import configured_optimizers
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.accumulate_gradients import loss_of
 from lightning_fasttrain.data.float32_gradient_sums import sum_gradients_in_float32
 from lightning_fasttrain.optim import release_gradients_
@@ -32,6 +31,7 @@ from lightning_fasttrain.plan.predict.memory_report import MemoryReport, report
 from lightning_fasttrain.plan.predict.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.plan.predict.unseen_on_cuda import CUDA_WORKSPACE
 from lightning_fasttrain.technique import Technique, apply, check_together
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,

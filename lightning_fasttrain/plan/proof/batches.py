@@ -11,9 +11,9 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain._counts import count_bytes, format_bytes
-from lightning_fasttrain._free_memory import free_bytes
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.counts import count_bytes, format_bytes
+from lightning_fasttrain.core.device import free_bytes
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data.normalizer.trial.sample_rows import rank_rows
 from lightning_fasttrain.data.split_batch import batch_size, pick_rows
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory

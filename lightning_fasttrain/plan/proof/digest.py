@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._checks import require
+from lightning_fasttrain.core.checks import require
 
 _ENTRIES = 4096  # of a tensor that are kept; all of one that has no more
 _ROWS, _COLUMNS = 256, 512  # of the random signs: of 128 Ki entries each has a sign of its own

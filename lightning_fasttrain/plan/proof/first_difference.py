@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
 from torch.utils._pytree import tree_leaves
 
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep
 from lightning_fasttrain.plan.proof.digest import take_digest
 from lightning_fasttrain.plan.proof.short_run import Steps, run_steps, seed_step

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import nn
 
-from lightning_fasttrain._messages import list_some
+from lightning_fasttrain.core.messages import list_some
 from lightning_fasttrain.plan.proof.step_record import StepRecord
 from lightning_fasttrain.plan.proof.yardstick import Distances
 from lightning_fasttrain.technique import Technique

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import CUDAAccelerator
 
-from lightning_fasttrain._free_memory import return_unused_memory
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._surgery import first_line
-from lightning_fasttrain._without_dropout import has_dropout
+from lightning_fasttrain.core.device import return_unused_memory
+from lightning_fasttrain.core.modules.without_dropout import has_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
 from lightning_fasttrain.plan.proof import guards
 from lightning_fasttrain.plan.proof.batches import count_rows, fit_rows, keep_rows
@@ -35,6 +34,7 @@ from lightning_fasttrain.plan.proof.yardstick import (
 )
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 FULL = "32-true"
 _TIMES = 16.0  # what rounding does to a step is small and random; two steps may meet it at its two ends

@@ -14,11 +14,11 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._messages import explain, list_some
-from lightning_fasttrain._random_state import random_state
-from lightning_fasttrain._surgery import patch
-from lightning_fasttrain._without_dropout import without_dropout
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.without_dropout import without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.core.state.rng import random_state
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.finetune.account_bytes import account_bytes
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters

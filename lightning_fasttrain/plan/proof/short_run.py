@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_fasttrain._free_memory import return_unused_memory
-from lightning_fasttrain._host import without_trainer
-from lightning_fasttrain._messages import FastTrainWarning, explain, log
-from lightning_fasttrain._surgery import patch
-from lightning_fasttrain._without_dropout import without_dropout
+from lightning_fasttrain.core.device import return_unused_memory
+from lightning_fasttrain.core.host.lightning import without_trainer
+from lightning_fasttrain.core.messages import FastTrainWarning, explain, log
+from lightning_fasttrain.core.modules.without_dropout import without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.technique import Technique
 
 _LOW = (torch.bfloat16, torch.float16)

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain._messages import FULL_WIDTH
+from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.plan.proof.comparison import Distance
 from lightning_fasttrain.plan.proof.first_difference import FirstDifference
 from lightning_fasttrain.technique import Exactness

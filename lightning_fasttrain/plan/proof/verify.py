@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.plan.proof.batches import take_batches, take_validation
 from lightning_fasttrain.plan.proof.proof import FULL, Proof

@@ -13,12 +13,12 @@ from pathlib import Path
 import lightning as L
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fasttrain._checkpoint_folder import mark_folder
-from lightning_fasttrain._files import TEMPORARY, find_existing, free_disk_bytes
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._host import saves_every
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import is_remote
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, find_existing, free_disk_bytes
+from lightning_fasttrain.core.files.checkpoint_folder import mark_folder
+from lightning_fasttrain.core.files.safe_load import is_remote
+from lightning_fasttrain.core.host.lightning import saves_every
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guard._checkpoint_room import check_folders
 
 

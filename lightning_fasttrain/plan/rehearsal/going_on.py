@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_fasttrain._messages import explain, list_some
+from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.plan.proof.digest import take_digest
 from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving
 from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors

@@ -7,8 +7,8 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.callbacks import Checkpoint
 
-from lightning_fasttrain._clock import device_clock
-from lightning_fasttrain._host import step_goes_on
+from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.core.host.lightning import step_goes_on
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
 from lightning_fasttrain.plan.proof.short_run import EnoughError
 from lightning_fasttrain.plan.rehearsal.state_record import State, record_attributes, record_state

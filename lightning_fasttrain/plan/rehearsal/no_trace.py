@@ -11,7 +11,7 @@ import lightning as L
 import torch
 from torch import Tensor, nn
 
-from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain._counts import count_bytes
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain.core.counts import count_bytes
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetcher
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state

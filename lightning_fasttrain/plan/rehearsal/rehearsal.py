@@ -9,8 +9,8 @@ from typing import ClassVar
 import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
-from lightning_fasttrain._free_memory import return_unused_memory
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.device import return_unused_memory
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.rehearsal.checkpoint_places import find_places, refuse_bad_folders, temporary_folder
 from lightning_fasttrain.plan.rehearsal.going_on import go_on_from_checkpoint
 from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace

@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_fasttrain._messages import say
+from lightning_fasttrain.core.messages import say
 
 
 class RehearsalError(RuntimeError):

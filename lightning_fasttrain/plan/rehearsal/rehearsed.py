@@ -11,16 +11,16 @@ import lightning as L
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 
-from lightning_fasttrain._host import training_loaders, validation_loaders
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._predicted_step import PredictedStep
-from lightning_fasttrain._reading import first_line
+from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.host.lightning import training_loaders, validation_loaders
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.rehearsal.checkpoint_places import Place, saves_within_epochs, writers_of
 from lightning_fasttrain.plan.rehearsal.miniature import Course
 from lightning_fasttrain.plan.rehearsal.reading_ahead import Sample, reading_ahead, take_sample
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
+from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 A = TypeVar("A")
 

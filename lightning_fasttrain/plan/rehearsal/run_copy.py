@@ -25,8 +25,8 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 
-from lightning_fasttrain._host import TRANSFER_HOOKS
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.host.lightning import TRANSFER_HOOKS
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
 from lightning_fasttrain.data.closure.roles import SharedSplit
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory

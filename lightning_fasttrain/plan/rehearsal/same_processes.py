@@ -6,7 +6,7 @@ import lightning as L
 from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
-from lightning_fasttrain._host import ddp_again
+from lightning_fasttrain.core.host.lightning import ddp_again
 
 
 class SameProcesses(ClusterEnvironment):

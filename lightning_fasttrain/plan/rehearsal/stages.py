@@ -10,8 +10,8 @@ import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.pytorch.callbacks import EarlyStopping
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import first_line
+from lightning_fasttrain.core.files.safe_load import first_line
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.proof.short_run import as_loader
 from lightning_fasttrain.plan.proof.verification import Verification
 from lightning_fasttrain.plan.proof.verify import verify

@@ -13,13 +13,13 @@ from lightning.pytorch.strategies import DDPStrategy, Strategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checkpoint_choice import sweep
-from lightning_fasttrain._files import TEMPORARY, free_disk_bytes
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._host import replicates
-from lightning_fasttrain._messages import explain, log, warn
-from lightning_fasttrain._reading import is_remote
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, free_disk_bytes
+from lightning_fasttrain.core.files.newest_checkpoint import sweep
+from lightning_fasttrain.core.files.safe_load import is_remote
+from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.messages import explain, log, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:

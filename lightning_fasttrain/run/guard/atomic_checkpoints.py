@@ -13,16 +13,16 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checkpoint_choice import whole_or_older
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._files import free_disk_bytes, write_atomic
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._guarded_loading import guard_loading
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._plain_values import refuse_unreadable
-from lightning_fasttrain._reading import is_remote, local_path, read_archive
-from lightning_fasttrain._run_mark import KEY, RunMark, step_in
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import free_disk_bytes, write_atomic
+from lightning_fasttrain.core.files.guarded_loading import guard_loading
+from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.plain_values import refuse_unreadable
+from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
+from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.guard._checkpoint_room import check_folders, share_failed_saves
 from lightning_fasttrain.technique import Technique
 

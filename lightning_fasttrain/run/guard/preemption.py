@@ -11,10 +11,15 @@ import lightning as L
 from lightning.fabric.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.states import TrainerStatus
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._host import cluster_environment, keep_sigterm_from_ranks, signal_connector, step_goes_on
-from lightning_fasttrain._messages import explain, say
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.lightning import (
+    cluster_environment,
+    keep_sigterm_from_ranks,
+    signal_connector,
+    step_goes_on,
+)
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, a_code, check_signals, name_of
 from lightning_fasttrain.technique import Technique
 

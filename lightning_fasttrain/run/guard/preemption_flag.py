@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._host import child_watchers
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.lightning import child_watchers
+from lightning_fasttrain.core.messages import explain, warn
 
 
 class PreemptionFlag:

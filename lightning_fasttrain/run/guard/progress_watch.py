@@ -15,8 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from subprocess import Popen
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._ranks import rank_count, rank_here
+from lightning_fasttrain.core.distributed import rank_count, rank_here
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guard._rank_board import Position, RankBoard, describe, silent_ranks
 
 _RUNS = itertools.count()  # of this process; a rank that is in an earlier one is behind

@@ -10,7 +10,7 @@ from torch._C._profiler import RecordScope
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
-from lightning_fasttrain._surgery import Undo, WrappedForward, patch, wrappers_on
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, wrappers_on
 
 _MODULE = "lightning_fasttrain module "  # before the name of a module, in the name of its range
 _NODE = "autograd::engine::evaluate_function: "  # the other names are torch's own

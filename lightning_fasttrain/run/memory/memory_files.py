@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from lightning_fasttrain._checks import one_of, require
-from lightning_fasttrain._counts import UNITS, format_bytes
-from lightning_fasttrain._files import write_atomic
+from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.counts import UNITS, format_bytes
+from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.run.memory.memory_page import COLOURS, memory_page
 from lightning_fasttrain.run.memory.memory_record import MemoryRecord
 

@@ -4,7 +4,7 @@ import json
 from functools import reduce
 from html import escape
 
-from lightning_fasttrain._counts import format_bytes
+from lightning_fasttrain.core.counts import format_bytes
 from lightning_fasttrain.run.memory.memory_record import CATEGORIES, MemoryRecord
 
 COLOURS = dict(zip(CATEGORIES, ("#3f68a8", "#e3a63d", "#8f7cbf", "#e0775c", "#b3b7bf", "#4f9f78"), strict=True))

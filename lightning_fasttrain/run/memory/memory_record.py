@@ -12,7 +12,7 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-from lightning_fasttrain._counts import format_bytes
+from lightning_fasttrain.core.counts import format_bytes
 
 CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs")
 

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_fasttrain._counts import format_bytes
-from lightning_fasttrain._host import FabricModule
-from lightning_fasttrain._messages import explain, warn
+from lightning_fasttrain.core.counts import format_bytes
+from lightning_fasttrain.core.host.lightning import FabricModule
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.run.memory.memory_events import Change, Events, Place, name_forwards, read_events
 from lightning_fasttrain.run.memory.memory_files import check_kinds, save_memory_record

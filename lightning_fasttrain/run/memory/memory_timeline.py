@@ -11,11 +11,11 @@ import lightning as L
 import torch
 from lightning.pytorch.profilers import PyTorchProfiler
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import format_bytes
-from lightning_fasttrain._host import step_goes_on
-from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import format_bytes
+from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.run.memory.memory_files import check_kinds
 from lightning_fasttrain.run.memory.memory_record import MemoryRecord
 from lightning_fasttrain.run.memory.memory_recording import MemoryRecording

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_fasttrain._ranks import rank_count, rank_here
+from lightning_fasttrain.core.distributed import rank_count, rank_here
 
 
 def pack(state: Any) -> Tensor:

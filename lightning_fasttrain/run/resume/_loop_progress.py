@@ -13,8 +13,8 @@ import lightning as L
 from lightning.pytorch.loops.fetchers import _DataLoaderIterDataFetcher
 from lightning.pytorch.utilities.combined_loader import _MaxSizeCycle
 
-from lightning_fasttrain._host import is_last_batch_taken
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.host.lightning import is_last_batch_taken
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 class SavePoint(StrEnum):

@@ -12,10 +12,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from torch import Tensor
 from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
 
-from lightning_fasttrain._arguments import settings_of
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.arguments import settings_of
 from lightning_fasttrain.technique.technique import techniques_of
 
 _OPTIMIZERS, _TECHNIQUES = "optimizers", "techniques"

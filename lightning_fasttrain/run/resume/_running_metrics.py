@@ -8,7 +8,7 @@ from lightning.pytorch.trainer.connectors.logger_connector.result import _Metada
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_fasttrain._metric_state import MetricState, read_metric, write_metric_
+from lightning_fasttrain.core.state.metrics import MetricState, read_metric, write_metric_
 from lightning_fasttrain.run.resume._loop_progress import SavePoint
 
 # What a checkpoint can hold of Lightning's metadata. How to reduce and sync are functions, saved as words and flags.

@@ -7,7 +7,7 @@ import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_fasttrain._host import last_save, set_last_save
+from lightning_fasttrain.core.host.lightning import last_save, set_last_save
 
 
 def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:

@@ -9,11 +9,11 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
-from lightning_fasttrain._guarded_loading import guard_loading
-from lightning_fasttrain._host import is_last_batch_taken, step_goes_on, validation_loaders
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.files.guarded_loading import guard_loading
+from lightning_fasttrain.core.host.lightning import is_last_batch_taken, step_goes_on, validation_loaders
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, pack, unpack
 from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state

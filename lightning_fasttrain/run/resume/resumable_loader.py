@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
-from lightning_fasttrain._host import passes_of, set_passes_of, without_fabric
-from lightning_fasttrain._messages import explain, note_once, say, warn
-from lightning_fasttrain._random_state import random_state, set_random_state
+from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.run.resume._loader_randomness import (
     Generator,
     generator_state,

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain._surgery import first_line, patch
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember
+from lightning_fasttrain.core.modules.wrapped_forward import first_line, patch
+from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.run.steady._step_gate import local_values
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain._host import call_module
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.host.lightning import call_module
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 class LastCheckpoint:

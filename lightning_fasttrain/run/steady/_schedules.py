@@ -6,7 +6,7 @@ from typing import Any
 import lightning as L
 from lightning.pytorch.utilities.types import LRSchedulerTypeUnion
 
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:

@@ -19,10 +19,10 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain._host import FabricOptimizer
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.lightning import FabricOptimizer
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 Look = Callable[[Optimizer], Tensor]
 Tell = Callable[[list[float]], None]

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import positive_int
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._messages import explain, list_some, warn
-from lightning_fasttrain._surgery import Undo, patch
-from lightning_fasttrain.data.normalizer.find_split import is_sharded
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.messages import explain, list_some, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.resume._gathered_states import gather
 from lightning_fasttrain.run.steady._first_unfinite import first_layer_in_forward, is_unfinite, last_bad_gradient

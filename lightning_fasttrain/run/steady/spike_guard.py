@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._counts import number_of
-from lightning_fasttrain._host import replicates
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._ranks import rank_count
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.lightning import replicates
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
 from lightning_fasttrain.run.steady._running_limit import RunningLimit

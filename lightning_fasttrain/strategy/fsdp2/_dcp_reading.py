@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemReader, filesystem, metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import MOST_AXES, CorruptCheckpoint, ForeignObjects
+from lightning_fasttrain.core.files.safe_load import MOST_AXES, CorruptCheckpoint, ForeignObjects
+from lightning_fasttrain.core.messages import explain
 
 _DTYPES = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _METADATA, _STORAGE = metadata.__name__, filesystem.__name__

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, empty
 from torch.optim import Optimizer
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 _PLAIN, _REPLICATED = "plain", "replicated"  # layouts of a tensor; else the number of the axis it is cut along
 

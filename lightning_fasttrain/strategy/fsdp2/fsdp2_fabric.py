@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._host import BackwardSyncControl, Stateful
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import local_path
-from lightning_fasttrain._run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.background_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint

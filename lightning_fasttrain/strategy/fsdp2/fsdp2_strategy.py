@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.optim import Optimizer
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._host import move_optimizers, note_device, step_goes_on
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._reading import local_path
-from lightning_fasttrain._run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.core.files.run_mark import KEY, mark_of, step_in
+from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.host.lightning import move_optimizers, note_device, step_goes_on
+from lightning_fasttrain.core.messages import explain, warn
+from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.background_save import BackgroundSave

@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.fitting._alone_then_together import Together
 from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import is_reducing, without_gradient_reduction
 
 Result = TypeVar("Result")

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._ranks import rank_here
+from lightning_fasttrain.core.distributed import rank_here
+from lightning_fasttrain.core.files.checkpoint_folder import agree_on_all_ranks
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 
 

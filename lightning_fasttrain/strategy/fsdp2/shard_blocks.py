@@ -14,10 +14,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._blocks import Blocks, find_blocks
-from lightning_fasttrain._checks import one_of
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain, list_some, note_once
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain, list_some, note_once
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
 from lightning_fasttrain.strategy.fsdp2._packed_weights import (
     is_opaque,
     keep_packed_,

@@ -15,12 +15,12 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checkpoint_folder import agree_on_all_ranks, checkpoint_folder, verify_checkpoint
-from lightning_fasttrain._files import write_atomic
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._plain_values import refuse_unreadable
-from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path, read_archive
-from lightning_fasttrain._run_mark import KEY, step_in
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.files.checkpoint_folder import agree_on_all_ranks, checkpoint_folder, verify_checkpoint
+from lightning_fasttrain.core.files.plain_values import refuse_unreadable
+from lightning_fasttrain.core.files.run_mark import KEY, step_in
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, read_archive
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apart, template

@@ -7,9 +7,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from lightning_fasttrain._blocks import Blocks
-from lightning_fasttrain._checks import one_of, positive_int
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
 from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_

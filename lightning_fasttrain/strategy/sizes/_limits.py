@@ -1,7 +1,7 @@
 """What is asked of a limit of memory, and what is said where nothing fits into it."""
 
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain
 
 
 def check_limits(headroom: float, **memory_gib: float | None) -> None:

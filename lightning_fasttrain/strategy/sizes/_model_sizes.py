@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of, positive_int
+from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
 from lightning_fasttrain.plan.predict.fake_copy import fake_module

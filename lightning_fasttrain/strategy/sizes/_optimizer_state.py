@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Muon, Optimizer
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._host import configured_optimizers
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named._known import is_known
 from lightning_fasttrain.optim.named.build_optimizer import NamedOptimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer

@@ -9,7 +9,7 @@ from rich.table import Table
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.strategy.sizes._limits import check_limits, explain_shortage, gib, name_leaner_ways
 from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer

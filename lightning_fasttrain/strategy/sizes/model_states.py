@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._checks import one_of
+from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.strategy.sizes._model_sizes import MASTER, Held, ZeROSizes, held_by
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, refuse_unshardable
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import LBFGS, Optimizer
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
 from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable

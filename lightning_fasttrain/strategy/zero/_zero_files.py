@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._reading import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, refuse_unfit
+from lightning_fasttrain.core.messages import explain
 
 
 class Inert(dict):

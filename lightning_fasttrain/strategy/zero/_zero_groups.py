@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.optim import Adagrad, Optimizer
 
-from lightning_fasttrain._messages import explain, note_once
-from lightning_fasttrain._surgery import patch
+from lightning_fasttrain.core.messages import explain, note_once
+from lightning_fasttrain.core.modules.wrapped_forward import patch
 
 Group = dict[str, Any]
 

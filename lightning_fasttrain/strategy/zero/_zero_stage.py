@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fasttrain._checks import require
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._host import training_loader
-from lightning_fasttrain._messages import explain, say, wide_enough
-from lightning_fasttrain._random_state import random_state, set_random_state
-from lightning_fasttrain._ranks import rank_count
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.host.lightning import training_loader
+from lightning_fasttrain.core.messages import explain, say, wide_enough
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.sizes._limits import check_limits

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from lightning_fasttrain._checkpoint_choice import whole_or_older
-from lightning_fasttrain._checkpoint_folder import (
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY
+from lightning_fasttrain.core.files.checkpoint_folder import (
     MANIFEST,
     checkpoint_folder,
     mark_folder,
     read_manifest,
 )
-from lightning_fasttrain._files import TEMPORARY
-from lightning_fasttrain._messages import explain, warn
-from lightning_fasttrain._plain_values import refuse_unreadable
-from lightning_fasttrain._reading import local_path
-from lightning_fasttrain._run_mark import mark_of
+from lightning_fasttrain.core.files.newest_checkpoint import whole_or_older
+from lightning_fasttrain.core.files.plain_values import refuse_unreadable
+from lightning_fasttrain.core.files.run_mark import mark_of
+from lightning_fasttrain.core.files.safe_load import local_path
+from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero._zero_files import read_inert

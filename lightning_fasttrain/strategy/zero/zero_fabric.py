@@ -10,10 +10,10 @@ from lightning.fabric.utilities.seed import reset_seed
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain._free_memory import GIB
-from lightning_fasttrain._host import BackwardSyncControl
-from lightning_fasttrain._messages import explain
-from lightning_fasttrain._surgery import Undo
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.host.lightning import BackwardSyncControl
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_engine import Engine

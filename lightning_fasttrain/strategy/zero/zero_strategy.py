@@ -12,8 +12,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain, note_once, warn
-from lightning_fasttrain._surgery import Undo, patch
+from lightning_fasttrain.core.messages import explain, note_once, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy._roll_call import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_fasttrain._messages import explain
+from lightning_fasttrain.core.messages import explain
 
 _LIBRARIES = ("torch.", "lightning.")  # they do the same in every run
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward
 
-from lightning_fasttrain._surgery import patch, without_rounding
+from lightning_fasttrain.core.modules.wrapped_forward import patch, without_rounding
+from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.data.normalizer.log_rules import LoggedValue, own_divisor
 from lightning_fasttrain.data.normalizer.read_normalizers import Term, count_summed, is_of_parameters, read_normalizers
 from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep, autocast_device
-from lightning_fasttrain.data.normalizer.trial.restore_state import remember
 from lightning_fasttrain.data.normalizer.trial.runs import LOW, ReadTerm, Run, Split, entries_of
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of

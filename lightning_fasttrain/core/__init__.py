@@ -1,0 +1,8 @@
+"""What every room stands on: no technique, and nothing of one, is in here.
+
+``modules`` finds and wraps parts of a model, ``state`` saves and restores what a step changes, ``files`` writes and
+reads without trust, ``host`` is the door to what Lightning keeps to itself.
+
+From the bottom up: ``checks``, ``counts``, ``device``, ``distributed``, ``labels``, ``messages``, ``modules``,
+``files``, ``host``, ``package``, ``state``, ``strategy_names``.
+"""

@@ -1,0 +1,108 @@
+"""Files that are either whole or not there."""
+
+import fcntl
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+TEMPORARY = ".fasttrain-tmp-"  # what carries it may be removed, so it must be no name of a user's
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str | Callable[[BinaryIO], object]) -> Path:
+    """Write ``data`` so that a reader, or a crash, sees the old file or the new one and nothing between.
+
+    The bytes go to a temporary file in the *target's* folder (a rename across file systems is a copy, and a copy
+    can be cut short), are synced, and take the target's name in one step; then the folder is synced.
+
+    Args:
+        path: the target; its folder is made if it is missing.
+        data: bytes; text, which is encoded as UTF-8; or a function that writes to the file it is given.
+
+    Returns:
+        The path written.
+
+    Raises:
+        OSError: nothing was written; an existing file is as it was.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> write_atomic(folder / "a.json", "{}").read_text()
+        '{}'
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    name = target.parent / f"{TEMPORARY}{target.name}-{os.getpid()}-{secrets.token_hex(4)}"
+    descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)  # less what the user's umask takes away
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            with suppress(OSError):  # not every file system has locks
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if callable(data):
+                data(file)
+            else:
+                file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
+            # A rename brings the new file's mode along, and who could read the old one must be able to read this one.
+            if target.exists():
+                os.chmod(name, target.stat().st_mode & 0o777)
+            os.replace(name, target)
+    except BaseException:  # an interrupt too: nothing else knows the temporary name
+        name.unlink(missing_ok=True)
+        raise
+    sync_folder(target.parent)
+    return target
+
+
+def is_temporary_file(path: Path) -> bool:
+    """Whether ``path`` is a file that :func:`write_atomic` was writing, told by its kind and its whole name."""
+    named = re.fullmatch(rf"{re.escape(TEMPORARY)}.+-\d+-[0-9a-f]{{8}}", path.name, re.DOTALL)
+    return named is not None and path.is_file() and not path.is_symlink()
+
+
+def find_existing(path: Path) -> Path:
+    """``path`` if it is a folder, or the nearest folder above it."""
+    return next(one for one in (path, *path.absolute().parents) if one.is_dir())
+
+
+def free_disk_bytes(path: Path) -> int:
+    """Bytes free on the disk that ``path`` is on, or will be on."""
+    return shutil.disk_usage(find_existing(path)).free
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in ``folder`` outlast a power failure."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold the file or folder ``path``, waiting for whoever does. It ends with the process, however that ends."""
+    descriptor = os.open(path, os.O_RDONLY)  # a folder can be opened in no other way, and a lock needs no more
+    try:
+        with suppress(OSError):  # not every file system has locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def is_being_written(path: Path) -> bool:
+    """Whether a living process holds ``path`` as :func:`write_atomic` and :func:`lock` do; where unknown, yes."""
+    try:
+        with open(path, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:  # held; or a file system without locks
+        return True
+    return False

@@ -1,0 +1,307 @@
+"""Checkpoints that are a folder, written by many processes: whole and checksummed, or not there."""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import (
+    TEMPORARY,
+    free_disk_bytes,
+    is_being_written,
+    is_temporary_file,
+    lock,
+    sync_folder,
+    write_atomic,
+)
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, damage_of_archive, local_path, parse_json
+from lightning_fasttrain.core.messages import explain
+
+MANIFEST = "MANIFEST.json"
+OLD = ".fasttrain-old-"
+_WAS = "was"  # in a folder of ours, what had the name before
+_LOCK = ".writing"
+_MARK = b"A folder that lightning_fasttrain has made and will remove. Do not put anything in it.\n"
+_LARGEST_MANIFEST = 100 * 2**20
+
+
+def agree_on_all_ranks(ok: bool, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether every process says yes; each waits for all. Alone, it is the caller's own answer."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ok
+    on_gpu = dist.get_backend(group) == "nccl"  # which has no way to reduce a tensor on the CPU
+    answer = torch.tensor(int(ok), device=torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    dist.all_reduce(answer, op=dist.ReduceOp.MIN, group=group)  # of ones and zeros: "and"
+    return bool(answer)
+
+
+@contextmanager
+def checkpoint_folder(
+    target: str | os.PathLike[str],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    agree: Callable[[bool], bool] = bool,
+    about: dict[str, Any] | None = None,
+) -> Iterator[Path]:
+    """Yield a folder to write a checkpoint into, which takes the name ``target`` once it is complete.
+
+    All ranks enter, with a target that all of them can reach. The folder lies beside the target. On leaving, every
+    rank syncs and hashes its share of the files; rank zero writes the manifest last and renames. Whoever is killed
+    meanwhile, a reader finds the old folder or the new one, and :func:`newest_checkpoint` removes what was left.
+
+    Args:
+        target: the checkpoint's name; a folder of that name is replaced.
+        rank, world_size: of the caller, among those that enter.
+        agree: says whether all ranks were fine, and waits for them: :func:`agree_on_all_ranks`.
+        about: plain values for the manifest, such as the step.
+
+    Yields:
+        The folder to write into.
+
+    Raises:
+        OSError: this rank, or another, could not write. The older folder is as it was.
+
+    Example:
+        >>> target = getfixture("tmp_path") / "step-1"
+        >>> with checkpoint_folder(target, about={"step": 1}) as folder:
+        ...     _ = (folder / "weights").write_bytes(b"1234")
+        >>> verify_checkpoint(target)["files"]["weights"]["bytes"]
+        4
+    """
+    target = local_path(target)
+    staging = staging_of(target)
+    with ExitStack() as held:  # keeps the mark's lock until the folder has its name, or is removed
+        # Outside of the `try` below: a folder that is not ours has the name then, and must not be removed.
+        with _all_or_none(target, agree):
+            if rank == 0:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _refuse_to_replace(target)
+                with lock(target.parent):  # newest_checkpoint of another process sweeps under the same lock
+                    settle(target)
+                    _refuse_foreign(staging)
+                    staging.mkdir()
+                    held.enter_context(mark_folder(staging))
+        try:
+            # Each of the three ends with all ranks waiting for each other: no rank hashes what another still writes.
+            with _all_or_none(target, agree):
+                yield staging
+            with _all_or_none(target, agree):
+                write_atomic(staging / f".sums-{rank}", json.dumps(_sums(staging, rank, world_size)))
+            with _all_or_none(target, agree):
+                if rank == 0:
+                    _publish(staging, target, {"world_size": world_size, "about": about or {}})
+        except BaseException:
+            if rank == 0:
+                shutil.rmtree(staging, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
+    try:
+        yield
+    except BaseException as error:  # an interrupt too, or the other ranks would wait for ever
+        error.add_note(
+            f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
+            "An older one is untouched."
+        )
+        agree(False)
+        raise
+    if not agree(True):
+        why = "another rank failed, see its error; an older checkpoint of this name is untouched"
+        raise OSError(explain(f"checkpoint {target} could not be written", why, "Look at the other ranks' output"))
+
+
+def _sums(folder: Path, rank: int, world_size: int) -> dict[str, dict[str, Any]]:
+    return {name: _sum(folder / name, sync=True) for name in _files(folder)[rank::world_size]}
+
+
+def _sum(path: Path, *, sync: bool = False) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        if sync:
+            os.fsync(file.fileno())  # of the whole file, whoever wrote it and through whichever descriptor
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
+
+def _files(folder: Path) -> list[str]:
+    """All files but our own, by their path inside ``folder``. Links are refused: they can point anywhere."""
+    names = []
+    for path in folder.rglob("*"):
+        if path.is_symlink():
+            raise CorruptCheckpoint(explain(f"{path}", "it is a link, which may lead out of the folder", "Remove it"))
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in (MANIFEST, _LOCK) and not name.startswith((".sums-", TEMPORARY)):
+            names.append(name)
+    return sorted(names)
+
+
+def _publish(staging: Path, target: Path, facts: dict[str, Any]) -> None:
+    files: dict[str, Any] = {}
+    for part in sorted(staging.glob(".sums-*")):
+        files |= json.loads(part.read_text())
+        part.unlink()
+    # The manifest is written when all that it lists would outlast a power failure.
+    for folder in (path for path in staging.rglob("*") if path.is_dir()):
+        sync_folder(folder)
+    write_atomic(staging / MANIFEST, json.dumps({"version": 1, **facts, "files": files}, indent=1))
+    _replace(staging, target)
+
+
+def _replace(staging: Path, target: Path) -> None:
+    old = old_of(target)
+    if os.path.lexists(target):  # a folder cannot be renamed onto another: between the two renames both are complete
+        _refuse_foreign(old)
+        old.mkdir()
+        write_atomic(old / _LOCK, _MARK)
+        target.rename(old / _WAS)
+    staging.rename(target)
+    sync_folder(target.parent)
+    (target / _LOCK).unlink(missing_ok=True)  # not before: while it is held, nobody takes the folder for a leftover
+    if is_ours(old):
+        shutil.rmtree(old)
+
+
+def staging_of(target: Path) -> Path:
+    """Where what will be ``target`` is written."""
+    return target.parent / f"{TEMPORARY}{target.name}"
+
+
+def old_of(target: Path) -> Path:
+    """The folder of ours in which the former ``target`` waits until the new one has its name."""
+    return target.parent / f"{OLD}{target.name}"
+
+
+@contextmanager
+def mark_folder(folder: Path) -> Iterator[None]:
+    """Say inside ``folder`` that it is ours, and that this process is at work in it; the latter dies with it."""
+    write_atomic(folder / _LOCK, _MARK)
+    with lock(folder / _LOCK):
+        yield
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether this module has made ``folder``: told by what is in it, never by its name alone."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    mark = folder / _LOCK
+    if mark.is_file() and not mark.is_symlink():
+        with open(mark, "rb") as file:
+            return file.read(len(_MARK) + 1) == _MARK
+    return all(is_temporary_file(path) for path in folder.iterdir())  # killed before it could be marked
+
+
+def is_at_work(target: Path) -> bool:
+    """Whether a living process writes ``target``."""
+    return is_being_written(staging_of(target) / _LOCK)
+
+
+def settle(target: Path) -> None:
+    """Finish or remove what a killed save of ``target`` left. Nobody may be writing it.
+
+    What takes the name is verified first; what is removed carries our mark. All else stays as it is.
+    """
+    staging, old = staging_of(target), old_of(target)
+    if is_ours(old):
+        # Killed between the two renames: the former checkpoint gets its name back before a complete new one takes it.
+        if not os.path.lexists(target) and os.path.lexists(old / _WAS):
+            (old / _WAS).rename(target)
+        shutil.rmtree(old)
+    ours = is_ours(staging)
+    may_take_the_name = ours or not os.path.lexists(target)
+    if may_take_the_name and (staging / MANIFEST).is_file() and _damage(staging) is None:
+        _replace(staging, target)  # it was complete
+    elif ours:
+        shutil.rmtree(staging)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if os.path.lexists(folder):
+        why = "it has a name that saving uses, and was not made by it"
+        raise FileExistsError(explain(f"{folder}", why, "Move it elsewhere"))
+
+
+def _refuse_to_replace(target: Path) -> None:
+    """A folder of that name must be a checkpoint: a save would remove all that is in it."""
+    if target.is_symlink() or not target.is_dir():
+        return
+    there = [path.name for path in target.iterdir()]
+    # Ours, torch's distributed checkpoint, DeepSpeed under Lightning (two names), and Lightning's FSDP.
+    if there and not {MANIFEST, ".metadata", "checkpoint", "latest", "meta.pt"} & set(there):
+        why = f"it is a folder, and no checkpoint: it holds {sorted(there)[:3]}"
+        raise FileExistsError(explain(f"{target}", why, "Use another name"))
+
+
+def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read all of a checkpoint and hold it against its checksums: sha256 for a folder, the archive's for a file.
+
+    Args:
+        path: a folder made by :func:`checkpoint_folder`, or a file made by ``torch.save``.
+
+    Returns:
+        The folder's manifest; of a file, its size.
+
+    Raises:
+        CorruptCheckpoint: it is not as it was written.
+        FileNotFoundError: nothing is there.
+    """
+    path = local_path(path)
+    if not path.exists():
+        raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+    reason = _damage(path)
+    if reason is not None:
+        way_out = f"Use an older one: newest_checkpoint({str(path.parent)!r})"
+        raise CorruptCheckpoint(explain(f"{path} is corrupt", reason, way_out))
+    return read_manifest(path) if path.is_dir() else {"bytes": path.stat().st_size}
+
+
+def _damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, all of which is read; None if nothing is."""
+    if not path.is_dir():
+        return damage_of_archive(path)
+    try:
+        listed, found = read_manifest(path)["files"], _files(path)
+        if set(listed) != set(found):
+            lost, extra = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
+            # The manifest may be anyone's, so what is quoted of it is cut.
+            return f"{lost[0][:200]} is missing" if lost else f"{extra[0]} does not belong to it"
+        for name, expected in listed.items():
+            seen = _sum(path / name)
+            if seen["bytes"] != expected["bytes"]:
+                return f"{name} has {seen['bytes']} bytes of {expected['bytes']}"
+            if seen["sha256"] != expected["sha256"]:
+                return f"{name} was changed: its sha256 is another"
+    except CorruptCheckpoint as error:
+        return str(error)
+    except OSError as error:  # unreadable, or it goes away meanwhile
+        return f"it cannot be read ({error})"
+    return None
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """What a checkpoint's folder says of itself; its files are not looked at.
+
+    Raises:
+        CorruptCheckpoint: it says nothing that can be read.
+    """
+    path = folder / MANIFEST
+    if path.is_symlink() or not path.is_file():
+        raise CorruptCheckpoint(f"it has no {MANIFEST}, which is written last")
+    if path.stat().st_size > _LARGEST_MANIFEST:
+        raise CorruptCheckpoint(f"{MANIFEST} is larger than {_LARGEST_MANIFEST} bytes")
+    try:
+        manifest = parse_json(path.read_bytes(), MANIFEST, _LARGEST_MANIFEST)
+        _ = [(entry["bytes"], entry["sha256"]) for entry in manifest["files"].values()]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptCheckpoint(f"{MANIFEST} cannot be read") from error
+    if not isinstance(manifest.get("about", {}), dict) or type(manifest.get("world_size", 1)) is not int:
+        raise CorruptCheckpoint(f"{MANIFEST} cannot be read")
+    return manifest

@@ -1,0 +1,52 @@
+"""A Trainer goes on from files of this machine, whole and of a run; all else is said before it is used."""
+
+import os
+import pickle
+from typing import Any
+
+from lightning.pytorch.strategies import Strategy
+
+from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, ForeignObjects, first_line, local_path
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+
+
+def guard_loading(strategy: Strategy) -> Undo:
+    """Let ``strategy.load_checkpoint`` take files and folders of this machine only, and say what is wrong with one.
+
+    For every technique that checkpoints matter to. Once is enough, however many of them there are.
+    """
+    if isinstance(vars(strategy).get("load_checkpoint"), _GuardedLoad):
+        return lambda: None
+    return patch(strategy, "load_checkpoint", _GuardedLoad(strategy))
+
+
+class _GuardedLoad:
+    def __init__(self, strategy: Strategy) -> None:
+        self.strategy, self.load = strategy, strategy.load_checkpoint
+
+    def __call__(self, checkpoint_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        path = local_path(checkpoint_path)
+        if not path.exists():
+            raise FileNotFoundError(explain(f"{path}", "there is no such checkpoint", f"Look into {path.parent}"))
+        # One of ours reads all of the file anyway and says what is wrong; twice would take twice as long.
+        if path.is_file() and not getattr(self.strategy.checkpoint_io, "verifies", False):
+            verify_checkpoint(path)
+        try:
+            checkpoint = self.load(path, *args, **kwargs)
+        except IsADirectoryError as error:
+            why = "it is a folder, as strategies that shard write them"
+            raise ValueError(explain(f"{path}", why, "Use the strategy that saved it, or full_checkpoint")) from error
+        except (ValueError, OSError):  # ours, and those that say what they mean
+            raise
+        except pickle.UnpicklingError as error:
+            why = f"it holds what could only be made by running code from it ({first_line(error)})"
+            raise ForeignObjects(explain(f"{path}", why, "If you trust it, give weights_only=False")) from error
+        except (RuntimeError, EOFError, LookupError, TypeError, AttributeError) as error:
+            why = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
+            raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
+        if path.is_file() and not (isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint):
+            why = "it is no checkpoint of a Trainer, which would hold how far the run had come"
+            raise ValueError(explain(f"{path}", why, "Load it with model.load_state_dict, and leave ckpt_path out"))
+        return checkpoint

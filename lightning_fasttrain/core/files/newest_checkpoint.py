@@ -1,0 +1,180 @@
+"""Which checkpoint to go on from, and what killed saves have left behind."""
+
+import os
+from pathlib import Path
+
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, is_being_written, is_temporary_file, lock
+from lightning_fasttrain.core.files.checkpoint_folder import (
+    MANIFEST,
+    OLD,
+    is_at_work,
+    is_ours,
+    settle,
+    verify_checkpoint,
+)
+from lightning_fasttrain.core.files.run_mark import Facts, facts_of
+from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, local_path
+from lightning_fasttrain.core.messages import explain, say, warn
+
+
+def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
+    """``path`` if it is whole; else, to go on training, an older whole checkpoint of the same run, which is said.
+
+    Args:
+        path: a file or a folder of this machine.
+        substitute: whether another may be taken. Not where the weights themselves are asked for, as in validation.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, and there is no other, or none may be taken.
+        FileNotFoundError: nothing is there.
+        ValueError: it is an address rather than a path.
+    """
+    path = local_path(path)
+    if not path.exists():
+        sweep(path.parent)  # a save that was killed when it was complete takes its name only now
+    try:
+        verify_checkpoint(path)
+        return path
+    except CorruptCheckpoint as error:
+        other = _older_of_its_run(path) if substitute else None
+        if other is None:
+            raise
+        warn(f"{error} Instead {other} is loaded, an older one of the same run.")
+        return other
+
+
+def _older_of_its_run(path: Path) -> Path | None:
+    """A whole one of the same run and not newer, as both say themselves; None if the damage has taken that too."""
+    asked = facts_of(path)
+    # Without both, another run's checkpoint in this folder could be taken for this one's.
+    if asked.run is None or asked.step is None:
+        return None
+    found = {other: facts_of(other) for other in _candidates(path.parent) if other != path}
+    older = {
+        other: facts.step
+        for other, facts in found.items()
+        if facts.run == asked.run and facts.step is not None and facts.step <= asked.step
+    }
+    # One after the other: to find out whether one is whole, all of it is read.
+    return next((other for other in sorted(older, key=lambda one: older[one], reverse=True) if _is_whole(other)), None)
+
+
+def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
+    """The newest checkpoint in ``folder`` that is whole, for ``trainer.fit(..., ckpt_path=...)``.
+
+    Newest is the one with the most steps, as is written in it, of the run that saved last; so copying a folder changes
+    nothing. A file that does not say its step (a damaged one, or one with objects of other classes) is taken for as
+    far as those that were written before it, by the clock of the file system.
+
+    Every candidate is read through and held against its checksums; one that is damaged is passed over, and it is
+    said. What a killed save has left is finished if it was complete, and removed if nobody is writing it. Files,
+    folders and links that this package did not make stay as they are.
+
+    Args:
+        folder: where checkpoints are: files ``*.ckpt``, and folders as ZeRO and FSDP2 write them.
+
+    Returns:
+        Its path; None if there is no checkpoint at all, which is said too.
+
+    Raises:
+        CorruptCheckpoint: there are checkpoints, and none of them is whole.
+
+    Example:
+        >>> folder = getfixture("tmp_path")
+        >>> newest_checkpoint(folder) is None
+        True
+        >>> import torch
+        >>> torch.save({"step": 1}, folder / "one.ckpt")
+        >>> _ = (folder / "two.ckpt").write_bytes(b"cut short")
+        >>> import pytest
+        >>> with pytest.warns(UserWarning, match="two.ckpt is corrupt"):
+        ...     newest_checkpoint(folder).name
+        'one.ckpt'
+    """
+    folder = local_path(folder)
+    sweep(folder)
+    candidates = _candidates(folder)
+    for path in _newest_first(candidates):
+        if _is_whole(path):
+            return path
+    if candidates:
+        why = "all of them are corrupt, and a run from the beginning is not what was asked for"
+        way_out = "Move them away to begin again"
+        raise CorruptCheckpoint(explain(f"{folder} holds {len(candidates)} checkpoints", why, way_out))
+    say("no checkpoint in %s: the run starts from the beginning", folder)
+    return None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        verify_checkpoint(path)
+    except (CorruptCheckpoint, OSError) as error:
+        warn(f"passed over: {error}")
+        return False
+    return True
+
+
+def _candidates(folder: Path) -> list[Path]:
+    named = [path for path in _entries(folder) if not path.name.startswith((TEMPORARY, OLD))]
+    return [path for path in named if path.exists() and (path.suffix == ".ckpt" or (path / MANIFEST).is_file())]
+
+
+def _newest_first(paths: list[Path]) -> list[Path]:
+    told = {path: facts_of(path) for path in paths}
+    at = {path: _saved_at(path, facts) for path, facts in told.items()}
+    last: dict[str | None, float] = {None: 0.0}  # when each run saved last; files that name none count as one run
+    for path, facts in told.items():
+        if facts.step is not None:
+            last[facts.run] = max(at[path], last.get(facts.run, 0.0))
+
+    with_step = [path for path, facts in told.items() if facts.step is not None]
+
+    def rank(path: Path) -> tuple[float, int, float]:
+        facts = told[path]
+        if facts.step is None:  # as far as the farthest of those that were written before it
+            # All of `with_step` have a step, so the recursion ends there.
+            before = [rank(one) for one in with_step if _written_at(one) <= at[path]]
+            run_saved_at, step, _ = max(before, default=(0.0, -1, 0.0))
+            return run_saved_at, step, at[path]
+        return last[facts.run], facts.step, at[path]
+
+    return sorted(paths, key=rank, reverse=True)
+
+
+def _saved_at(path: Path, facts: Facts) -> float:
+    return _written_at(path) if facts.saved_at is None else facts.saved_at
+
+
+def _written_at(path: Path) -> float:
+    manifest = path / MANIFEST
+    # The time of a folder is that of the last change to its list of names, which a stray file in it changes too.
+    return (manifest if manifest.is_file() else path).stat().st_mtime
+
+
+def _entries(folder: Path) -> list[Path]:
+    return list(folder.iterdir()) if folder.is_dir() else []
+
+
+def sweep(folder: Path) -> None:
+    """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
+    # Without the lock at first: mostly nothing is there, and then nobody has to wait.
+    if not any(path.name.startswith((TEMPORARY, OLD)) for path in _entries(folder)):
+        return
+    try:
+        with lock(folder):
+            for path in _entries(folder):
+                _sweep_one(path)
+    except OSError as error:  # a folder that may only be read
+        warn(f"what a killed save left in {folder} stays there: {error}")
+
+
+def _sweep_one(path: Path) -> None:
+    for beginning in (TEMPORARY, OLD):
+        name = path.name.removeprefix(beginning)
+        if name != path.name and path.is_dir() and not path.is_symlink():
+            target = path.parent / name
+            if name and not is_at_work(target) and (is_ours(path) or (path / MANIFEST).is_file()):
+                settle(target)
+            return
+    if is_temporary_file(path) and not is_being_written(path):
+        path.unlink(missing_ok=True)

@@ -1,0 +1,273 @@
+"""The one door through which files are read: nothing in them is run, and memory is taken for what is there."""
+
+import json
+import math
+import os
+import pickle
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.serialization import MAP_LOCATION
+
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
+
+LARGEST_JSON = 32 * 2**20  # bytes; the index of a model of 700 billion parameters has nine million
+MOST_AXES = 16
+MOST_PARTS, LONGEST_NAME = 100, 2000  # of a tensor's name: nested modules, and characters
+_BROKEN_ZIP = (zipfile.BadZipFile, zlib.error, OSError, EOFError, ValueError, RuntimeError, NotImplementedError)
+# What torch's unpickler says of objects that it refuses; any other message is taken for damage.
+_FOREIGN = ("Unsupported global", "unrecognized function", "whose module", "Can only build", "Can only create")
+_BYTEARRAY, _SMALL = b"bytearray", 2**24
+
+
+class CorruptCheckpoint(ValueError):
+    """A checkpoint that is cut short, changed, or not one at all. The message names the file and the reason."""
+
+
+class ForeignObjects(ValueError, pickle.UnpicklingError):
+    """A file that holds objects which could only be made by running code that it names."""
+
+
+@contextmanager
+def as_corrupt(path: str | os.PathLike[str], *more: type[BaseException]) -> Iterator[None]:
+    """What Python and torch say of pieces that do not fit together, as what it means; our own errors pass."""
+    try:
+        yield
+    except (CorruptCheckpoint, ForeignObjects, OSError):
+        raise
+    except (Exception, *more) as error:
+        why = f"its pieces do not fit together ({type(error).__name__}: {first_line(error)})"
+        raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
+
+
+def is_remote(path: object) -> bool:
+    """Whether ``path`` is an address rather than a file here: ``http://``, ``s3://`` and their like."""
+    return "://" in str(path)
+
+
+def local_path(path: str | os.PathLike[str]) -> Path:
+    """Return ``path`` if it names a file or folder of this machine.
+
+    Raises:
+        ValueError: it is an address, or empty, which would be the folder that the program was started in.
+
+    Example:
+        >>> local_path("https://example.com/last.ckpt")
+        Traceback (most recent call last):
+        ValueError: https://example.com/last.ckpt: this is no file here, and ... Download it first, and give its path.
+    """
+    if is_remote(path):
+        why = "this is no file here, and what comes from elsewhere is neither fetched nor opened unseen"
+        raise ValueError(explain(f"{path}", why, "Download it first, and give its path"))
+    if str(path) == "" or "\0" in str(path):
+        raise ValueError(explain(f"path {str(path)!r}", "this names no file", "Give the file or the folder"))
+    return Path(path)
+
+
+def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
+    """What is in a JSON file.
+
+    Raises:
+        ValueError: it is none, is larger than ``largest`` bytes, or says something twice.
+        FileNotFoundError: there is no such file.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Check the name"))
+    with open(path, "rb") as file:
+        data = file.read(largest + 1)  # one more shows that there are more
+    return parse_json(data, f"{path}", largest)
+
+
+def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any:
+    """JSON without trust: not too large, nothing said twice, no NaN. Raises ValueError.
+
+    Example:
+        >>> parse_json('{"a": 1, "a": 2}', "the settings")
+        Traceback (most recent call last):
+        ValueError: the settings cannot be read: it is no proper JSON ('a' is there twice). Fetch it again.
+    """
+    if len(data) > largest:
+        raise ValueError(
+            explain(f"{what} has more than {largest} bytes", "nothing here needs so many", "Do not use it")
+        )
+    try:
+        return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        why = f"it is no proper JSON ({first_line(error)})"
+        raise ValueError(explain(f"{what} cannot be read", why, "Fetch it again")) from error
+
+
+def _refuse_constant(word: str) -> None:
+    raise ValueError(f"{word} is no number")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"{key[:80]!r} is there twice")
+        found[key] = value
+    return found
+
+
+def damage_of_archive(path: Path) -> str | None:
+    """What is wrong with a file of ``torch.save``, all of which is read; None if nothing is."""
+    if not path.is_file():
+        return "it is neither a file nor a folder"
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            reason = _unfit_entries(archive, size)
+            broken = None if reason else archive.testzip()  # unpacks every entry, so not before they were found fit
+        if reason is None:
+            torch._C.PyTorchFileReader(os.fspath(path)).get_all_records()  # stricter about the archive's own structure
+    except _BROKEN_ZIP as error:  # RuntimeError: encrypted
+        return f"its {size} bytes are no archive of torch.save ({first_line(error)})"
+    return reason or (f"{broken} in it was changed: its checksum is another" if broken is not None else None)
+
+
+def _unfit_entries(archive: zipfile.ZipFile, size: int) -> str | None:
+    """A reason not to unpack: ``torch.save`` neither compresses nor lets entries overlap."""
+    entries = archive.infolist()
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return "it is no archive of torch.save: something in it is compressed, and could be of any size"
+    if sum(entry.file_size for entry in entries) > size:
+        return f"it is no archive of torch.save: its entries are larger than its {size} bytes"
+    for entry in entries:
+        if entry.filename.endswith("data.pkl") and _asks_for_memory(archive.read(entry), max(size, _SMALL)):
+            return "it asks for more memory than it has bytes"
+    return None
+
+
+def _asks_for_memory(pickled: bytes, most: int) -> bool:
+    """``bytearray(n)`` takes n bytes; it is the one thing torch allows in files that allocates by a number."""
+    if _BYTEARRAY not in pickled:
+        return False
+    try:
+        return any(isinstance(value, int) and value > most for op, value, _ in pickletools.genops(pickled))
+    except (ValueError, IndexError):
+        return False  # which whoever loads it will say
+
+
+def read_archive(path: str | os.PathLike[str], *, map_location: MAP_LOCATION = "cpu", mmap: bool = False) -> Any:
+    """Tensors and plain values out of a file of ``torch.save``, and nothing else.
+
+    Args:
+        path: the file; one that holds objects of other classes is refused.
+        map_location: as for ``torch.load``.
+        mmap: leave tensors in the file until they are used.
+
+    Raises:
+        CorruptCheckpoint: it is damaged, or no such file.
+        ForeignObjects: it holds something else; nothing was run.
+        FileNotFoundError: nothing is there.
+
+    Example:
+        >>> path = getfixture("tmp_path") / "one.ckpt"
+        >>> torch.save({"step": 3}, path)
+        >>> read_archive(path)
+        {'step': 3}
+    """
+    path = local_path(path)
+    if not os.path.lexists(path):
+        raise FileNotFoundError(explain(f"{path}", "there is no such file", f"Look into {path.parent}"))
+    refuse_unfit(path)
+    try:
+        return torch.load(path, map_location=map_location, mmap=mmap, weights_only=True)
+    except Exception as error:  # what a damaged or hostile file makes of an unpickler has many names
+        if any(phrase in str(error) for phrase in _FOREIGN):
+            why = f"to make them is to run code from the file, so weights_only=True refuses it: {unsafe_names(path)}"
+            way_out = "If you know where it comes from, load it with weights_only=False"
+            raise ForeignObjects(explain(f"{path} holds objects of other classes", why, way_out)) from error
+        why = f"it is damaged ({type(error).__name__}: {first_line(error)})"
+        raise CorruptCheckpoint(explain(f"{path} cannot be read", why, "Use an older one")) from error
+
+
+def refuse_unfit(path: Path) -> None:
+    """Refuse what is no archive of ``torch.save``, or one that would take more memory than it has bytes."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            reason = _unfit_entries(archive, path.stat().st_size)
+    except _BROKEN_ZIP as error:
+        reason = f"it is no archive of torch.save ({first_line(error)})"
+    if reason is not None:
+        raise CorruptCheckpoint(explain(f"{path} cannot be read", reason, "Use an older one"))
+
+
+def unsafe_names(path: Path) -> str:
+    """The first classes in a file that torch does not take for safe."""
+    try:
+        names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:  # a damaged file, which has been said
+        names = []
+    return ", ".join(name[:100] for name in names[:3]) or "it calls what is no class"
+
+
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file, whose header has been looked at: names, axes and sizes are within reason.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is cut short, no safetensors file, or nothing that a model would hold.
+    """
+    safetensors: Any = require("safetensors", extra="finetune")
+    if not path.is_file():
+        raise FileNotFoundError(explain(f"{path}", "there is no such file", "Name a .safetensors file"))
+    _check_header(path)
+    try:
+        return safetensors.safe_open(str(path), framework="pt")
+    except Exception as error:
+        why = f"it is cut short, or no safetensors file ({first_line(error)})"
+        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
+
+
+def _check_header(path: Path) -> None:
+    header = _header(path)
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        shape = entry.get("shape") if isinstance(entry, Mapping) else None
+        if not isinstance(shape, list) or not all(type(n) is int and n >= 0 for n in shape):
+            why = f"it is cut short, or no safetensors file ({name[:120]!r} has no shape)"
+        elif len(shape) > MOST_AXES:
+            why = f"{name[:120]!r} has {len(shape)} axes"
+        elif len(name) > LONGEST_NAME or name.count(".") >= MOST_PARTS:
+            why = f"the name {name[:120]!r}… has {len(name)} characters and {name.count('.') + 1} parts"
+        elif math.prod(shape) > path.stat().st_size * 8:  # no number takes less than a bit
+            why = f"it is cut short: {name[:120]!r} would have {math.prod(shape)} numbers"
+        else:
+            continue
+        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
+
+
+def _header(path: Path) -> dict[str, Any]:
+    with open(path, "rb") as file:
+        first = file.read(8)
+        size = struct.unpack("<Q", first)[0] if len(first) == 8 else -1
+        # The format: eight bytes say how long the header is, and nothing says that they are true.
+        data = file.read(size) if 0 <= size <= min(LARGEST_JSON, path.stat().st_size) else b""
+    if size < 0 or len(data) != size:
+        why = "it is cut short, or no safetensors file"
+        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again"))
+    try:
+        header = json.loads(data, object_pairs_hook=_without_duplicates)
+        if not isinstance(header, dict):
+            raise ValueError(f"its header is a {type(header).__name__}")
+    except (ValueError, RecursionError) as error:
+        why = f"it is cut short, or no safetensors file ({first_line(error)})"
+        raise ValueError(explain(f"{path} cannot be read", why, "Fetch it again")) from error
+    return header
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, without the page of advice and the C++ frames that may follow."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]

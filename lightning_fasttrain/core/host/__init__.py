@@ -1,0 +1,4 @@
+"""Lightning's Trainer, as far as its privates are needed.
+
+From the bottom up: ``lightning``, ``late_parameters``.
+"""

@@ -1,0 +1,286 @@
+"""The door to what Lightning keeps to itself, so that upgrading Lightning means reading one file.
+
+Resuming has its own: positions in loops in ``run/resume/_loop_progress.py``, logged metrics in
+``run/resume/_running_metrics.py``. What subclasses of its strategies override is in ``strategy/``, and torchmetrics'
+door is ``core/state/metrics.py``. All private names are listed in ``tests/test_host.py``, which fails when Lightning
+lacks one, or when another file uses one.
+"""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import lightning as L
+from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
+from lightning.fabric.strategies.launchers.subprocess_script import _ChildProcessObserver
+from lightning.fabric.strategies.strategy import _BackwardSyncControl
+from lightning.fabric.utilities.device_dtype_mixin import _update_properties
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.types import _Stateful
+from lightning.fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.core.optimizer import _configure_optimizers
+from lightning.pytorch.loops.optimization.automatic import Closure
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy, Strategy, XLAStrategy
+from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
+from lightning.pytorch.trainer import call
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+
+FabricModule, FabricOptimizer = _FabricModule, _FabricOptimizer
+BackwardSyncControl, Stateful = _BackwardSyncControl, _Stateful
+move_optimizers, note_device = _optimizers_to_device, _update_properties
+TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+
+
+# What is going on
+
+
+def step_goes_on(trainer: L.Trainer) -> bool:
+    """Whether the gradients of this batch are summed with those of the next."""
+    return trainer.fit_loop._should_accumulate()
+
+
+def is_last_batch_taken(trainer: L.Trainer) -> bool:
+    """Whether the training loaders have no more batches for this epoch."""
+    return trainer.fit_loop.epoch_loop._num_ready_batches_reached()
+
+
+def is_time_to_log(trainer: L.Trainer) -> bool:
+    """Whether ``log_every_n_steps`` says so for this step."""
+    return trainer._logger_connector.should_update_logs
+
+
+def step_for_loggers(trainer: L.Trainer) -> int:
+    """The number of the step, as Lightning gives it to loggers."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
+def trainer_of(module: nn.Module) -> L.Trainer | None:
+    """The Trainer that a module is attached to."""
+    return module._trainer if isinstance(module, L.LightningModule) else None
+
+
+@contextmanager
+def without_trainer(module: L.LightningModule) -> Iterator[None]:
+    """A module without the Trainer that it is attached to, which a copy would copy too."""
+    restore = patch(module, "_trainer", None)
+    try:
+        yield
+    finally:
+        restore()
+
+
+def training_loader(trainer: L.Trainer) -> Any:
+    """What the user gave to train on, made if it has to be; None if there is nothing."""
+    source = trainer.fit_loop._data_source
+    return source.dataloader() if source.is_defined() else None
+
+
+def validation_loaders(trainer: L.Trainer) -> list[Any]:
+    """Those of the validation within ``fit``, once they are made."""
+    combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
+    return [] if combined is None else combined.flattened
+
+
+def training_loaders(trainer: L.Trainer) -> CombinedLoader | None:
+    """Those that this run reads from, as techniques have wrapped them; None before they are made."""
+    return trainer.fit_loop._combined_loader
+
+
+def when_loaders_are_made(trainer: L.Trainer, act: Callable[[], bool]) -> None:
+    """Call ``act`` as soon as Lightning has made the training loaders; if it is not done, again when it asks for them.
+
+    It asks for them before each epoch.
+    """
+    setup_data = trainer.fit_loop.setup_data
+
+    def setup_then_act() -> None:
+        setup_data()
+        if act():
+            restore()
+
+    restore = patch(trainer.fit_loop, "setup_data", setup_then_act)
+
+
+def see_training_batches(trainer: L.Trainer, see: Callable[[Any], None]) -> None:
+    """Call ``see`` with each batch of this run, before it is trained on."""
+    on_start = trainer.strategy.on_train_batch_start
+
+    def on_train_batch_start(batch: Any, batch_idx: int) -> None:
+        see(batch)
+        on_start(batch, batch_idx)
+
+    restore = patch(trainer.strategy, "on_train_batch_start", on_train_batch_start)
+
+    def end(teardown: Callable[[], None]) -> None:
+        restore()
+        teardown()
+
+    surround_teardown(trainer, end)
+
+
+def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
+    """Who started the processes."""
+    return trainer._accelerator_connector.cluster_environment
+
+
+def configured_optimizers(module: L.LightningModule) -> list[Optimizer]:
+    """What ``configure_optimizers`` gives, in whichever of the forms that Lightning allows."""
+    configured: Any = module.configure_optimizers()
+    return _configure_optimizers(configured)[0]
+
+
+# The step
+
+
+def decide_when_a_step_goes_on(trainer: L.Trainer, decide: Callable[[], bool]) -> Undo:
+    """Have ``decide`` answer :func:`step_goes_on`, for Lightning too."""
+    return patch(trainer.fit_loop.epoch_loop, "_should_accumulate", decide)
+
+
+def replace_closures(trainer: L.Trainer, make: Callable[..., Closure]) -> Undo:
+    """Have ``make(kwargs, optimizer, batch_idx)`` make the closure of each batch."""
+    return patch(trainer.fit_loop.epoch_loop.automatic_optimization, "_make_closure", make)
+
+
+def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
+    """What :func:`replace_closures` was given; None if Lightning makes its own."""
+    return vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
+
+
+def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_idx: int) -> Closure:
+    """The closure that Lightning itself makes."""
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    return type(loop)._make_closure(loop, kwargs, optimizer, batch_idx)  # of the class, as ours may stand on the object
+
+
+def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
+    """What zeroes the gradients in a batch's closure; None where they are summed with earlier ones."""
+    return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
+
+
+def call_module(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+    """Call a hook of the module as Lightning does."""
+    return call._call_lightning_module_hook(trainer, hook, *arguments)
+
+
+def call_strategy(trainer: L.Trainer, hook: str, *arguments: Any) -> Any:
+    """Call a method of the strategy as Lightning does: profiled, and with ``self.log`` knowing where it is."""
+    return call._call_strategy_hook(trainer, hook, *arguments)
+
+
+@contextmanager
+def logging_as(module: L.LightningModule, hook: str) -> Iterator[None]:
+    """``self.log`` as if it was called in ``hook``."""
+    # `log` looks up by this name whether it may be called, and its defaults of on_step and on_epoch.
+    before, module._current_fx_name = module._current_fx_name, hook
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
+
+
+# The run
+
+
+def surround_teardown(trainer: L.Trainer, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have ``run(teardown)`` end the run that is going on."""
+    own = trainer._teardown
+
+    def teardown() -> None:
+        restore()
+        run(own)
+
+    restore = patch(trainer, "_teardown", teardown)
+
+
+def started_processes(strategy: Strategy) -> Sequence[subprocess.Popen[bytes]] | None:
+    """The other ranks of this machine, if Lightning itself starts them: on rank zero, which does so; elsewhere none.
+
+    Under torchrun and SLURM they are siblings: None.
+    """
+    launcher: Any = strategy.launcher
+    if not isinstance(launcher, _SubprocessScriptLauncher):
+        return None
+    return launcher.procs if isinstance(launcher.cluster_environment, LightningEnvironment) else None
+
+
+def child_watchers() -> Iterator[tuple[threading.Thread, list[subprocess.Popen[bytes]]]]:
+    """Lightning's threads that watch the other ranks, and end this process if one fails; and whom each watches."""
+    for thread in threading.enumerate():
+        if isinstance(thread, _ChildProcessObserver):
+            yield thread, list(thread._child_processes)
+
+
+def signal_connector(trainer: L.Trainer) -> Any:
+    """What registers Lightning's handlers of signals, when all is set up."""
+    return trainer._signal_connector
+
+
+def keep_sigterm_from_ranks(trainer: L.Trainer) -> Undo:
+    """Lightning has ranks tell one another of SIGTERM after each batch; in the run, they do not."""
+    return patch(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
+
+
+def saves_every(writer: ModelCheckpoint) -> tuple[int, timedelta | None]:
+    """Steps, 0 for none, and time after which it saves within an epoch."""
+    return writer._every_n_train_steps, writer._train_time_interval
+
+
+def last_save(writer: ModelCheckpoint) -> tuple[int, str]:
+    """The step of its last save, and the file."""
+    return writer._last_global_step_saved, writer._last_checkpoint_saved
+
+
+def set_last_save(writer: ModelCheckpoint, step: int, file: str) -> None:
+    writer._last_global_step_saved, writer._last_checkpoint_saved = step, file
+
+
+def replicates(strategy: Strategy) -> bool:
+    """Whether every process has the whole model, as on one device and under DDP."""
+    # Both of those left out are subclasses of DDPStrategy.
+    whole = isinstance(strategy, SingleDeviceStrategy | DDPStrategy)
+    return whole and not isinstance(strategy, DeepSpeedStrategy | XLAStrategy)
+
+
+def wrap_again(strategy: DDPStrategy) -> None:
+    """DDP averages the gradients of the parameters that train when it is made, and waits for all of them."""
+    strategy.model = strategy.lightning_module
+    # The processes agree already; to send the first one's buffers round would change those that are each one's own.
+    restore = patch(strategy, "_ddp_kwargs", {"init_sync": False, **strategy._ddp_kwargs})
+    try:
+        strategy.configure_ddp()
+    finally:
+        restore()
+    strategy._pl_static_graph_delay_done = False  # as for any new wrapper
+
+
+def ddp_again(strategy: DDPStrategy, environment: ClusterEnvironment) -> DDPStrategy:
+    """DDP as it was set, for another Trainer in the processes that ``environment`` tells of."""
+    backend = strategy.process_group_backend
+    return DDPStrategy(cluster_environment=environment, process_group_backend=backend, **strategy._ddp_kwargs)
+
+
+# Fabric
+
+
+def without_fabric(loader: Any) -> Any:
+    """The loader that Fabric has wrapped; any other as it is."""
+    return loader._dataloader if isinstance(loader, _FabricDataLoader) else loader
+
+
+def passes_of(loader: Any) -> int:
+    """How often Fabric's loader was iterated over, which it tells samplers as the epoch; 0 for any other."""
+    return loader._num_iter_calls if isinstance(loader, _FabricDataLoader) else 0
+
+
+def set_passes_of(loader: Any, passes: int) -> None:
+    if isinstance(loader, _FabricDataLoader):
+        loader._num_iter_calls = passes

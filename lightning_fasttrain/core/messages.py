@@ -1,0 +1,83 @@
+"""How this package speaks. Errors in three parts, one class of warning, and notes that are said once."""
+
+import functools
+import logging
+import warnings
+from collections.abc import Sequence
+
+from lightning.fabric.utilities.rank_zero import rank_zero_only
+from rich.console import Console
+
+FULL_WIDTH = 190  # columns that the widest of our tables fits in
+
+log = logging.getLogger("lightning_fasttrain")
+
+
+class FastTrainWarning(UserWarning):
+    """Something asked for does not, or only partly, take effect. The message says why and what to do."""
+
+
+def explain(what: str, why: str, way_out: str) -> str:
+    """The one form of our error messages: what was wrong, with its value · why · the cheapest way out.
+
+    Example:
+        >>> explain("n=0", "a batch has at least one part", "Use n=1")
+        'n=0: a batch has at least one part. Use n=1.'
+    """
+    return f"{what}: {why}. {way_out}."
+
+
+def list_some(names: Sequence[str], most: int = 3) -> str:
+    """The first of the names, and how many more there are.
+
+    Example:
+        >>> list_some(["a", "b", "c", "d", "e"])
+        'a, b, c and 2 more'
+    """
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+@rank_zero_only
+def say(message: str, *values: object) -> None:
+    """Log one line at INFO, on rank zero only, where it can be seen.
+
+    Python shows no INFO by default. So unless this package's logger was given a level it is set to INFO, and unless
+    the program has handlers one that writes to stderr is added to it, at the first line rather than at import.
+    """
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+    if not log.hasHandlers():
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+        log.addHandler(handler)
+    log.info(message, *values)
+
+
+@rank_zero_only
+def warn(message: str) -> None:
+    """Warn once per place, on rank zero only."""
+    warnings.warn(message, FastTrainWarning, stacklevel=3)  # 2 is the wrapper that rank_zero_only makes
+
+
+def warn_on_any_rank(message: str) -> None:
+    """Warn once per place, on the rank where it happens, with its number: the first rank may know nothing of it."""
+    rank: int = getattr(rank_zero_only, "rank", 0) or 0
+    warnings.warn(f"rank {rank}: {message}" if rank else message, FastTrainWarning, stacklevel=2)
+
+
+def note_once(message: str) -> None:
+    """Say something that is worth knowing but no reason to worry, once per process; unheard, it may come again."""
+    if log.level <= logging.INFO:
+        say_once(message)
+
+
+@functools.cache
+def say_once(message: str) -> None:
+    """As :func:`say`, once per process."""
+    say(message)
+
+
+def wide_enough(console: Console) -> Console:
+    """The console, or a wider one where the output goes to a file or a pipe and nothing is cut by a screen."""
+    return console if console.is_terminal else Console(width=FULL_WIDTH)

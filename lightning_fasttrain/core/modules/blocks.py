@@ -1,0 +1,259 @@
+"""Find the repeated blocks of any model."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator
+from itertools import groupby
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from lightning_fasttrain.core.messages import note_once
+
+Blocks = str | type[nn.Module] | Iterable[str | type[nn.Module]]
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_A_KIND = 0.05  # of the parameters in blocks; what has fewer, such as two heads, is no kind of block of its own
+_WORTH_A_WORD = 0.01  # of the model's parameters, where it is not in a block
+
+
+def find_blocks(model: nn.Module, blocks: Blocks | None = None) -> dict[str, nn.Module]:
+    """Find the repeated blocks of a model: layers of encoder and decoder, residual blocks, levels of a U-Net.
+
+    A block is a layer that is made of at least two layers with weights, and that stands among others of its class: in
+    a list, or as attributes of one module. All classes of which that is so count, with every block of each, also
+    the only layer of a list, which a model may call several times (ALBERT). Classes with less than 5% of the parameters
+    in blocks do not. What holds such lists itself, as the stages of a ResNet or the two stacks of T5, is no block; they
+    are looked for inside of it. In a model without, such as an MLP, the longest run of one class counts, whatever
+    that is; where no two neighbours are of one class, as in a ``Sequential`` of linear layers and activations, others
+    may lie between. Parts of several layers, with at least 1% of the parameters, that are in no block are named in one
+    line.
+
+    Args:
+        model: any module; a ``LightningModule`` or a wrapper that holds the real model is fine.
+        blocks: what to take instead: a class, a class name, or a pattern of qualified names in which ``*`` stands
+            for one name and ``**`` for any number (``"model.layers.*"``); or several of these.
+
+    Returns:
+        Qualified name → block, in the model's own order. No block lies inside another.
+
+    Raises:
+        ValueError: nothing repeats, or nothing matches; the message lists the candidates with their counts.
+
+    Example:
+        >>> from torch import nn
+        >>> net = nn.Sequential(nn.Embedding(8, 4), *[nn.TransformerEncoderLayer(4, 1) for _ in range(3)])
+        >>> list(find_blocks(net))
+        ['1', '2', '3']
+        >>> list(find_blocks(net, "*.self_attn"))
+        ['1.self_attn', '2.self_attn', '3.self_attn']
+        >>> list(find_blocks(nn.Transformer(4, 2, 1, 2, batch_first=True)))
+        ['encoder.layers.0', 'decoder.layers.0', 'decoder.layers.1']
+    """
+    found = _match_blocks(model, blocks) if blocks is not None else _find_repeated(model)
+    if not found:
+        what = "no repeated blocks" if blocks is None else f"blocks={blocks!r} matches nothing"
+        raise ValueError(
+            f"{what} in {type(model).__name__}: candidates are {list_kinds(model)}. "
+            "Name the blocks yourself, with blocks= a class, a class name or a pattern such as 'model.layers.*'."
+        )
+    return found
+
+
+def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
+    search = _Search(model)
+    layered, longest = search.layered_blocks(), search.longest_run()
+    # A few small layered things, such as two heads, are not the body of a model that is made of single layers.
+    found = longest if _share(model, longest) > 2 * _share(model, layered) else layered
+    if found:
+        search.tell_what_is_left_out(found)
+    return found
+
+
+class _Search:
+    """What repeats in one model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.names = {module: name for name, module in model.named_modules()}
+        self.weighty: dict[nn.Module, int] = {}  # how many layers with weights are inside
+        self._count_weights(model)
+
+    def _count_weights(self, module: nn.Module) -> int:
+        if module not in self.weighty:
+            inside = sum(self._count_weights(child) for child in module.children())
+            # An adapter's wrapper is one layer, however many matrices it adds to it.
+            self.weighty[module] = 1 if "base_layer" in module._modules else inside + _has_weight(module)
+        return self.weighty[module]
+
+    def layered_blocks(self) -> dict[str, nn.Module]:
+        """Every block that is made of layers, of all the classes that matter."""
+        members: set[nn.Module] = set()
+        for parent in self.names:
+            for run in self._runs_of(parent):
+                # One member that holds blocks is enough: a stage with a single layer is a stage like its siblings.
+                if not any(self._holds_blocks(member, parent) for member in run):
+                    members.update(run)
+        found = keep_outermost({name: module for module, name in self.names.items() if module in members})
+        kinds = self._kinds_that_matter(found)
+        # Layers of another class in the same list are blocks as well, even if there is only one of them.
+        beside: set[nn.Module] = set()
+        for parent in self.names:
+            # Of a ModuleList only: a Sequential may hold the model's stem and head beside its blocks.
+            if type(parent) is nn.ModuleList and any(type(child) in kinds for child in parent):
+                beside.update(child for child in parent if self._is_layered(child))
+        every = {name: m for m, name in self.names.items() if m in beside or (type(m) in kinds and self._is_layered(m))}
+        return keep_outermost(every)  # of a class that counts there may be one inside a block
+
+    def _is_layered(self, module: nn.Module) -> bool:
+        # `type`: a user's subclass of Sequential may well be a block.
+        return self.weighty[module] > 1 and type(module) not in _CONTAINERS
+
+    def _runs_of(self, parent: nn.Module) -> list[list[nn.Module]]:
+        """Children of one class, at least two; or the only one of a list."""
+        runs: dict[type[nn.Module], list[nn.Module]] = {}
+        for child in parent.children():
+            if self._is_layered(child):
+                runs.setdefault(type(child), []).append(child)
+        # A set, since a list may hold one layer several times, to call it several times.
+        alone = isinstance(parent, nn.ModuleList) and len(set(parent)) == 1
+        return [run for run in runs.values() if alone or len(run) > 1]
+
+    def _holds_blocks(self, module: nn.Module, parent: nn.Module) -> bool:
+        """Whether blocks are to be looked for inside of this member of a run."""
+        if isinstance(parent, _CONTAINERS):
+            return self._is_stack(module)
+        inside = (inner for inner in module.modules() if isinstance(inner, _CONTAINERS))
+        return any(self._runs_of(inner) for inner in inside) or self._is_stack(module)
+
+    def _is_stack(self, module: nn.Module) -> bool:
+        """Whether all that has several layers in it is lists of blocks: a stage, an encoder, a whole model.
+
+        A block with experts is none, as its attention stands beside them.
+        """
+        runs = self._runs_of(module)
+        # More than two, as many blocks have two parts of one class: attention to themselves and to the encoder.
+        if runs and (isinstance(module, _CONTAINERS) or max(map(len, runs)) > 2):
+            return True
+        parts = [child for child in module.children() if self.weighty[child] > 1]
+        return bool(parts) and all(self._is_stack(part) for part in parts)
+
+    def _kinds_that_matter(self, found: dict[str, nn.Module]) -> set[type[nn.Module]]:
+        sizes: Counter[type[nn.Module]] = Counter()
+        for block in found.values():
+            sizes[type(block)] += _size(block)
+        return {kind for kind, size in sizes.items() if size >= _A_KIND * sizes.total()}
+
+    def longest_run(self) -> dict[str, nn.Module]:
+        """The longest run of one class of siblings, and every other run of that class."""
+        runs = list(_runs(self.model, neighbours=True)) or list(_runs(self.model, neighbours=False))
+        if not runs:
+            return {}
+        longest = max(runs, key=lambda run: (_rank(run[0][1]), len(run)))  # the first, outermost, of equals
+        kind = type(longest[0][1])
+        return keep_outermost({name: block for run in runs if type(run[0][1]) is kind for name, block in run})
+
+    def tell_what_is_left_out(self, found: dict[str, nn.Module]) -> None:
+        taken = set(found.values())
+        # The blocks themselves, and everything that holds one.
+        around = {above for above in self.names if taken.intersection(above.modules())}
+        left = []
+        for module in around - taken:
+            left += [m for m in module.children() if m not in around and self.weighty[m] > 1]
+        tables = {p for m in self.names if _is_table(m) for p in m.parameters()}  # to which a head may be tied
+        sizes = {self.names[m]: _size(m, tables) / max(_size(self.model), 1) for m in self.names if m in left}
+        shares = {name: share for name, share in sizes.items() if share >= _WORTH_A_WORD}
+        if shares:
+            kinds = Counter(type(block).__name__ for block in found.values())
+            blocks = ", ".join(f"{kind} ×{count}" for kind, count in kinds.items())
+            listed = ", ".join(f"'{name}' ({share:.0%} of the parameters)" for name, share in shares.items())
+            note_once(f"find_blocks: {type(self.model).__name__} has blocks {blocks}; outside of them are {listed}")
+
+
+def _shape(parameter: nn.Parameter) -> tuple[int, ...]:
+    if is_lazy(parameter):
+        return (1, 1)  # it has no shape yet, and has to count as a matrix
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # that of the whole, where DeepSpeed holds a part
+
+
+def _has_weight(module: nn.Module) -> bool:
+    """Whether it is a layer with a matrix or kernel; tables of vectors (embeddings) and bare tensors do not count."""
+    if _is_table(module):
+        return False
+    # In the name, not the name: nn.MultiheadAttention has in_proj_weight, and recurrent layers have weight_ih_l0.
+    return any(len(_shape(p)) > 1 and "weight" in name for name, p in module.named_parameters(recurse=False))
+
+
+def _is_table(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding | nn.EmbeddingBag)
+
+
+def _size(module: nn.Module, without: Collection[nn.Parameter] = ()) -> int:
+    return sum(math.prod(_shape(parameter)) for parameter in module.parameters() if parameter not in without)
+
+
+def _share(model: nn.Module, found: dict[str, nn.Module]) -> float:
+    return sum(_size(block) for block in found.values()) / max(_size(model), 1)
+
+
+def _runs(model: nn.Module, neighbours: bool) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Every run of at least two same-class children with parameters; ``neighbours``: with nothing in between."""
+    for prefix, parent in model.named_modules():
+        children = [(f"{prefix}.{name}".removeprefix("."), child) for name, child in parent.named_children()]
+        if not neighbours:
+            children.sort(key=lambda item: id(type(item[1])))  # stable: the members keep their order
+        for _, run in groupby(children, key=lambda item: type(item[1])):
+            members = list(run)
+            if len(members) > 1 and has_parameters(members[0][1]):
+                yield members
+
+
+# For the longest run: made of parts, before containers, before single layers, however many of these there are.
+def _rank(module: nn.Module) -> int:
+    if not any(True for _ in module.children()):
+        return 0
+    return 1 if type(module) in _CONTAINERS else 2
+
+
+def _match_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
+    wanted = [blocks] if isinstance(blocks, str | type) else list(blocks)
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if any(is_wanted(name, module, one) for one in wanted):
+            found[name] = module
+    return keep_outermost(found)
+
+
+def is_wanted(name: str, module: nn.Module, wanted: str | type[nn.Module]) -> bool:
+    """Whether a class, or a name or pattern, means this module."""
+    if isinstance(wanted, type):
+        return isinstance(module, wanted)
+    if type(module).__name__ == wanted:
+        return True
+    # The longer one first: after "*" is replaced, no "**" is left to be found.
+    pattern = re.escape(wanted).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+    return re.fullmatch(pattern, name) is not None
+
+
+def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
+    return any(True for _ in module.parameters(recurse))
+
+
+def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
+    """Those of the named modules that lie in no other of them."""
+    kept: dict[str, nn.Module] = {}
+    for name, module in modules.items():  # parents come before their children
+        if not any(other == "" or name.startswith(f"{other}.") for other in kept):
+            kept[name] = module
+    return kept
+
+
+def list_kinds(model: nn.Module) -> str:
+    """What there is to name: the most frequent classes of modules, for a message."""
+    kinds: Counter[str] = Counter()
+    for name, module in model.named_modules():
+        if name and has_parameters(module):  # "" is the model itself, which does not repeat
+            kinds[type(module).__name__] += 1
+    ranked = kinds.most_common(8)
+    return ", ".join(f"{kind} ×{count}" for kind, count in ranked) or "none (no submodule has parameters)"

@@ -1,0 +1,144 @@
+"""A forward that is run again in the backward pass, with the random states and buffers that it had."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import WrappedForward
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+# Whether a forward around this one is recomputed as a whole: then the ones inside need not be, once more.
+recomputed_outside: ContextVar[bool] = ContextVar("recomputed_outside", default=False)
+
+
+class RecomputedForward(WrappedForward):
+    """Base of wrappers whose forward is recomputed in the backward pass, as it was.
+
+    Args:
+        module: whose buffers, and the generators of Python and NumPy, are in the recomputation as they were.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(module)
+        # Names of the buffers that the forward changes. The kernels of these norms do it behind autograd's back; any
+        # other change raises the buffer's version, and is noticed at the first forward.
+        self.changing = {
+            f"{prefix}.{key}"
+            for prefix, owner in module.named_modules()
+            if isinstance(owner, nn.modules.batchnorm._NormBase)
+            for key in owner._buffers
+        }
+        self.seen = False
+        # torch saves the noise of rrelu before it draws it. A recomputation that stops as soon as all that was saved is
+        # there again, as torch's does to save time, may stop in between.
+        self.stops_early = not any(isinstance(inside, nn.RReLU) for inside in module.modules())
+        self.looked = False
+
+    def look_at(self, output: Any, inputs: Any) -> None:
+        """Refuse, after the first forward in training, an rrelu as a function, of which the modules do not tell.
+
+        Raises:
+            RuntimeError: the forward from ``inputs`` to ``output`` has one.
+        """
+        if self.looked or not (self.stops_early and self.module.training):
+            return
+        nodes = [node for node in _nodes_between(output, inputs) if node.name().startswith("Rrelu")]
+        if any(node._saved_training for node in nodes):  # otherwise its noise is not used
+            what = f"F.rrelu in {type(self.module).__name__}, which is recomputed in the backward"
+            why = "torch saves its noise before it is drawn, and the recomputation may stop in between"
+            raise RuntimeError(explain(what, why, "Use torch.nn.RReLU, as a module of its own: then it does not"))
+        self.looked = True
+
+    @contextmanager
+    def leaving_no_trace(self) -> Iterator[None]:
+        """For a forward that does not count: random states and buffers are afterwards as they were."""
+        self.seen = False  # which buffers change is not known yet: copy all
+        _, again = self.contexts(nullcontext(), nullcontext())
+        device = next((p.device for p in self.module.parameters()), torch.device("cpu"))
+        devices = [] if device.type == "cpu" else [device]  # the host's generator is always among them
+        with torch.random.fork_rng(devices, device_type=device.type if devices else "cuda"), again:
+            yield
+        self.seen = False
+
+    def contexts(self, keeping: AbstractContextManager[Any], reusing: AbstractContextManager[Any]) -> Contexts:
+        """What the forward and the recomputation run in, with a context of each that is entered inside."""
+        buffers = {
+            name: (owner, key, buffer)
+            for prefix, owner in self.module.named_modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None and (name := f"{prefix}.{key}")
+        }
+        unseen, self.seen = not self.seen, True  # at the first forward all buffers are copied, to be sure
+        before: dict[str, Tensor] = {
+            name: buffer.detach().clone() for name, (_, _, buffer) in buffers.items() if unseen or name in self.changing
+        }
+        python_state, numpy_state = random.getstate(), np.random.get_state()
+
+        @contextmanager
+        def forward() -> Iterator[None]:
+            versions = {name: buffer._version for name, (_, _, buffer) in buffers.items()}
+            with keeping:
+                yield
+            for name, (owner, key, buffer) in buffers.items():
+                if buffer._version != versions[name] or owner._buffers.get(key) is not buffer:
+                    self.changing.add(name)
+            # ``before`` lives until the backward; from the second forward on it holds just these in the first place.
+            for name in before.keys() - self.changing:
+                del before[name]
+
+        @contextmanager
+        def recompute() -> Iterator[None]:
+            now = random.getstate(), np.random.get_state()
+            # The buffers of now, not of then: other batches may have come between forward and backward.
+            held = {name: (owner, key, owner._buffers[key]) for name, (owner, key, _) in buffers.items()}
+            random.setstate(python_state)
+            np.random.set_state(numpy_state)
+            for name, earlier in before.items():
+                owner, key, _ = held[name]
+                owner._buffers[key] = earlier.clone()  # the recomputation changes a copy of what the forward saw
+            try:
+                with reusing:
+                    yield
+            finally:
+                for owner, key, buffer in held.values():
+                    owner._buffers[key] = buffer
+                random.setstate(now[0])
+                np.random.set_state(now[1])
+
+        return forward(), Again(recompute)
+
+
+def _nodes_between(output: Any, inputs: Any) -> Iterator[Any]:
+    """Every node of the graph of ``output`` that comes after those of ``inputs``."""
+    done = {leaf.grad_fn for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)}
+    ahead = [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in done:
+            continue
+        done.add(node)
+        yield node
+        ahead.extend(before for before, _ in node.next_functions)
+
+
+class Again(AbstractContextManager[None]):
+    """A context that can be entered again, as by a second backward through the same graph: ``make`` makes a new one."""
+
+    def __init__(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self.make = make
+
+    def __enter__(self) -> None:
+        self.context = self.make()
+        self.context.__enter__()
+
+    def __exit__(self, *exception: Any) -> bool | None:
+        return self.context.__exit__(*exception)

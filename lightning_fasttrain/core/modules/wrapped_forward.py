@@ -1,0 +1,159 @@
+"""Replace a module's ``forward``, and ask models for their heads."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar, TypeVar
+
+from torch import nn
+
+from lightning_fasttrain.core.counts import number_of
+
+Undo = Callable[[], None]
+
+
+def told_heads(model: nn.Module) -> list[nn.Module]:
+    """The layers that make logits, as Hugging Face's models inside ``model`` tell by ``get_output_embeddings()``.
+
+    Classes are asked, because adapters' wrappers pass on every attribute of the model that they hold.
+    """
+    models: list[Any] = [module for module in model.modules() if hasattr(type(module), "get_output_embeddings")]
+    heads: list[nn.Module | None] = [module.get_output_embeddings() for module in models]
+    return [head for head in heads if head is not None]
+
+
+class WrappedForward:
+    """Replaces a module's ``forward``: in place, so that type, hooks and ``state_dict`` keys stay.
+
+    Subclasses override ``__call__`` and reach what was there before through ``self.inner``. The object holds the
+    module rather than a bound method, so that ``copy.deepcopy`` of the model gives a copy that calls itself.
+
+    Attributes:
+        ran: whether it ever did what it is for; subclasses that somebody asks set it.
+        compiled: asks it to compile what it computes itself, if it can; see ``CompileBlocks(head=True)``.
+        failure: why it could not.
+        rounds: whether its numbers are those of the plain forward only within a bound.
+        is_compiled: whether what lies beneath, and in the module's parts, is run as compiled code.
+        paused: asks one that rounds not to; see :func:`without_rounding`.
+    """
+
+    can_compile: ClassVar[bool] = False
+    rounds: ClassVar[bool] = False
+    is_compiled: ClassVar[bool] = False
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.previous = module.__dict__.get("forward")  # another wrapper, or None for the class's own method
+        self.ran = False
+        self.compiled = False
+        self.failure: str | None = None
+        self.paused = False
+
+    def inner(self, *args: Any, **kwargs: Any) -> Any:
+        if self.previous is not None:
+            return self.previous(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)  # the class's own, looked up when called
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+    def install(self) -> Undo:
+        """Put this object in place; the returned function takes it out again, wherever in the stack it then is."""
+        self.module.forward = self
+        return self.undo
+
+    def undo(self) -> None:
+        """Take this object out, also from under others that were put on top since."""
+        holder: object = self.module.__dict__.get("forward")
+        if holder is self:
+            if self.previous is None:
+                del self.module.forward
+            else:
+                self.module.forward = self.previous
+            return
+        while isinstance(holder, WrappedForward):
+            if holder.previous is self:
+                holder.previous = self.previous
+                return
+            holder = holder.previous
+
+
+W = TypeVar("W", bound=WrappedForward)
+
+
+def wrapper_on(module: nn.Module, kind: type[WrappedForward]) -> bool:
+    """Whether a wrapper of this ``kind`` already stands on ``module``, at any depth."""
+    return any(True for _ in wrappers_on(module, kind))
+
+
+def why_none_ran(model: nn.Module, kind: type[WrappedForward]) -> tuple[str, str] | None:
+    """Why and what to do, if no wrapper of this ``kind`` ran in ``model``; None if one did, or there is none."""
+    wrappers = [wrapper for module in model.modules() for wrapper in wrappers_on(module, kind)]
+    if not wrappers or any(wrapper.ran for wrapper in wrappers):
+        return None
+    names = sorted({type(wrapper.module).__name__ for wrapper in wrappers})
+    why = f"none of its {len(wrappers)} blocks ({', '.join(names)}) was called where gradients are taken"
+    return why, "Name the modules that training_step calls, with blocks="
+
+
+def count_wrapped(model: nn.Module, kind: type[WrappedForward], what: str = "block") -> str:
+    """On how many modules wrappers of this ``kind`` stand: "12 blocks of LlamaDecoderLayer"; "" if on none."""
+    kinds = Counter(type(module).__name__ for module in model.modules() if wrapper_on(module, kind))
+    return " and ".join(f"{number_of(count, what)} of {name}" for name, count in kinds.items())
+
+
+def wrappers_on(module: nn.Module, kind: type[W]) -> Iterator[W]:
+    """The wrappers of this ``kind`` that stand on ``module``, the outermost first."""
+    holder = module.__dict__.get("forward")
+    while isinstance(holder, WrappedForward):
+        if isinstance(holder, kind):
+            yield holder
+        holder = holder.previous
+
+
+@contextmanager
+def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Have wrappers that round give the plain forward's numbers, for a comparison that rounding would hide."""
+    modules = {module for model in models for module in model.modules()}
+    paused = [wrapper for module in modules for wrapper in wrappers_on(module, WrappedForward) if wrapper.rounds]
+    for wrapper in paused:
+        wrapper.paused = True
+    try:
+        yield
+    finally:
+        for wrapper in paused:
+            wrapper.paused = False
+
+
+def first_line(error: BaseException) -> str:
+    """What a compiler's back end said, in one line."""
+    # The errors of torch.compile keep in inner_exception what its back end raised.
+    cause = error.__cause__ or getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else type(cause).__name__}".rstrip(".")
+
+
+def patch(target: object, name: str, value: object) -> Undo:
+    """Set an attribute on one *instance* and return how to restore it; the class is never touched.
+
+    Example:
+        >>> class Thing:
+        ...     def answer(self): return 41
+        >>> thing = Thing()
+        >>> undo = patch(thing, "answer", lambda: 42)
+        >>> thing.answer(), undo(), thing.answer()
+        (42, None, 41)
+    """
+    missing = object()  # None may be what stood there
+    # Only what stands on the object itself: a method of the class, put back as an attribute, would go into copies.
+    previous = vars(target).get(name, missing)
+    setattr(target, name, value)
+
+    def undo() -> None:
+        if previous is missing:
+            if name in vars(target):  # the user may have deleted it meanwhile
+                delattr(target, name)
+        else:
+            setattr(target, name, previous)
+
+    return undo

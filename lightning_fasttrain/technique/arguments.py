@@ -1,0 +1,73 @@
+"""What a technique was made with, so that it can say so, and names that others have for our arguments."""
+
+import functools
+import inspect
+import re
+from typing import Any
+
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.messages import explain
+
+
+def remember_arguments(cls: Any) -> None:
+    """Let ``cls`` keep in words how it was made, and answer other libraries' names for its arguments with ours.
+
+    In words, since a reference to a teacher, say, would be copied with the technique.
+    """
+    make = cls.__init__
+
+    @functools.wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        for name in kwargs.keys() & self.names_elsewhere.keys():
+            what, way_out = f"{type(self).__name__}({name}=...)", f"Use {self.names_elsewhere[name]}="
+            raise TypeError(explain(what, "that is another library's name for it", way_out))
+        if type(self).__init__ is __init__:  # not called by a subclass, which says it itself
+            self._given, self._settings = _describe_arguments(make, self, *args, **kwargs)
+        make(self, *args, **kwargs)
+
+    cls.__init__ = __init__
+
+
+def describe(made: object) -> str:
+    """The call that made it: defaults left out, modules and tensors by their class.
+
+    Example:
+        >>> from lightning_fasttrain.data import MicroBatching
+        >>> describe(MicroBatching(4, count="samples"))
+        "MicroBatching(n=4, count='samples')"
+    """
+    settings = getattr(made, "_settings", {})
+    given = ", ".join(f"{name}={settings[name]}" for name in getattr(made, "_given", ()))
+    return f"{type(made).__name__}({given})"
+
+
+def settings_of(made: object) -> dict[str, str]:
+    """Each of its arguments in words that are the same in another process; defaults too.
+
+    Example:
+        >>> from lightning_fasttrain.data import TokenWeightedAccumulation
+        >>> settings_of(TokenWeightedAccumulation(4))
+        {'factor': '4', 'by': "'epoch'", 'count': "'auto'", 'check': 'True'}
+    """
+    return {name: _ADDRESS.sub("", words) for name, words in getattr(made, "_settings", {}).items()}
+
+
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # of a function, or of an object of a class that says nothing of itself
+
+
+def _describe_arguments(make: Any, *args: Any, **kwargs: Any) -> tuple[tuple[str, ...], dict[str, str]]:
+    bound = inspect.signature(make).bind(*args, **kwargs)  # a wrong one ends here, as in the call itself
+    given = tuple(bound.arguments)[1:]  # the first is self
+    bound.apply_defaults()
+    return given, {name: _in_words(value) for name, value in list(bound.arguments.items())[1:]}
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, nn.Module | Tensor):
+        return type(value).__name__
+    if isinstance(value, set | frozenset):  # in an order that is the same in each process
+        return f"{{{', '.join(sorted(map(repr, value)))}}}"
+    if isinstance(value, float) and value.is_integer():  # 32 and 32.0, which a YAML file makes of it, are one setting
+        return repr(int(value))
+    return repr(value)

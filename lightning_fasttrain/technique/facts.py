@@ -1,0 +1,58 @@
+"""What a technique is told of a model and its machine, to say whether it has anything to do there."""
+
+import importlib.util
+import shutil
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+NO_BLOCKS = "no repeated blocks were found: name them in blocks="
+COMPILERS = ("g++", "clang++", "c++", "cl")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known before a run; None: not known.
+
+    Attributes:
+        device: ``"cuda"`` or ``"cpu"``.
+        devices: that train together.
+        compiler: whether ``torch.compile`` can work.
+        blocks: repeated blocks in the model.
+        heads: layers that turn features into predictions.
+        trains: share of the parameters that require a gradient.
+        precision: as Lightning means it.
+        accumulates: batches whose gradients are summed in a step.
+        clips: how the Trainer clips gradients: ``"norm"``, ``"value"`` or ``"no"``.
+    """
+
+    device: str
+    devices: int = 1
+    compiler: bool | None = None
+    blocks: int | None = None
+    heads: int | None = None
+    trains: float | None = None
+    precision: str | None = None
+    accumulates: int | None = None
+    clips: str | None = None
+
+
+def facts_of_machine() -> Facts:
+    """What techniques are told of this machine alone."""
+    on_cuda = torch.cuda.is_available()
+    has_triton = importlib.util.find_spec("triton") is not None
+    # On the CPU Inductor writes C++, on CUDA Triton, which compiles its launchers against Python's headers too.
+    compiler = find_compiler() is not None and has_python_headers() and (has_triton or not on_cuda)
+    return Facts("cuda" if on_cuda else "cpu", compiler=compiler)
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler that ``torch.compile`` would use on the CPU."""
+    return next((name for name in COMPILERS if shutil.which(name)), None)
+
+
+def has_python_headers() -> bool:
+    """Whether C++ code can be compiled against this Python."""
+    return (Path(sysconfig.get_path("include")) / "Python.h").exists()

@@ -1,0 +1,265 @@
+"""What a run says at its start and at its end: where, when, to whom, and what is left of it in between."""
+
+import copy
+import logging
+import struct
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from tensorboardX.proto import event_pb2
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.core.counts import format_bytes
+from lightning_fasttrain.core.messages import log
+from lightning_fasttrain.technique.run_report import KEY
+from tests.cases import CASES
+from tests.nets import TinyLM, as_loader, heard, lm_batches, trainer
+
+BATCHES = lm_batches(5)
+
+
+class Probe(L.Callback):
+    """Keeps what can be seen when the first batch is run, before its step."""
+
+    def __init__(self, look):
+        self.look, self.seen = look, []
+
+    def on_before_zero_grad(self, trainer, pl_module, optimizer):
+        self.seen.append(self.look(pl_module))
+
+
+def run(callbacks, net=TinyLM, batches=BATCHES, **settings):
+    """What is said in a fit whose model summary is on, and the Trainer."""
+    t = trainer(callbacks, **{"enable_model_summary": True, **settings})
+    with heard() as said:
+        t.fit(net(), as_loader(batches))
+    return said, t
+
+
+def start_of(said):
+    return next(text for text in said if " techniques" in text or "1 technique" in text)
+
+
+def end_of(said):
+    return next(text for text in said if " steps, " in text.partition("\n")[0])
+
+
+def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
+    techniques = [ft.MicroBatching(3), ft.EagerGradientRelease(), ft.ActivationCheckpointing(), ft.LoRA(rank=2)]
+    lines = start_of(run(techniques, accumulate_grad_batches=2)[0]).splitlines()
+    assert lines[:5] == [
+        "4 techniques",
+        "  LoRA: rank 2 beside 6 layers",
+        "  ActivationCheckpointing: 3 blocks of Block recomputed",
+        "  MicroBatching: each batch runs in 3 parts",
+        "  also EagerGradientRelease()",
+    ]
+    trained, total = (sum(p.numel() for p in net.parameters()) for net in (lora_alone(), with_lora()))
+    assert lines[5].startswith(f"  {trained:,} of {total:,} parameters train")
+    assert lines[5].endswith("in 32-true, on cpu, SingleDeviceStrategy")
+    assert lines[6] == "  a step is 12 samples, 60 tokens: 1 rank × 6 samples × 2 batches"
+    assert lines[-1] == "  exactness: changes training (LoRA)"
+
+
+@pytest.mark.parametrize(
+    "predicts", [lambda: ft.plan.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
+)
+def test_a_peak_that_a_callback_has_predicted_stands_beside_what_is_free(predicts):
+    callback, meter = predicts(), ft.MemoryMeter()
+    said, _ = run([callback, ft.EagerGradientRelease(), meter])
+    line = next(text for text in start_of(said).splitlines() if "memory: " in text)
+    assert line.startswith(f"  memory: a step is predicted to take {format_bytes(callback.predicted_bytes)}; ")
+    assert line.endswith(" are free")
+    assert callback.predicted_bytes == pytest.approx(meter.peak_bytes, rel=0.1)
+
+
+def test_nothing_is_predicted_unasked():
+    runs = []
+
+    class Net(TinyLM):
+        def training_step(self, batch, batch_idx):
+            runs.append(batch_idx)
+            return super().training_step(batch, batch_idx)
+
+    said, _ = run([ft.ActivationCheckpointing()], Net, max_steps=1)
+    assert "predicted" not in start_of(said)
+    assert runs == [0]
+
+
+def with_lora():
+    net = TinyLM()
+    ft.apply(net, [ft.LoRA(rank=2)])
+    return net
+
+
+def lora_alone():
+    return torch.nn.ParameterList([p for name, p in with_lora().named_parameters() if "lora_" in name])
+
+
+def test_it_comes_before_the_first_step_and_once_a_fit():
+    with heard() as said:
+        probe = Probe(lambda net: list(said))
+        t = trainer([ft.ActivationCheckpointing(), probe], enable_model_summary=True, max_epochs=2)
+        net = TinyLM()
+        t.fit(net, as_loader(BATCHES))
+        t.fit_loop.max_epochs = 3
+        t.fit(net, as_loader(BATCHES))
+    assert probe.seen[0] == [start_of(said)]
+    assert sum("1 technique" in text for text in said) == 2
+
+
+@pytest.mark.parametrize("count", [1, 4, 5, 11])
+def test_it_has_at_most_ten_lines(count):
+    cases = [
+        case
+        for case in CASES
+        if case.name not in ("MemoryTimeline", "QLoRA", "Adapter", "IA3", "QuantizedBase", "BatchSizeWarmup")
+    ]
+    techniques = [case.make() for case in cases if not case.settings][:count]
+    said = start_of(run(techniques)[0])
+    assert said.count("\n") < 10
+    assert all(type(technique).__name__ in said for technique in techniques)
+
+
+@pytest.mark.filterwarnings("ignore:.*barebones")
+@pytest.mark.parametrize("switch", ["enable_model_summary", "barebones", "level"])
+def test_the_usual_switches_keep_it_quiet(switch):
+    settings = {"enable_model_summary": False} if switch != "level" else {}
+    if switch == "barebones":
+        settings = {"barebones": True, "enable_model_summary": None, "logger": None}
+    before = log.level
+    log.setLevel(logging.WARNING if switch == "level" else logging.INFO)
+    try:
+        assert run([ft.EagerGradientRelease()], **settings)[0] == []
+    finally:
+        log.setLevel(before)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.make().surgery], ids=lambda case: case.name)
+def test_what_operates_on_a_model_says_what_it_took_hold_of_there_and_nothing_of_another_model(case):
+    technique = case.make()
+    probe = Probe(technique.took_hold)
+    run([technique, probe])
+    assert probe.seen[0]
+    assert technique.took_hold(torch.nn.Linear(2, 2)) == ""
+
+
+def test_nothing_of_it_is_left_between_the_first_batch_and_the_end_or_after():
+    technique = ft.ActivationCheckpointing()
+    release = ft.EagerGradientRelease()  # has no on_train_batch_start of its own
+    probe = Probe(lambda net: release.on_train_batch_start)
+    run([release, technique, probe])
+    assert set(probe.seen) == {None}
+    assert not {name for name in vars(release) if name.startswith("on_")}
+
+
+def test_a_copy_made_in_mid_run_reports_on_its_own_run():
+    class Copies(L.Callback):
+        def on_train_batch_end(self, trainer, *_):
+            self.copied = copy.deepcopy(next(one for one in trainer.callbacks if isinstance(one, ft.Technique)))
+
+    copies = Copies()
+    run([ft.ActivationCheckpointing(), copies])
+    said, t = run([copies.copied], batches=lm_batches(2))
+    assert (len(said), t.global_step) == (2, 2)
+    assert end_of(said).startswith("2 steps, ")
+
+
+def test_the_end_has_time_and_what_was_measured_anyway():
+    said = end_of(run([ft.StepMeter(warmup=0), ft.MemoryMeter(warmup=1)])[0])
+    assert said.startswith("5 steps, ")
+    assert " ms each (median), " in said
+    assert " tokens/s on each rank, peak " in said
+    said = end_of(run([ft.EagerGradientRelease()], accumulate_grad_batches=2)[0])
+    assert said.startswith("3 steps, ")
+    assert "if all batches are as the first" in said
+    assert "peak" not in said
+
+
+def test_what_fell_back_and_what_gained_nothing_is_in_the_end(recwarn):
+    def broken(graph, inputs):
+        raise RuntimeError("no such kernel")
+
+    torch._dynamo.reset()
+    techniques = [ft.CompileBlocks(backend=broken), ft.MicroBatching("auto"), ft.DevicePrefetch()]
+    lines = end_of(run(techniques)[0]).splitlines()
+    assert lines[1].startswith("  CompileBlocks: 3 of 3 blocks and pieces ran uncompiled: ")
+    assert "no such kernel" in lines[1]
+    assert lines[2] == "  MicroBatching: batches of this size fit in 1 part"
+    assert lines[3] == "  DevicePrefetch: gained nothing, since batches are on the CPU already"
+    idle = end_of(run([ft.MicroBatching(4)], batches=lm_batches(3, size=1))[0])
+    assert "MicroBatching did nothing: the loader's batches are one sample each" in idle
+
+
+class WithSettings(TinyLM):
+    def __init__(self, width=3):
+        super().__init__()
+        self.save_hyperparameters()
+
+
+MADE = "MicroBatching(n=2), EagerGradientRelease()"
+
+
+@pytest.mark.parametrize("net", [TinyLM, WithSettings])
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_techniques_are_hyper_parameters_beside_the_users_own(net, kind, tmp_path):
+    run([ft.MicroBatching(2), ft.EagerGradientRelease()], net, logger=kind(tmp_path, name="", version=""))
+    users = {"width": 3} if net is WithSettings else {}
+    written = L.pytorch.core.saving.load_hparams_from_yaml(next(tmp_path.rglob("hparams.yaml")))
+    assert written == {KEY: MADE, **users}
+
+
+def written_scalars(folder):
+    """Names of the scalars in TensorBoard's files: records of (length, its checksum, an event, its checksum)."""
+    names = set()
+    for path in folder.rglob("events.out.tfevents*"):
+        content, place = path.read_bytes(), 0
+        while place < len(content):
+            (length,) = struct.unpack_from("<Q", content, place)
+            event = event_pb2.Event.FromString(content[place + 12 : place + 12 + length])
+            names.update(value.tag for value in event.summary.value)
+            place += 12 + length + 4
+    return names
+
+
+@pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
+def test_what_the_meters_measure_reaches_the_loggers(kind, tmp_path):
+    logger = kind(tmp_path, name="", version="")
+    settings = {"logger": logger, "log_every_n_steps": 1}
+    run([ft.StepMeter(warmup=0), ft.MemoryMeter()], batches=lm_batches(3, size=4), **settings)
+    logger.finalize("success")
+    if kind is CSVLogger:
+        found = set((tmp_path / "metrics.csv").read_text().splitlines()[0].split(","))
+    else:
+        found = written_scalars(tmp_path)
+    assert {"step_meter/step_ms", "step_meter/tokens_per_s"} <= found
+    assert any(name.startswith("memory_meter/") for name in found), found
+
+
+class KeepsAll(CSVLogger):
+    """Counts the calls."""
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.calls = []
+
+    def log_hyperparams(self, params=None):
+        self.calls.append(params)
+
+
+@pytest.mark.parametrize(
+    ("net", "settings", "calls"),
+    [
+        (TinyLM, {}, [{KEY: MADE}]),
+        (WithSettings, {}, [{KEY: MADE, "width": 3}]),
+        (WithSettings, {"enable_autolog_hparams": False}, []),
+    ],
+    ids=["alone", "with the user's", "switched off"],
+)
+def test_they_are_logged_in_one_call(net, settings, calls, tmp_path):
+    logger = KeepsAll(tmp_path)
+    run([ft.MicroBatching(2), ft.EagerGradientRelease()], net, logger=logger, **settings)
+    assert logger.calls == calls
+    assert "log_hyperparams" not in vars(logger)
