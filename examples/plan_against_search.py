@@ -22,8 +22,8 @@ from lightning_fasttrain.bench.ladder.process import without_paths
 from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import log
-from lightning_fasttrain.planner.axes import find_axes
-from lightning_fasttrain.planner.stopwatch import Stopwatch
+from lightning_fasttrain.planner.search_space import find_axes
+from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import facts_of_machine
 

@@ -28,7 +28,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
-from lightning_fasttrain.run.guard.progress_watch import ProgressWatch
+from lightning_fasttrain.run.guard.watchdog import ProgressWatch
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 from tests.ranks import end_as_a_script, launch_once, run_ranks
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, StochasticWeightAver
 from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.parts._float32_adapters import StaysInFloat32
+from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloat32
 from lightning_fasttrain.plan.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused

@@ -61,7 +61,7 @@ NAMES = {
         f"{PYTORCH}.utilities.combined_loader",
         [
             "data/loading/sample_guard",
-            "plan/rehearsal/reading_ahead",
+            "plan/rehearsal/peek_batches",
             "run/resume/_loop_progress",
             "run/resume/resumable_loader",
         ],

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.commands.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
 from lightning_fasttrain.core.host.lightning import step_goes_on
-from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
+from lightning_fasttrain.plan.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.plan.rehearsal.state_record import record_state
 
 

@@ -9,10 +9,10 @@ from typing import Any, NoReturn
 import lightning as L
 
 from lightning_fasttrain.core.files.atomic_write import write_atomic
-from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.context import read_batches
+from lightning_fasttrain.plan.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.plan.rehearsal.rehearsed import read_batches
 from lightning_fasttrain.plan.rehearsal.stages import verify_run
 from lightning_fasttrain.plan.subject import techniques_named
 

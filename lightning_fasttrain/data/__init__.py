@@ -4,28 +4,28 @@ What a loss is divided by is read in ``normalizer``; where that is not enough, t
 many micro-batches fit is found in ``fitting``; how much a step holds over the run, in ``sizes``. What comes from the
 loader is looked after in ``loading``.
 
-From the bottom up: ``loading``, ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``,
-``micro_batch_logging``, ``accumulate_gradients``, ``fitting``, ``closure``, ``micro_batching``,
-``token_weighted_accumulation``, ``sizes``.
+From the bottom up: ``split_batch``, ``normalizer``, ``trunk``, ``float32_gradient_sums``, ``micro_batch_logging``,
+``accumulate_gradients``, ``loaders``, ``out_of_memory``, ``closure``, ``micro_batching``,
+``token_weighted_accumulation``, ``warmup``.
 """
 
 from lightning_fasttrain.data.accumulate_gradients import accumulate_gradients, accumulate_window
-from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
-from lightning_fasttrain.data.loading.device_prefetch import DevicePrefetch, prefetch_to_device
-from lightning_fasttrain.data.loading.even_epochs import EvenEpochs, even_epochs
-from lightning_fasttrain.data.loading.sample_guard import SampleGuard, guard_samples
+from lightning_fasttrain.data.loaders.device_prefetch import DevicePrefetch, prefetch_to_device
+from lightning_fasttrain.data.loaders.even_epochs import EvenEpochs, even_epochs
+from lightning_fasttrain.data.loaders.sample_guard import SampleGuard, guard_samples
 from lightning_fasttrain.data.micro_batching import MicroBatching
 from lightning_fasttrain.data.normalizer.count_targets import count_next_tokens, count_targets
 from lightning_fasttrain.data.normalizer.find_count import find_count
 from lightning_fasttrain.data.normalizer.read_normalizers import Normalizers, read_normalizers
-from lightning_fasttrain.data.sizes.batch_size_warmup import BatchSizeWarmup, grow_windows
-from lightning_fasttrain.data.sizes.growth import Growth
-from lightning_fasttrain.data.sizes.lengths import Length, read_length
-from lightning_fasttrain.data.sizes.scale_rates import scale_rates_
-from lightning_fasttrain.data.sizes.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
+from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
 from lightning_fasttrain.data.trunk.micro_batch_forward import micro_batch_forward_
+from lightning_fasttrain.data.warmup.batch_size_warmup import BatchSizeWarmup, grow_windows
+from lightning_fasttrain.data.warmup.duration import Length, read_length
+from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.learning_rate_scaling import scale_rates_
+from lightning_fasttrain.data.warmup.sequence_length_warmup import SequenceLengthWarmup, cut_sequences, grow_sequences
 
 __all__ = [
     "BatchSizeWarmup",

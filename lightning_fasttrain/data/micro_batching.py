@@ -13,10 +13,10 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
-from lightning_fasttrain.data.fitting._alone_then_together import Together, refuse_collectives, together_of
-from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule, named_count, rule_in, rule_state
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together, refuse_collectives, together_of
+from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics

@@ -2,7 +2,7 @@
 
 From ``parts`` up to ``files``, each sub-room knows those before it.
 
-From the bottom up: ``parts``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
+From the bottom up: ``selection``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
 from lightning_fasttrain.core.counts import count_parameters
@@ -26,17 +26,17 @@ from lightning_fasttrain.finetune.adapters.merge import (
 from lightning_fasttrain.finetune.adapters.qlora import QLoRA
 from lightning_fasttrain.finetune.files.adapter_files import load_adapter_, save_adapter
 from lightning_fasttrain.finetune.files.export_model import export_model
-from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint
-from lightning_fasttrain.finetune.parts.freezing import freeze_, freeze_except_, thaw_
-from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing
-from lightning_fasttrain.finetune.parts.swap_head import swap_head_
-from lightning_fasttrain.finetune.parts.targets import find_targets
 from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_
 from lightning_fasttrain.finetune.prompts.prompt_tuning import PrefixTuning, PromptTuning
 from lightning_fasttrain.finetune.quantized._quantized_layer import dequantized_weight, quantized_bytes
 from lightning_fasttrain.finetune.quantized.load_quantized import load_quantized
 from lightning_fasttrain.finetune.quantized.quantized_base import QuantizedBase, QuantizedReport, quantize_base_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint
+from lightning_fasttrain.finetune.selection.freezing import freeze_, freeze_except_, thaw_
+from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from lightning_fasttrain.finetune.selection.swap_head import swap_head_
+from lightning_fasttrain.finetune.selection.targets import find_targets
 
 __all__ = [
     "IA3",

@@ -14,8 +14,8 @@ from lightning_fasttrain.plan.budget.memory_budget import MemoryBudget
 from lightning_fasttrain.plan.predict.count_flops import count_flops
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport
 from lightning_fasttrain.plan.predict.predict_memory import predict_memory
-from lightning_fasttrain.plan.proof.comparison import Distance
-from lightning_fasttrain.plan.proof.verification import Verification, Verified
+from lightning_fasttrain.plan.proof.compare_records import Distance
+from lightning_fasttrain.plan.proof.report import Verification, Verified
 from lightning_fasttrain.plan.proof.verify import verify
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsal
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport

@@ -17,8 +17,8 @@ from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.plan.rehearsal.reading_ahead import reading_ahead
-from lightning_fasttrain.planner.choice import Choice
+from lightning_fasttrain.plan.rehearsal.peek_batches import reading_ahead
+from lightning_fasttrain.planner.configuration import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
 from lightning_fasttrain.technique import Exactness, Technique

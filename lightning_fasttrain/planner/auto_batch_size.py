@@ -13,13 +13,13 @@ from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.context import find_window, read_batches
+from lightning_fasttrain.plan.rehearsal.isolation import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsing, is_rehearsing
-from lightning_fasttrain.plan.rehearsal.rehearsed import find_window, read_batches
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
-from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
 from lightning_fasttrain.planner.auto import Auto
-from lightning_fasttrain.planner.part_trial import PartTrial
+from lightning_fasttrain.planner.micro_batch_trial import PartTrial
 from lightning_fasttrain.run.memory_meter import MemoryMeter
 from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
 from lightning_fasttrain.technique.technique import techniques_of

@@ -15,14 +15,14 @@ from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.plan.proof.verify import as_lightning_module
-from lightning_fasttrain.planner.axes import find_axes
-from lightning_fasttrain.planner.choice import Choice, code_of, switch_of
-from lightning_fasttrain.planner.hints import say_leaner_optimizer, say_workers
+from lightning_fasttrain.planner.configuration import Choice, code_of, switch_of
 from lightning_fasttrain.planner.plan import Plan, Tried
 from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Search
+from lightning_fasttrain.planner.search_space import find_axes
 from lightning_fasttrain.planner.several_devices import SeveralDevices
-from lightning_fasttrain.planner.stopwatch import Stopwatch
+from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
+from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import Facts, facts_of_machine
 

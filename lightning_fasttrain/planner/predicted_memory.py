@@ -9,7 +9,7 @@ import lightning as L
 from lightning_fasttrain.core.modules.blocks import find_blocks
 from lightning_fasttrain.plan import predict_memory
 from lightning_fasttrain.plan.proof.short_run import quietly
-from lightning_fasttrain.planner.choice import Choice, is_budget
+from lightning_fasttrain.planner.configuration import Choice, is_budget
 
 
 class PredictedMemory:
@@ -22,7 +22,7 @@ class PredictedMemory:
         batch: one batch.
         device: whose memory.
         parts: the numbers of parts that may be asked for.
-        budget_bytes: to which a :func:`~lightning_fasttrain.planner.choice.budget_word` keeps a step.
+        budget_bytes: to which a :func:`~lightning_fasttrain.planner.configuration.budget_word` keeps a step.
     """
 
     def __init__(

@@ -13,7 +13,7 @@ from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO,
 from lightning_fasttrain.run.guard.hang_watch import HangWatch
 from lightning_fasttrain.run.guard.preemption import Preemption
 from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
-from lightning_fasttrain.run.guard.progress_watch import ProgressWatch
+from lightning_fasttrain.run.guard.watchdog import ProgressWatch
 from lightning_fasttrain.run.matmul_precision import MatmulPrecision, matmul_precision_
 from lightning_fasttrain.run.memory.memory_files import draw_memory, save_memory_record
 from lightning_fasttrain.run.memory.memory_record import MemoryRecord

@@ -2,8 +2,8 @@
 
 Sizes come first, then ZeRO and FSDP2, and the choice among all last.
 
-From the bottom up: ``_roll_call``, ``background_save``, ``choose_checkpoint``, ``sizes``, ``fsdp2``,
-``_sharded_groups``, ``zero``, ``consolidate``, ``traffic``, ``choose_strategy``.
+From the bottom up: ``choose_checkpoint``, ``sizes``, ``async_save``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
+``zero``, ``consolidate``, ``traffic``, ``choose_strategy``.
 """
 
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy

@@ -11,7 +11,7 @@ from transformers import BatchEncoding
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import prefetch_to_device
-from lightning_fasttrain.data.loading.device_prefetch import _Copies
+from lightning_fasttrain.data.loaders.device_prefetch import _Copies
 from tests.data.test_token_weighted_accumulation import StatefulLoader
 from tests.nets import TinyLM, fit, lm_batches, weights
 

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.fitting._alone_then_together import together_of
+from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import together_of
 from tests.nets import TinyLM, as_loader, fit, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing
+from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, sgd, trainer, weights
 
 RANKS = lm_batches(2, size=6, seed=3), lm_batches(2, size=4, seed=4)

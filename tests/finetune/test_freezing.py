@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_fasttrain.finetune.parts.freezing import choose, freeze_, freeze_except_, thaw_
+from lightning_fasttrain.finetune.selection.freezing import choose, freeze_, freeze_except_, thaw_
 from tests.nets import TinyLM, lm_batches, weights
 
 

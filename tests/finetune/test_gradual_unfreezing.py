@@ -12,8 +12,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.parts.freezing import freeze_
-from lightning_fasttrain.finetune.parts.gradual_unfreezing import GradualUnfreezing, Unfreezing
+from lightning_fasttrain.finetune.selection.freezing import freeze_
+from lightning_fasttrain.finetune.selection.gradual_unfreezing import GradualUnfreezing, Unfreezing
 from lightning_fasttrain.technique import Exactness
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights

@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.parts.freezing import freeze_
-from lightning_fasttrain.finetune.parts.swap_head import swap_head_
+from lightning_fasttrain.finetune.selection.freezing import freeze_
+from lightning_fasttrain.finetune.selection.swap_head import swap_head_
 from tests.nets import TinyLM, lm_batches, weights
 
 transformers = pytest.importorskip("transformers")

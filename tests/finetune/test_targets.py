@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.finetune.parts.targets import refuse_tied, shortest_names
+from lightning_fasttrain.finetune.selection.targets import refuse_tied, shortest_names
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM
 

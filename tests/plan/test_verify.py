@@ -13,7 +13,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
 from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
-from lightning_fasttrain.finetune.parts import _float32_adapters
+from lightning_fasttrain.finetune.selection import _float32_adapters
 from lightning_fasttrain.plan.proof.short_run import quietly
 from tests.nets import TinyLM, as_loader, lm_batches, weights
 

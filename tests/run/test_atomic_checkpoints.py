@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.run import AtomicCheckpointIO
-from lightning_fasttrain.run.guard._checkpoint_room import checkpoint_bytes
+from lightning_fasttrain.run.guard.checkpoint_disk_space import checkpoint_bytes
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import Ranks
 

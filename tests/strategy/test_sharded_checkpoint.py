@@ -15,7 +15,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.run_mark import KEY, RunMark
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
-from lightning_fasttrain.strategy.background_save import BackgroundSave, to_host
+from lightning_fasttrain.strategy.async_save import BackgroundSave, to_host
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state

@@ -33,7 +33,6 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch
-from lightning_fasttrain.data.fitting.split_until_it_fits import split_until_it_fits
 from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
 from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
@@ -43,6 +42,7 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import DeferredCheck, LossSplit, OtherSplitError, StepWeights
 from lightning_fasttrain.data.normalizer.step_gradients import StepGradients, scale_
 from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import OUT_OF_TRIES, TRIES
 

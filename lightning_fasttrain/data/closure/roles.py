@@ -6,11 +6,11 @@ from typing import Any, Protocol
 import lightning as L
 from torch.optim import Optimizer
 
-from lightning_fasttrain.data.fitting._alone_then_together import Together
-from lightning_fasttrain.data.fitting.further_savings import FurtherSavings
 from lightning_fasttrain.data.normalizer.count_targets import Count, CountRule
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
+from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together
+from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
 from lightning_fasttrain.data.trunk.find_trunk import Through
 
 

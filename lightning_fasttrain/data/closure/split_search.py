@@ -12,7 +12,6 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling
-from lightning_fasttrain.data.fitting._alone_then_together import CollectivesWatch
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
 from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
@@ -20,6 +19,7 @@ from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
+from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
 from lightning_fasttrain.data.trunk.batch_search import BatchSearch, Looks, prefer_what_shows_something, say_trunk
 from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refuse_dependent_samples

@@ -8,8 +8,8 @@ import lightning as L
 from torch import nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import in_8_bits, is_quantized
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
 
 _DECOMPOSED = ("pissa", "corda", "loftq", "lora_ga", "orthogonal")  # begin with numbers or dtype of the weight
 

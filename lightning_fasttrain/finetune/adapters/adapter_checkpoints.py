@@ -12,7 +12,7 @@ from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
-from lightning_fasttrain.finetune.parts.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
+from lightning_fasttrain.finetune.selection.base_fingerprint import base_fingerprint, is_fingerprint, refuse_other_base
 
 FINGERPRINT = "lightning_fasttrain.base"
 

@@ -24,14 +24,15 @@ from lightning_fasttrain.finetune.adapters._adapter_checks import (
     refuse_namesake,
     without_namesakes,
 )
-from lightning_fasttrain.finetune.adapters._direct_weight_use import see_adapters_
-from lightning_fasttrain.finetune.adapters._starts import Batches, check_start, finish_start_, prepare_start
-from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt, switches
-from lightning_fasttrain.finetune.parts._float32_adapters import keep_adapter_in_float32_
-from lightning_fasttrain.finetune.parts._unreached_weights import told_without_adapter
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, base_names, held_child
-from lightning_fasttrain.finetune.parts.freezing import freeze_
-from lightning_fasttrain.finetune.parts.targets import (
+from lightning_fasttrain.finetune.adapters.fast_path_weights import see_adapters_
+from lightning_fasttrain.finetune.adapters.initializations import Batches, check_start, finish_start_, prepare_start
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
+from lightning_fasttrain.finetune.quantized.expert_adapters import use_held_tensors_
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt, switches
+from lightning_fasttrain.finetune.selection._float32_adapters import keep_adapter_in_float32_
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, base_names, held_child
+from lightning_fasttrain.finetune.selection.freezing import freeze_
+from lightning_fasttrain.finetune.selection.targets import (
     Targets,
     find_target_parameters,
     find_targets,
@@ -41,8 +42,7 @@ from lightning_fasttrain.finetune.parts.targets import (
     shortest_ends,
     shortest_names,
 )
-from lightning_fasttrain.finetune.quantized._held_adapters import use_held_tensors_
-from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
+from lightning_fasttrain.finetune.selection.uncovered_weights import told_without_adapter
 
 
 @notices_late_parameters

@@ -12,8 +12,8 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     adapter_parameters,
     refuse_merged,
 )
-from lightning_fasttrain.finetune.parts._adapter_switches import switches
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on, changes_base, first_few
+from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on, changes_base, first_few
 
 
 @contextmanager

@@ -18,8 +18,8 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     refuse_unknown,
     use_adapter_,
 )
-from lightning_fasttrain.finetune.parts._adapter_switches import switches
-from lightning_fasttrain.finetune.parts.targets import require_peft
+from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection.targets import require_peft
 
 
 def combine_adapters_(

@@ -20,11 +20,11 @@ from lightning_fasttrain.core.messages import explain, list_some, note_once, war
 from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.finetune.adapters._starts import Batches
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import checkpoint_what_trains_
 from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters, add_adapter_
-from lightning_fasttrain.finetune.parts._float32_adapters import let_round_
-from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, require_peft
+from lightning_fasttrain.finetune.adapters.initializations import Batches
+from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
+from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, require_peft
 from lightning_fasttrain.technique import Conflict, Exactness, Setting, Surgery, Technique
 
 

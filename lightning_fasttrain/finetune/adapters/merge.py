@@ -9,7 +9,6 @@ from torch import nn
 
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import is_a
-from lightning_fasttrain.finetune.adapters._direct_weight_use import forget_adapters_
 from lightning_fasttrain.finetune.adapters._merged_layers import (
     Originals,
     find_outermost,
@@ -28,6 +27,7 @@ from lightning_fasttrain.finetune.adapters.add_adapter import (
     use_adapter_,
 )
 from lightning_fasttrain.finetune.adapters.base_model import refuse_changed_base
+from lightning_fasttrain.finetune.adapters.fast_path_weights import forget_adapters_
 from lightning_fasttrain.finetune.adapters.merge_quantized import (
     Original,
     QuantizedMerge,
@@ -35,10 +35,10 @@ from lightning_fasttrain.finetune.adapters.merge_quantized import (
     forget_quantization_,
     list_adapters,
 )
-from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
-from lightning_fasttrain.finetune.parts.freezing import thaw_
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.finetune.quantized._quantized_tensor import holder_under
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.freezing import thaw_
 
 
 @dataclass(frozen=True)

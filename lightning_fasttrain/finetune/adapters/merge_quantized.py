@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain, list_some
 from lightning_fasttrain.finetune.adapters._merged_layers import wrappers_in
-from lightning_fasttrain.finetune.adapters._starts import call, in_eval
 from lightning_fasttrain.finetune.adapters.add_adapter import adapted_modules, adapter_parameters
-from lightning_fasttrain.finetune.parts.freezing import can_train
-from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
+from lightning_fasttrain.finetune.adapters.initializations import call, in_eval
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     dequantized_weight,
     in_8_bits,
@@ -34,6 +32,8 @@ from lightning_fasttrain.finetune.quantized._quantized_tensor import (
 )
 from lightning_fasttrain.finetune.quantized._tensor_files import StoredTensor, Where, find_tensors, read_tensors
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
+from lightning_fasttrain.finetune.selection.freezing import can_train
 
 Original = nn.Module | Mapping[str, Tensor] | Where
 WAYS = ("requantized", "dequantized", "original")

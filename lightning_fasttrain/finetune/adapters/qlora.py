@@ -10,8 +10,8 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.finetune.adapters.lora import LoRA
-from lightning_fasttrain.finetune.parts.targets import ALL_LINEAR, Targets, find_targets
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
+from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.technique import Conflict, Setting, Surgery
 from lightning_fasttrain.technique.predicted_step import PredictedStep

@@ -15,8 +15,8 @@ from torch import nn
 
 from lightning_fasttrain.core.files.safe_load import parse_json
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.parts.base_fingerprint import first_few
-from lightning_fasttrain.finetune.parts.targets import require_peft
+from lightning_fasttrain.finetune.selection.base_fingerprint import first_few
+from lightning_fasttrain.finetune.selection.targets import require_peft
 
 _LARGEST = 4 * 2**20  # bytes; a list of ten thousand layers has one
 _LONGEST_WORD = 256

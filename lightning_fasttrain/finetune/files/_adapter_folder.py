@@ -13,7 +13,7 @@ from lightning_fasttrain.core.checks import require
 from lightning_fasttrain.core.files.atomic_write import TEMPORARY, write_atomic
 from lightning_fasttrain.core.files.safe_load import local_path, parse_json
 from lightning_fasttrain.core.messages import explain, note_once
-from lightning_fasttrain.finetune.parts.base_fingerprint import (
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
     base_fingerprint,
     first_few,

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.parts.base_fingerprint import (
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
+from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
     adapter_holders,
     adapters_on,
     base_names,
     first_few,
     plain_name,
 )
-from lightning_fasttrain.finetune.parts.targets import find_target_parameters, require_peft
-from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
-from lightning_fasttrain.finetune.quantized._quantized_tensor import shown_as_parameters
-from lightning_fasttrain.finetune.quantized._tensor_files import DTYPES
+from lightning_fasttrain.finetune.selection.targets import find_target_parameters, require_peft
 
 PREFIX = "base_model.model."
 TOKENS = ".token_adapter.trainable_tokens_delta"  # what PEFT calls single rows of an embedding

@@ -10,12 +10,6 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.add_adapter import use_prompt_
 from lightning_fasttrain.finetune.files._adapter_layers import refuse_not_finite
-from lightning_fasttrain.finetune.parts.base_fingerprint import (
-    Fingerprint,
-    adapters_on,
-    base_names,
-    refuse_other_base,
-)
 from lightning_fasttrain.finetune.prompts.add_prompt import (
     add_prompt_,
     check_prompt_config,
@@ -23,6 +17,12 @@ from lightning_fasttrain.finetune.prompts.add_prompt import (
     find_language_model,
     plain_model,
     task_of,
+)
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    Fingerprint,
+    adapters_on,
+    base_names,
+    refuse_other_base,
 )
 
 # What is not taken from a file: it must not ask for a tokenizer, and the sizes follow from the model.

@@ -42,14 +42,14 @@ from lightning_fasttrain.finetune.files._adapter_layers import (
     tensors_meant,
 )
 from lightning_fasttrain.finetune.files._prompt_files import WRONG_BASE, load_prompts_
-from lightning_fasttrain.finetune.parts.base_fingerprint import (
+from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
     Fingerprint,
     adapters_on,
     base_names,
     first_few,
     refuse_other_base,
 )
-from lightning_fasttrain.finetune.prompts.add_prompt import plain_model
 
 
 def save_adapter(model: nn.Module, folder: Folder, *, name: str | None = None) -> Path:

@@ -21,19 +21,19 @@ from lightning_fasttrain.finetune.adapters._merged_layers import find_outermost
 from lightning_fasttrain.finetune.adapters.merge import merge_adapters_, unmerge_adapters_
 from lightning_fasttrain.finetune.files._adapter_folder import Folder
 from lightning_fasttrain.finetune.files.adapter_files import refuse_shards
-from lightning_fasttrain.finetune.parts._adapter_switches import switches
-from lightning_fasttrain.finetune.parts.base_fingerprint import (
-    adapter_holders,
-    adapters_on,
-    first_few,
-    is_torchaos,
-    plain_name,
-)
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     dequantized_weight,
     is_quantized,
     was_transposed,
+)
+from lightning_fasttrain.finetune.selection._adapter_switches import switches
+from lightning_fasttrain.finetune.selection.base_fingerprint import (
+    adapter_holders,
+    adapters_on,
+    first_few,
+    is_torchaos,
+    plain_name,
 )
 
 

@@ -16,12 +16,12 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.blocks import keep_outermost
 from lightning_fasttrain.finetune.adapters._adapter_checks import check_name, is_there, without_namesakes
 from lightning_fasttrain.finetune.adapters.add_adapter import train_mode, use_prompt_
-from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt
-from lightning_fasttrain.finetune.parts._float32_adapters import keep_in_float32_
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
-from lightning_fasttrain.finetune.parts.freezing import freeze_
-from lightning_fasttrain.finetune.parts.targets import find_targets, refuse_tied, require_peft
 from lightning_fasttrain.finetune.prompts._prompt_hooks import GenerateWithCache, StillPrompt, cut_virtual_tokens
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
+from lightning_fasttrain.finetune.selection._float32_adapters import keep_in_float32_
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
+from lightning_fasttrain.finetune.selection.freezing import freeze_
+from lightning_fasttrain.finetune.selection.targets import find_targets, refuse_tied, require_peft
 
 _KINDS = ("PROMPT_TUNING", "PREFIX_TUNING", "P_TUNING")
 

@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.finetune.adapters.lora import Adapter
-from lightning_fasttrain.finetune.parts._adapter_switches import has_prompt
-from lightning_fasttrain.finetune.parts.base_fingerprint import adapters_on
-from lightning_fasttrain.finetune.parts.targets import require_peft
 from lightning_fasttrain.finetune.prompts.add_prompt import add_prompt_, find_language_model
+from lightning_fasttrain.finetune.selection._adapter_switches import has_prompt
+from lightning_fasttrain.finetune.selection.base_fingerprint import adapters_on
+from lightning_fasttrain.finetune.selection.targets import require_peft
 
 
 class PromptTuning(Adapter):

@@ -2,6 +2,6 @@
 
 The layers are bitsandbytes', and what these lose in saving, copying and moving is kept.
 
-From the bottom up: ``_flat_forward``, ``_tensor_files``, ``_quantized_layer``, ``_quantizable``,
-``quantized_state``, ``_quantized_tensor``, ``_held_adapters``, ``quantized_base``, ``load_quantized``.
+From the bottom up: ``_tensor_files``, ``unaligned_matmul``, ``_quantized_layer``, ``_quantizable``,
+``quantized_state``, ``_quantized_tensor``, ``quantized_base``, ``load_quantized``, ``expert_adapters``.
 """

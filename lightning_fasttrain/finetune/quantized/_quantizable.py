@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_a
-from lightning_fasttrain.finetune.parts._unreached_weights import is_matrix, out_of_reach, read_past
-from lightning_fasttrain.finetune.parts.base_fingerprint import is_torchaos
 from lightning_fasttrain.finetune.quantized._quantized_layer import FLOATS, is_quantized, is_transposed
+from lightning_fasttrain.finetune.selection.base_fingerprint import is_torchaos
+from lightning_fasttrain.finetune.selection.uncovered_weights import is_matrix, out_of_reach, read_past
 
 _ADAPTERS = ("BaseTunerLayer", "AuxiliaryTrainingWrapper", "BasePromptEncoder")  # PEFT's; it is not imported for this
 IN_ADAPTER = "an adapter is on it already"

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_fasttrain.core.checks import one_of, require
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.finetune.quantized._flat_forward import dequantize_flat
+from lightning_fasttrain.finetune.quantized.unaligned_matmul import dequantize_flat
 
 KINDS = ("nf4", "fp4", "int8")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # what can be quantised, and computed in

@@ -12,7 +12,6 @@ from lightning_fasttrain.core.counts import number_of
 from lightning_fasttrain.core.host.lightning import trainer_of
 from lightning_fasttrain.core.messages import explain, list_some, note_once, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.finetune.parts._unreached_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
@@ -25,6 +24,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 )
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
+from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
 from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts

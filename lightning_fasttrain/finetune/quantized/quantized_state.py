@@ -9,7 +9,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import wrapper_on
-from lightning_fasttrain.finetune.quantized._flat_forward import FlatForward
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
     FLOATS,
     in_8_bits,
@@ -20,6 +19,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
     settle_8bit_,
     was_transposed,
 )
+from lightning_fasttrain.finetune.quantized.unaligned_matmul import FlatForward
 
 StateDict = MutableMapping[str, Any]
 _NESTED_BLOCK = 256  # as bitsandbytes has it, always

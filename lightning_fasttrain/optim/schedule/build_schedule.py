@@ -20,9 +20,9 @@ from lightning_fasttrain.core.host.lightning import (
     when_loaders_are_made,
 )
 from lightning_fasttrain.core.messages import explain, note_once, say
-from lightning_fasttrain.data.sizes.lengths import Length
-from lightning_fasttrain.data.sizes.run_length import is_length_known, steps_of_epochs, total_steps
-from lightning_fasttrain.data.sizes.seen import sum_over_ranks
+from lightning_fasttrain.data.warmup.counters import sum_over_ranks
+from lightning_fasttrain.data.warmup.duration import Length
+from lightning_fasttrain.data.warmup.run_length import is_length_known, steps_of_epochs, total_steps
 from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
 from lightning_fasttrain.optim.schedule.rate_request import RateRequest, read_request
 

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.counts import count_batch, count_parameters
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
-from lightning_fasttrain.plan.predict.fake_copy import Factory
+from lightning_fasttrain.plan.predict.fake_model import Factory
 from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run

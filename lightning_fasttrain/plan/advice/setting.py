@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.plan.predict.fake_copy import Factory, fake_module
+from lightning_fasttrain.plan.predict.fake_model import Factory, fake_module
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport
 from lightning_fasttrain.plan.predict.predict_memory import PRECISIONS, predict_memory
 from lightning_fasttrain.technique import Technique, apply, check_together

@@ -20,7 +20,7 @@ from lightning_fasttrain.model import LowPrecisionProducts
 from lightning_fasttrain.plan.advice.setting import Loss, Setting, find_setting
 from lightning_fasttrain.plan.advice.unused import Unused, UnusedReport
 from lightning_fasttrain.plan.catalogue import known_techniques
-from lightning_fasttrain.plan.predict.fake_copy import Factory
+from lightning_fasttrain.plan.predict.fake_model import Factory
 from lightning_fasttrain.plan.proof.short_run import quietly
 from lightning_fasttrain.technique import Technique, check_together
 from lightning_fasttrain.technique.facts import Facts, facts_of_machine

@@ -2,6 +2,6 @@
 
 It measures, solves and checks in the first steps of the training itself.
 
-From the bottom up: ``block_cost``, ``placement``, ``agreement``, ``checkpoint_plan``, ``step_watch``,
+From the bottom up: ``block_cost``, ``knapsack``, ``checkpoint_plan``, ``rank_agreement``, ``block_profiler``,
 ``memory_budget``.
 """

@@ -9,7 +9,7 @@ from rich.table import Table
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.plan.budget.block_cost import BlockCost
-from lightning_fasttrain.plan.budget.placement import place
+from lightning_fasttrain.plan.budget.knapsack import place
 
 KEPT, SELECTIVE, RECOMPUTED = "kept", "selective", "recomputed"
 

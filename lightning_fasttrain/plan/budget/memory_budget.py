@@ -8,8 +8,8 @@ from torch import nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.model.activation_checkpointing import CheckpointPolicy
+from lightning_fasttrain.plan.budget.block_profiler import StepWatch
 from lightning_fasttrain.plan.budget.checkpoint_plan import CheckpointPlan
-from lightning_fasttrain.plan.budget.step_watch import StepWatch
 
 
 class MemoryBudget(CheckpointPolicy):

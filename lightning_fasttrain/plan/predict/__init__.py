@@ -2,6 +2,6 @@
 
 What kernels take beside them is added where it is known.
 
-From the bottom up: ``as_on_cuda``, ``assumed_numbers``, ``allocation_trace``, ``fake_copy``, ``memory_report``,
-``unseen_memory``, ``unseen_on_cuda``, ``predict_memory``, ``count_flops``.
+From the bottom up: ``cuda_dispatch``, ``data_dependent_values``, ``allocation_trace``, ``memory_report``,
+``cuda_workspace``, ``fake_model``, ``kernel_workspace``, ``predict_memory``, ``count_flops``.
 """

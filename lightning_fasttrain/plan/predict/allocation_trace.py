@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
+from lightning_fasttrain.plan.predict.data_dependent_values import AssumedNumbers
 from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 
 FOR_EVER = 2**62

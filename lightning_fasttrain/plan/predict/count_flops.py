@@ -10,8 +10,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_fasttrain.data.accumulate_gradients import loss_of
-from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
-from lightning_fasttrain.plan.predict.fake_copy import Factory, fake_batch, fake_module
+from lightning_fasttrain.plan.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.plan.predict.fake_model import Factory, fake_batch, fake_module
 from lightning_fasttrain.plan.predict.predict_memory import Loss, explaining_errors, forward_of
 
 

@@ -24,12 +24,12 @@ from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.optim.named.host_optimizer import HostOptimizer
 from lightning_fasttrain.optim.named.state_bytes import tensors_in
 from lightning_fasttrain.plan.predict.allocation_trace import AllocationTrace
-from lightning_fasttrain.plan.predict.as_on_cuda import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
-from lightning_fasttrain.plan.predict.assumed_numbers import AssumedNumbers
-from lightning_fasttrain.plan.predict.fake_copy import Factory, fake_batch, fake_module, settle_
+from lightning_fasttrain.plan.predict.cuda_dispatch import CUBLAS_WORKSPACE, GRANULE, AsOnCuda, step_in_lists_
+from lightning_fasttrain.plan.predict.cuda_workspace import CUDA_WORKSPACE
+from lightning_fasttrain.plan.predict.data_dependent_values import AssumedNumbers
+from lightning_fasttrain.plan.predict.fake_model import Factory, fake_batch, fake_module, settle_
+from lightning_fasttrain.plan.predict.kernel_workspace import CPU_WORKSPACE, KEPT, quantized_workspace
 from lightning_fasttrain.plan.predict.memory_report import MemoryReport, report
-from lightning_fasttrain.plan.predict.unseen_memory import CPU_WORKSPACE, KEPT, quantized_workspace
-from lightning_fasttrain.plan.predict.unseen_on_cuda import CUDA_WORKSPACE
 from lightning_fasttrain.technique import Technique, apply, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 

@@ -2,6 +2,6 @@
 
 The yardstick is the rounding of the plain step itself, measured on that model.
 
-From the bottom up: ``digest``, ``short_run``, ``batches``, ``step_record``, ``record_steps``, ``yardstick``,
-``comparison``, ``first_difference``, ``verification``, ``guards``, ``proof``, ``verify``.
+From the bottom up: ``digest``, ``short_run``, ``batches``, ``step_record``, ``record_steps``, ``first_difference``,
+``rounding_noise``, ``compare_records``, ``report``, ``vacuous_checks``, ``proof``, ``verify``.
 """

@@ -16,15 +16,13 @@ from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.modules.without_dropout import has_dropout
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
 from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
-from lightning_fasttrain.plan.proof import guards
+from lightning_fasttrain.plan.proof import vacuous_checks
 from lightning_fasttrain.plan.proof.batches import count_rows, fit_rows, keep_rows
-from lightning_fasttrain.plan.proof.comparison import Allowance, compare
+from lightning_fasttrain.plan.proof.compare_records import Allowance, compare
 from lightning_fasttrain.plan.proof.first_difference import FirstDifference, find_first_difference
 from lightning_fasttrain.plan.proof.record_steps import record_steps
-from lightning_fasttrain.plan.proof.short_run import Steps, copy_module, quietly
-from lightning_fasttrain.plan.proof.step_record import StepRecord
-from lightning_fasttrain.plan.proof.verification import Verified
-from lightning_fasttrain.plan.proof.yardstick import (
+from lightning_fasttrain.plan.proof.report import Verified
+from lightning_fasttrain.plan.proof.rounding_noise import (
     Distances,
     Meaning,
     find_meaning,
@@ -32,6 +30,8 @@ from lightning_fasttrain.plan.proof.yardstick import (
     nudge,
     take_largest,
 )
+from lightning_fasttrain.plan.proof.short_run import Steps, copy_module, quietly
+from lightning_fasttrain.plan.proof.step_record import StepRecord
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.declarations import least_exact
 from lightning_fasttrain.technique.predicted_step import PredictedStep
@@ -94,7 +94,7 @@ class Proof:
         with quietly():
             module = copy_module(self.steps.module)
             module.configure_model()
-            self.idle = guards.find_idle(module, copy.deepcopy(self.all))
+            self.idle = vacuous_checks.find_idle(module, copy.deepcopy(self.all))
             del module
         return_unused_memory()
         self.problems += [f"{name} changed nothing." for name in map(str, self.all) if name in self.idle]
@@ -113,10 +113,10 @@ class Proof:
                 self.notes.append("Dropout is off in all runs: some of these techniques draw other masks.")
         steps = self._take_rows_that_fit(steps)
         plain, steps = self._record_plain(steps)
-        self.problems += guards.find_empty(plain)
+        self.problems += vacuous_checks.find_empty(plain)
         record = self._with_changes(steps, plain)
         noise = self._measure_noise(steps, record)
-        self.problems += guards.find_unsteady(record, noise)
+        self.problems += vacuous_checks.find_unsteady(record, noise)
         return _Reference(steps, plain, record, noise, find_meaning(record, noise), _TIMES)
 
     def _take_rows_that_fit(self, steps: Steps) -> Steps:
@@ -253,15 +253,15 @@ class Proof:
         distances = compare(plain, record, {}, Allowance(noise, reference.times, None))
         what = Exactness.CHANGES_TRAINING.value
         self.rows.append(Verified(tuple(map(str, self.changing)), precision, what, tuple(distances)))
-        self.problems += guards.find_empty(record)
-        self.problems += guards.find_unheld(plain, record)
-        self.problems += guards.find_stuck(plain, record)
+        self.problems += vacuous_checks.find_empty(record)
+        self.problems += vacuous_checks.find_unheld(plain, record)
+        self.problems += vacuous_checks.find_stuck(plain, record)
         self.notes += record.left
         self._note_idle(record)
         if precision == FULL:
             if plain.trains != record.trains:  # with another loss, such as a teacher's, evaluation has its own
-                self.problems += guards.find_unlike_evaluation(plain, record, noise)
-            self.problems += guards.find_changed_base(plain, record, noise)
+                self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
+            self.problems += vacuous_checks.find_changed_base(plain, record, noise)
         self.notes += record.warnings
 
     def _try(self, reference: _Reference, precision: str, techniques: list[Technique]) -> Verified:
@@ -277,11 +277,11 @@ class Proof:
         validates = precision == FULL and exactness is Exactness.EXACT
         allow = Allowance(reference.noise, reference.times, bound, validates)
         distances = compare(reference.record, record, reference.meaning, allow)
-        problems = guards.find_unheld(reference.record, record)
-        problems += guards.find_without_gradient(reference.record, record)
-        problems += guards.find_other_conduct(reference.record, record)
+        problems = vacuous_checks.find_unheld(reference.record, record)
+        problems += vacuous_checks.find_without_gradient(reference.record, record)
+        problems += vacuous_checks.find_other_conduct(reference.record, record)
         if precision == FULL:
-            problems += guards.find_unlike_evaluation(reference.record, record, reference.noise, bound)
+            problems += vacuous_checks.find_unlike_evaluation(reference.record, record, reference.noise, bound)
         self._note_idle(record)
         self.problems += problems
         self.notes += record.warnings

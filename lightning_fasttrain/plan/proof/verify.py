@@ -16,8 +16,8 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.optim.named.build_optimizer import make_optimizer
 from lightning_fasttrain.plan.proof.batches import take_batches, take_validation
 from lightning_fasttrain.plan.proof.proof import FULL, Proof
+from lightning_fasttrain.plan.proof.report import Verification
 from lightning_fasttrain.plan.proof.short_run import Steps
-from lightning_fasttrain.plan.proof.verification import Verification
 from lightning_fasttrain.technique import Technique, check_together
 
 Loss = Callable[[Any, Any], Any]

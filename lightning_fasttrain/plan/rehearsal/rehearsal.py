@@ -11,13 +11,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.device import return_unused_memory
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.plan.rehearsal.checkpoint_places import find_places, refuse_bad_folders, temporary_folder
-from lightning_fasttrain.plan.rehearsal.going_on import go_on_from_checkpoint
-from lightning_fasttrain.plan.rehearsal.no_trace import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.context import Rehearsed, find_window, read_batches
+from lightning_fasttrain.plan.rehearsal.disk_space import find_places, refuse_bad_folders, temporary_folder
+from lightning_fasttrain.plan.rehearsal.isolation import leaving_no_trace
+from lightning_fasttrain.plan.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
-from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, find_window, read_batches
+from lightning_fasttrain.plan.rehearsal.resume_stage import go_on_from_checkpoint
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
-from lightning_fasttrain.plan.rehearsal.same_processes import find_unrehearsable
 from lightning_fasttrain.plan.rehearsal.stages import (
     describe_saving,
     run_in_small,

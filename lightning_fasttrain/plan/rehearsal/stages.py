@@ -12,21 +12,21 @@ from lightning.pytorch.callbacks import EarlyStopping
 
 from lightning_fasttrain.core.files.safe_load import first_line
 from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.plan.proof.report import Verification
 from lightning_fasttrain.plan.proof.short_run import as_loader
-from lightning_fasttrain.plan.proof.verification import Verification
 from lightning_fasttrain.plan.proof.verify import verify
-from lightning_fasttrain.plan.rehearsal.checkpoint_places import (
+from lightning_fasttrain.plan.rehearsal.context import Rehearsed, explain_errors, fill_up
+from lightning_fasttrain.plan.rehearsal.disk_space import (
     bytes_on_disk,
     describe_room,
     saves_within_epochs,
     writers_of,
 )
-from lightning_fasttrain.plan.rehearsal.miniature import Course, Follower, Saving, StopAfter
-from lightning_fasttrain.plan.rehearsal.reading_ahead import describe_batch
+from lightning_fasttrain.plan.rehearsal.nested_trainer import devices_again, one_device_again
+from lightning_fasttrain.plan.rehearsal.peek_batches import describe_batch
 from lightning_fasttrain.plan.rehearsal.rehearsal_report import RehearsalError
-from lightning_fasttrain.plan.rehearsal.rehearsed import Rehearsed, explain_errors, fill_up
 from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.plan.rehearsal.same_processes import devices_again, one_device_again
+from lightning_fasttrain.plan.rehearsal.small_run import Course, Follower, Saving, StopAfter
 from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO
 from lightning_fasttrain.run.memory.memory_record import format_bytes
 from lightning_fasttrain.run.resume.exact_resume import ExactResume

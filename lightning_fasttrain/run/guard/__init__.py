@@ -2,6 +2,6 @@
 
 Checkpoints are whole or not there.
 
-From the bottom up: ``_checkpoint_room``, ``_rank_board``, ``preemption_flag``, ``atomic_checkpoints``,
-``preemption``, ``progress_watch``, ``hang_watch``.
+From the bottom up: ``preemption_flag``, ``preemption``, ``checkpoint_disk_space``, ``atomic_checkpoints``,
+``rank_heartbeats``, ``watchdog``, ``hang_watch``.
 """

@@ -23,7 +23,7 @@ from lightning_fasttrain.core.files.run_mark import KEY, RunMark, step_in
 from lightning_fasttrain.core.files.safe_load import is_remote, local_path, read_archive
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.run.guard._checkpoint_room import check_folders, share_failed_saves
+from lightning_fasttrain.run.guard.checkpoint_disk_space import check_folders, share_failed_saves
 from lightning_fasttrain.technique import Technique
 
 

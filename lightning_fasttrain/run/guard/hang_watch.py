@@ -14,7 +14,7 @@ from lightning.pytorch.trainer.states import TrainerStatus
 
 from lightning_fasttrain.core.host.lightning import started_processes, surround_teardown
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.run.guard.progress_watch import ProgressWatch, positive_times, write_to_stderr
+from lightning_fasttrain.run.guard.watchdog import ProgressWatch, positive_times, write_to_stderr
 from lightning_fasttrain.technique import Technique
 
 

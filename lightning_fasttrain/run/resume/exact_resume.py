@@ -16,7 +16,6 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 from lightning_fasttrain.data import TokenWeightedAccumulation
 from lightning_fasttrain.run.resume._gathered_states import gather, gather_gradients, pack, unpack
-from lightning_fasttrain.run.resume._loader_randomness import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.resume._loop_progress import (
     SavePoint,
     complete_batch_,
@@ -28,16 +27,17 @@ from lightning_fasttrain.run.resume._loop_progress import (
     save_point,
     step_takes_batches,
 )
-from lightning_fasttrain.run.resume._run_identity import (
+from lightning_fasttrain.run.resume._running_metrics import metrics_state, restore_metrics
+from lightning_fasttrain.run.resume.extra_state import forgotten_state, restore_forgotten
+from lightning_fasttrain.run.resume.loader_rng import generator_state, generators_of, set_generator_state
+from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader
+from lightning_fasttrain.run.resume.run_fingerprint import (
     about_loader,
     disagreements,
     doubts,
     read_settings,
     refuse_other_optimizers,
 )
-from lightning_fasttrain.run.resume._running_metrics import metrics_state, restore_metrics
-from lightning_fasttrain.run.resume._uncheckpointed_state import forgotten_state, restore_forgotten
-from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader
 from lightning_fasttrain.technique import Technique
 
 KEY = "ExactResume"

@@ -12,7 +12,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
 from lightning_fasttrain.core.messages import explain, note_once, say, warn
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.resume._loader_randomness import (
+from lightning_fasttrain.run.resume.loader_rng import (
     Generator,
     generator_state,
     generators_of,

@@ -1,5 +1,5 @@
 """Keeps training steady: steps that would spoil the weights are not made.
 
-From the bottom up: ``_step_gate``, ``_first_unfinite``, ``_schedules``, ``_running_limit``,
-``_last_checkpoint``, ``finite_guard``, ``spike_guard``.
+From the bottom up: ``_schedules``, ``_last_checkpoint``, ``rolling_quantile``, ``skip_step``, ``spike_guard``,
+``locate_nan``, ``finite_guard``.
 """

@@ -20,9 +20,9 @@ from lightning_fasttrain.core.messages import explain, list_some, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.resume._gathered_states import gather
-from lightning_fasttrain.run.steady._first_unfinite import first_layer_in_forward, is_unfinite, last_bad_gradient
 from lightning_fasttrain.run.steady._schedules import hold_schedules_
-from lightning_fasttrain.run.steady._step_gate import (
+from lightning_fasttrain.run.steady.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
+from lightning_fasttrain.run.steady.skip_step import (
     agree,
     device_of,
     has_room_for_nan,

@@ -21,9 +21,9 @@ from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.optim.optimizer_in_backward import OptimizerInBackward
 from lightning_fasttrain.run.steady._last_checkpoint import LastCheckpoint
-from lightning_fasttrain.run.steady._running_limit import RunningLimit
 from lightning_fasttrain.run.steady._schedules import hold_schedules_
-from lightning_fasttrain.run.steady._step_gate import device_of, hold_steps_, parameters_with_gradient
+from lightning_fasttrain.run.steady.rolling_quantile import RunningLimit
+from lightning_fasttrain.run.steady.skip_step import device_of, hold_steps_, parameters_with_gradient
 from lightning_fasttrain.technique import Conflict, Exactness, Technique
 
 

@@ -2,6 +2,7 @@
 
 Checkpoints are written by all ranks and load on any number.
 
-From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``_packed_weights``, ``shard_blocks``, ``materialize``,
-``gathers_in_step``, ``sharded_checkpoint``, ``sharding``, ``shared_buffers``, ``fsdp2_fabric``, ``fsdp2_strategy``.
+From the bottom up: ``_dcp_reading``, ``_sharded_optimizer``, ``_packed_weights``, ``shard_blocks``,
+``sharded_checkpoint``, ``shared_buffers``, ``broadcast_weights``, ``sharding``, ``fsdp2_fabric``, ``oom_safe_gathers``,
+``fsdp2_strategy``.
 """

@@ -20,8 +20,7 @@ from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl, Stateful
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.strategy._roll_call import RollCall, own_group
-from lightning_fasttrain.strategy.background_save import BackgroundSave
+from lightning_fasttrain.strategy.async_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
@@ -33,6 +32,7 @@ from lightning_fasttrain.strategy.fsdp2.shard_blocks import (
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -25,15 +25,15 @@ from lightning_fasttrain.core.host.lightning import move_optimizers, note_device
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy._roll_call import RollCall, own_group
-from lightning_fasttrain.strategy.background_save import BackgroundSave
+from lightning_fasttrain.strategy.async_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state
-from lightning_fasttrain.strategy.fsdp2.gathers_in_step import FSDP2Together
+from lightning_fasttrain.strategy.fsdp2.oom_safe_gathers import FSDP2Together
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import check_sharded, reshard_, without_gradient_reduction
 from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import load_full_, load_sharded_, save_sharded
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
 from lightning_fasttrain.strategy.fsdp2.shared_buffers import leave_to_rank_zero, share_buffers_
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 
 _STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 _PATIENCE_S = 60.0  # for a checkpoint in flight when a run fails

@@ -21,9 +21,9 @@ from lightning_fasttrain.core.files.plain_values import refuse_unreadable
 from lightning_fasttrain.core.files.run_mark import KEY, step_in
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint, as_corrupt, local_path, read_archive
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.strategy._roll_call import RollCall
 from lightning_fasttrain.strategy.fsdp2._dcp_reading import SafePlanner, SafeReader
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import join, take_apart, template
+from lightning_fasttrain.strategy.rank_health import RollCall
 
 REST = "rest.pt"  # everything that is no tensor of the model or of an optimizer
 _MODEL = "model."

@@ -11,7 +11,7 @@ from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.strategy.fsdp2._packed_weights import is_opaque
-from lightning_fasttrain.strategy.fsdp2.materialize import send_from_rank_zero_, whole_on_rank_zero
+from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import OFFLOADS, precision_policy, shard_blocks_
 
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, quantization_of
 from lightning_fasttrain.optim.named.state_bytes import Group, groups_of, state_bytes
-from lightning_fasttrain.plan.predict.fake_copy import fake_module
+from lightning_fasttrain.plan.predict.fake_model import fake_module
 from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, make_optimizer
 
 PRECISIONS = ("32-true", "bf16-mixed", "bf16-true")

@@ -2,6 +2,6 @@
 
 What hosts get wrong there is put right.
 
-From the bottom up: ``_zero_conflicts``, ``_zero_files``, ``_zero_groups``, ``_zero_stage``, ``_zero_engine``,
-``zero_checkpoint``, ``zero_fabric``, ``zero_strategy``.
+From the bottom up: ``_zero_conflicts``, ``_zero_files``, ``optimizer_fixes``, ``_zero_engine``, ``zero_checkpoint``,
+``stage_agreement``, ``zero_fabric``, ``zero_strategy``.
 """

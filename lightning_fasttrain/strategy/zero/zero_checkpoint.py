@@ -24,7 +24,7 @@ from lightning_fasttrain.core.files.plain_values import refuse_unreadable
 from lightning_fasttrain.core.files.run_mark import mark_of
 from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.strategy._roll_call import RollCall
+from lightning_fasttrain.strategy.rank_health import RollCall
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
 from lightning_fasttrain.strategy.zero._zero_files import read_inert
 

@@ -14,10 +14,10 @@ from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.host.lightning import BackwardSyncControl
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
-from lightning_fasttrain.strategy._roll_call import RollCall, own_group
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero._zero_stage import StageQuestion, choose_together, without_defaults
+from lightning_fasttrain.strategy.zero.stage_agreement import StageQuestion, choose_together, without_defaults
 from lightning_fasttrain.strategy.zero.zero_checkpoint import folder_to_load, save_whole, warn_inside_window
 
 

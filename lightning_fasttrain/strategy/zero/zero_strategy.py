@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
-from lightning_fasttrain.strategy._roll_call import RollCall, own_group
+from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_conflicts import CONFLICTS_OF_ZERO
 from lightning_fasttrain.strategy.zero._zero_engine import Engine
-from lightning_fasttrain.strategy.zero._zero_stage import (
+from lightning_fasttrain.strategy.zero.stage_agreement import (
     StageQuestion,
     choose_together,
     predicted_activations,

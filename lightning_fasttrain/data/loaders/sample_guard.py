@@ -1,0 +1,252 @@
+"""A sample that cannot be read is named and, if asked for, passed over; a worker that dies is named."""
+
+import signal
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.messages import explain, warn_on_any_rank
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.data.loaders._skipping_dataset import Envelope, Sieve, TolerantDataset
+from lightning_fasttrain.data.loaders.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
+from lightning_fasttrain.technique import Technique
+
+
+def guard_samples(loader: Any, skip_bad_samples: int = 0) -> "GuardedLoader":
+    """Wrap a ``DataLoader`` so that it names what it cannot read, and passes over some of it.
+
+    A sample whose ``__getitem__`` raises is left out of its batch, which has a row less. An error is raised for the
+    first one beyond ``skip_bad_samples``, and for a batch of which nothing is left, since a step without a batch would
+    leave other ranks waiting. A worker that ends is named with its exit code and the batch that it was to bring next.
+
+    Of an ``IterableDataset``, which ends with its first error, and of loaders of other kinds, only what torch says of
+    workers is made clearer.
+
+    Args:
+        loader: a ``DataLoader``, or what this package made of one; it is changed until :meth:`GuardedLoader.close`.
+        skip_bad_samples: how many may be passed over in all, in this process.
+
+    Returns:
+        The wrapped loader; its ``skipped`` is how many were.
+
+    Raises:
+        ValueError: ``skip_bad_samples`` is negative.
+        RuntimeError: while iterating: one sample too many, a batch without samples, or a worker that ended.
+
+    Example:
+        >>> class Files(torch.utils.data.Dataset):
+        ...     def __len__(self): return 4
+        ...     def __getitem__(self, index): return 1 / (index - 1)
+        >>> loader = guard_samples(DataLoader(Files(), batch_size=2), skip_bad_samples=1)
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     [batch.tolist() for batch in loader]
+        [[-1.0], [1.0, 0.5]]
+        >>> "sample 1, read by the training process: ZeroDivisionError" in str(told[0].message)
+        True
+
+    Source:
+        What a dataset returns for a sample that it lacks, ``None`` and a ``collate_fn`` that drops it, done outside it.
+    """
+    _refuse_negative(skip_bad_samples)
+    return GuardedLoader(loader, Tally(skip_bad_samples))
+
+
+def _refuse_negative(skip_bad_samples: object) -> None:
+    if isinstance(skip_bad_samples, bool) or not isinstance(skip_bad_samples, int) or skip_bad_samples < 0:
+        why = "it is how many samples may be passed over"
+        raise ValueError(explain(f"skip_bad_samples={skip_bad_samples!r}", why, "Use a whole number, 0 for none"))
+
+
+@dataclass
+class Tally:
+    """How many samples may be passed over, and how many were."""
+
+    limit: int
+    skipped: int = 0
+
+
+class GuardedLoader(WrappedLoader):
+    """See :func:`guard_samples`."""
+
+    def __init__(self, inner: Any, tally: Tally) -> None:
+        super().__init__(inner)
+        self._tally = tally
+        self._batches: Callable[[], Any] = lambda: None  # of torch's loader, which ends its workers when it is freed
+        self._undo = ExitStack()
+        loader = find_innermost(inner)
+        if isinstance(loader, DataLoader):
+            self._undo.callback(_let_bad_samples_through_(loader, self._note_pass))
+
+    @property
+    def skipped(self) -> int:
+        """Samples that were passed over so far."""
+        return self._tally.skipped
+
+    def close(self) -> None:
+        """Leave the loader as it was; a pass that is going on stays guarded."""
+        self._undo.close()
+
+    def __iter__(self) -> Iterator[Any]:
+        return _Unpacked(self, iter(self.inner))
+
+    def _note_pass(self, batches: Any) -> None:
+        self._batches = weakref.ref(batches)
+
+    def _open(self, envelope: Any) -> Any:
+        if not isinstance(envelope, Envelope):
+            return envelope
+        tally = self._tally
+        for bad in envelope.bad:
+            if tally.skipped >= tally.limit:
+                why = f"skip_bad_samples={tally.limit}, so no other may be passed over"
+                raise RuntimeError(explain(str(bad), why, "Mend it, or allow more"))
+            tally.skipped += 1
+            warn_on_any_rank(f"{bad}. It is passed over, {tally.skipped} of at most {tally.limit}.")
+        if envelope.bad and envelope.batch is None:
+            why = "no step can be made without a batch"
+            raise RuntimeError(explain(f"nothing is left of a batch: {envelope.bad[-1]}", why, "Mend these samples"))
+        return envelope.batch
+
+    def _death(self) -> str:
+        """What is known of workers that ended; "" if none did."""
+        batches = self._batches()
+        for number, worker in enumerate(getattr(batches, "_workers", ())):
+            code = worker.exitcode
+            if code is None or code == 0:
+                continue
+            ended = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
+            # A batch that has come is in its entry, beside the worker's number.
+            waiting = [batch for batch, task in batches._task_info.items() if task == (number,)]
+            batch = (
+                f"; the first batch that it still had to bring is number {min(waiting)} of this pass" if waiting else ""
+            )
+            return f"worker {number} of the loader (process {worker.pid}) ended {ended}{batch}"
+        return ""
+
+
+class _Unpacked(Iterator[Any]):
+    """One pass over the data."""
+
+    def __init__(self, loader: GuardedLoader, envelopes: Iterator[Any]) -> None:
+        self.loader, self.envelopes = loader, envelopes
+
+    def __next__(self) -> Any:
+        try:
+            envelope = next(self.envelopes)
+        # torch raises the first where it finds a dead worker; a queue that breaks off raises the others.
+        except (RuntimeError, OSError, EOFError) as error:
+            death = self.loader._death()
+            if not death:
+                raise
+            why = "SIGKILL is often the system's, for lack of memory; SIGBUS is a lack of shared memory"
+            way_out = "Use fewer workers or smaller samples, or num_workers=0 to see an error of its own"
+            raise RuntimeError(explain(death, why, way_out)) from error
+        return self.loader._open(envelope)
+
+
+def _let_bad_samples_through_(loader: DataLoader[Any], note: Callable[[Any], None]) -> Undo:
+    """Have the passes over ``loader`` give envelopes; ``dataset`` and ``collate_fn`` are its own in between."""
+    own = loader._get_iterator
+
+    def forget_workers() -> None:
+        loader._iterator = None  # workers that persist keep the dataset that they were made with
+
+    def get_iterator() -> Any:
+        undo = ExitStack()
+        if not isinstance(loader.dataset, IterableDataset):
+            # An iterator takes both when it is made. torch lets nobody set a dataset, hence vars().
+            places, before = vars(loader), (loader.dataset, loader.collate_fn)
+            undo.callback(places.update, dataset=before[0], collate_fn=before[1])
+            places.update(dataset=TolerantDataset(before[0]), collate_fn=Sieve(before[1]))
+        with undo:
+            batches = own()
+        note(batches)
+        return batches
+
+    forget_workers()
+    undo = ExitStack()
+    undo.callback(forget_workers)
+    undo.callback(patch(loader, "_get_iterator", get_iterator))
+    return undo.close
+
+
+class SampleGuard(Technique):
+    """Name samples that cannot be read, and workers that die; pass over as many as allowed.
+
+    Acts where the strategy takes its training loaders. How many were passed over is in checkpoints, for each process,
+    so a resumed run may pass over what is left. List it after what fetches batches ahead, such as
+    :class:`~lightning_fasttrain.DevicePrefetch`, so that only samples of batches that were used are counted.
+
+    Args:
+        skip_bad_samples: how many may be passed over in a run, on each process; with 0 the first is an error, which
+            names it.
+
+    Raises:
+        ValueError: ``skip_bad_samples`` is negative.
+        RuntimeError: in ``fit``: one bad sample too many, a batch without samples, or a worker that ended.
+
+    Example:
+        >>> guard = SampleGuard(skip_bad_samples=10)
+
+    Source:
+        See :func:`~lightning_fasttrain.data.guard_samples`.
+    """
+
+    effect: ClassVar[str] = "bad samples are named and passed over, up to a limit; dead workers are named"
+    when: ClassVar[str] = "some of many files may be broken; not where each sample must be trained on"
+    in_a_loop: ClassVar[str] = "data.guard_samples(loader, skip_bad_samples)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, skip_bad_samples: int = 0) -> None:
+        _refuse_negative(skip_bad_samples)
+        self.skip_bad_samples = skip_bad_samples
+        self._tally = Tally(skip_bad_samples)
+
+    @property
+    def skipped(self) -> int:
+        """Samples that were passed over so far, in this process."""
+        return self._tally.skipped
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self._tally = tally = Tally(self.skip_bad_samples)
+        loaders: list[GuardedLoader] = []
+
+        def wrap(loader: Any) -> GuardedLoader:
+            loaders.append(GuardedLoader(loader, tally))
+            return loaders[-1]
+
+        leave = wrap_training_loaders(trainer, wrap)
+
+        def undo() -> None:
+            leave()
+            while loaders:
+                loaders.pop().close()
+
+        return undo
+
+    def outcome(self, model: nn.Module) -> str:
+        return f"passed over {number_of(self.skipped, 'bad sample')}" if self.skipped else ""
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: called on all processes, whoever writes the file; after an error each speaks for itself."""
+        mine = torch.tensor([self.skipped], device=trainer.strategy.root_device)
+        everyone = mine if trainer.interrupted else trainer.strategy.all_gather(mine)
+        checkpoint["SampleGuard"] = everyone.flatten().tolist()
+
+    def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Hook: before or after loaders are made, as the strategy has it."""
+        counts = checkpoint.get("SampleGuard", [])
+        if trainer.state.fn == "fit" and len(counts) > trainer.global_rank:
+            self._tally.skipped = counts[trainer.global_rank]

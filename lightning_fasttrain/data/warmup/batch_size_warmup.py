@@ -1,0 +1,199 @@
+"""Steps of few batches first, and of more and more of them."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from typing import Any, ClassVar
+
+import lightning as L
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.data.normalizer.count_targets import Count
+from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
+from lightning_fasttrain.data.warmup.duration import Length
+from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.learning_rate_scaling import RULES, scale_rates_
+from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.facts import Facts
+
+
+def grow_windows(batches: Iterable[Any], growth: Growth) -> Iterator[list[Any]]:
+    """The batches of each optimizer step, which become more: for :func:`~lightning_fasttrain.accumulate_window`.
+
+    Args:
+        batches: of an epoch; its last window may be short.
+        growth: counts, and goes on over epochs if it is given to each; its state resumes.
+
+    Example:
+        >>> import torch
+        >>> [len(window) for window in grow_windows([torch.zeros(2)] * 9, Growth(1, 3, over="6 samples"))]
+        [1, 1, 2, 3, 2]
+    """
+    window: list[Any] = []
+    size = growth.size  # of this window: what is counted meanwhile is for the next
+    for batch in batches:
+        window.append(batch)
+        growth.add(batch)
+        if len(window) == size:
+            yield window
+            window = []
+            growth.steps += 1
+            growth.agree()
+            size = growth.size
+    if window:
+        yield window
+        growth.steps += 1
+        growth.agree()
+
+
+class BatchSizeWarmup(TokenWeightedAccumulation):
+    """Begin with optimizer steps of ``start`` batches, and grow to ``full`` of them in equal steps.
+
+    Small batches tell as much early in a run, for fewer samples; large ones are needed later. The loader's batches stay
+    as they are, and a step sums ``n`` of them, every target weighed the same: a
+    :class:`~lightning_fasttrain.TokenWeightedAccumulation` whose factor grows. Samples and tokens are counted, those
+    of all processes; where they are the clock, processes agree once a step as long as it grows.
+
+    Args:
+        full: the loader's batches of a step, from the end of the growth on.
+        over: how long it grows: optimizer steps, or ``"1e6 samples"``, ``"1e9tok"``.
+        start: batches of the first steps.
+        rate: how the learning rates follow, of a step of n batches: ``"linear"``, n / full of what the optimizer and
+            its schedule say, as suits SGD, or ``"sqrt"``, √(n / full), as suits Adam; None leaves them. Each change
+            is printed.
+        count, check: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`.
+
+    Attributes:
+        growth: with the ``size``, and the ``samples`` and ``tokens`` so far.
+
+    Raises:
+        TypeError, ValueError: as for :class:`~lightning_fasttrain.TokenWeightedAccumulation`; sizes that do not grow;
+            a length in epochs or a share of the run, which depend on how steps grow themselves.
+
+    Example:
+        >>> warmup = BatchSizeWarmup(full=8, over="1e9tok", rate="sqrt")
+        >>> [warmup.growth.size_at(tokens) for tokens in (0, 5e8, 1e9)]
+        [1, 4, 8]
+
+    Source:
+        McCandlish et al. 2018, "An Empirical Model of Large-Batch Training", https://arxiv.org/abs/1812.06162; the
+        growth in equal steps is that of Megatron-LM's ``--rampup-batch-size``.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    effect: ClassVar[str] = "steps of few batches first, of more later, with rates that follow if asked"
+    when: ClassVar[str] = "a large batch late in the run tells little early in it; not for fine-tuning"
+    in_a_loop: ClassVar[str] = "accumulate_window(step, window) for window in data.grow_windows(loader, growth)"
+
+    def __init__(
+        self,
+        full: int,
+        over: int | str | Length,
+        start: int = 1,
+        rate: str | None = None,
+        count: Count = "auto",
+        check: bool = True,
+    ) -> None:
+        self.growth = Growth(start, full, over)
+        if self.growth.until is None:
+            why = "how many steps that is depends on how they grow"
+            raise ValueError(explain(f"over={over!r}", why, "Give steps, samples or tokens"))
+        # Predictions ask the schedule for its largest window; which one holds, factor_in says.
+        super().__init__({0: full}, "step", count, check)
+        self.rate = None if rate is None else one_of("rate", rate, tuple(RULES))
+        self._hooks = ExitStack()
+        self._said: int | None = None  # the size; None before the run begins
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        return None
+
+    def took_hold(self, model: nn.Module) -> str:
+        growth = self.growth
+        return f"steps grow from {growth.start} to {growth.full} batches over {growth.over}"
+
+    def factor_in(self, epoch: int, step: int) -> int:
+        """The batches of a window that begins at an optimizer step; on another clock, of the one that begins now."""
+        return self.growth.size_at(step) if self.growth.clock == "steps" else self.growth.size
+
+    def count_windows(self, batches: int, epoch: int, before: int) -> int:
+        if self.growth.clock != "steps":
+            what = f"the number of steps with BatchSizeWarmup over {self.growth.over}"
+            why = "steps end as batches are counted, so nobody knows their number"
+            raise ValueError(explain(what, why, f"Give the total in {self.growth.clock}, or the growth in steps"))
+        return super().count_windows(batches, epoch, before)
+
+    def _stays_from(self, step: int) -> bool:
+        return self.growth.until is not None and step >= self.growth.until
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self.growth.begin()
+        leave = super().attach(trainer, pl_module)
+        assert leave is not None
+
+        def undo() -> None:
+            self._hooks.close()
+            self._said = None
+            leave()
+
+        return undo
+
+    def _factor_now(self) -> int:
+        trainer = self._trainer
+        assert trainer is not None
+        if self.growth.clock != "steps" and self.growth.goes_on:
+            # A collective; all ranks come here as a window begins, and their windows are the same.
+            self.growth.agree(trainer.strategy, trainer.world_size)
+        self.growth.steps = trainer.global_step
+        size = self.growth.size
+        if self._said is not None and size != self._said:
+            self._said = size
+            follows = "" if self.rate is None else f", with {self._rate_at(size):.3g} of the learning rate"
+            say(
+                "BatchSizeWarmup: from step %d on %d of %d batches%s",
+                self.growth.steps,
+                size,
+                self.growth.full,
+                follows,
+            )
+        return size
+
+    def _rate_at(self, size: int) -> float:
+        assert self.rate is not None
+        return RULES[self.rate](size / self.growth.full)
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the optimizers are there, and a checkpoint is read."""
+        super().on_train_start(trainer, pl_module)
+        self._said = 0
+        if self.rate is None:
+            return
+        for optimizer in trainer.optimizers:
+            inner: Any = optimizer if isinstance(optimizer, Optimizer) else optimizer.optimizer  # of DeepSpeed's
+            # The factor is set as a window begins, and is still this one when it steps.
+            self._hooks.callback(scale_rates_(inner, lambda: self._rate_at(self._factor)))
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the window is decided about before this batch counts."""
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        self.growth.add(batch)
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: what was not told yet."""
+        self.growth.agree(trainer.strategy, trainer.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        # All processes save; after an error of one of them the others may not come.
+        if self._trainer is not None and not self._trainer.interrupted:
+            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
+        return self.growth.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.growth.load_state_dict(state_dict)

@@ -1,0 +1,237 @@
+"""Short sequences first, and longer and longer ones."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.data.split_batch import walk_leaves
+from lightning_fasttrain.data.warmup.duration import Length
+from lightning_fasttrain.data.warmup.growth_schedule import Growth
+from lightning_fasttrain.data.warmup.run_length import steps_of_epochs, total_steps
+from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+
+_IDS = (torch.int64, torch.int32)
+Cut = Callable[[Any, int], Any]
+
+
+def cut_sequences(batch: Any, length: int) -> Any:
+    """The first ``length`` tokens of each sequence of ``batch``; what is not as long stays as it is.
+
+    The rule: the length T is that of the second axis of the first tensor that looks like token ids (whole numbers of 32
+    or 64 bits, at least two axes). In tensors of whole numbers and truth values (ids, labels, masks, positions) each
+    axis after the first that is T long is cut; in others (embeddings) the second, and in masks [..., T, T] the last
+    two. Floating-point tensors (B, T) are cut if their name has "mask" or "weight" in it: without, they may be scores
+    of as many classes. Containers are walked, and keep their type.
+
+    Where an ``attention_mask``, or a boolean ``..._padding_mask`` (B, T), says that rows begin with padding, the tokens
+    of such a row are counted from where its padding ends, and a row that is shorter than ``length`` keeps padding in
+    front of it. Nothing waits for the device.
+
+    Args:
+        batch: tensors of shape (B, T, ...), in any nesting.
+        length: at least 1.
+
+    Raises:
+        ValueError: nothing looks like token ids.
+
+    Example:
+        >>> batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "mask": torch.ones(2, 1, 6, 6)}
+        >>> [tuple(tensor.shape) for tensor in cut_sequences(batch, 4).values()]
+        [(2, 4), (2, 1, 4, 4)]
+    """
+    full = find_length(batch)
+    if full <= length:
+        return batch
+
+    real = _find_real_tokens(batch, full)
+    # argmax gives the first of equal ones: the first token that is no padding, or 0 where all are.
+    start = None if real is None else real.to(torch.uint8).argmax(dim=1).clamp(max=full - length)
+
+    def cut(leaf: Any, path: str) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for axis in _axes_of_tokens(leaf, path, full):
+            if start is not None and len(leaf) == len(start):
+                leaf = _window(leaf, axis, start, length)
+            else:
+                leaf = leaf.narrow(axis, 0, length)
+        return leaf.contiguous()  # models may ask for a view
+
+    return walk_leaves(batch, cut, "batch")
+
+
+def _axes_of_tokens(leaf: Tensor, path: str, full: int) -> list[int]:
+    axes = [axis for axis in range(1, leaf.ndim) if leaf.shape[axis] == full]
+    if not leaf.is_floating_point() or (leaf.ndim > 2 and axes[-2:] == [leaf.ndim - 2, leaf.ndim - 1]):
+        return axes
+    if leaf.ndim == 2 and not re.search("mask|weight", path):
+        return []
+    return [axis for axis in axes if axis == 1]
+
+
+def _find_real_tokens(batch: Any, full: int) -> Tensor | None:
+    """(B, T), True where a token is no padding; None where no mask of this form says so."""
+    found: list[Tensor] = []
+
+    def look(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim == 2 and leaf.shape[1] == full and not leaf.is_floating_point():
+            if re.search(r"\battention_mask\b", path):
+                found.append(leaf != 0)
+            elif re.search(r"padding_mask\b", path) and leaf.dtype is torch.bool:  # torch's: True is padding
+                found.append(~leaf)
+        return leaf
+
+    walk_leaves(batch, look, "batch")
+    return found[0] if found else None
+
+
+def _window(leaf: Tensor, axis: int, start: Tensor, length: int) -> Tensor:
+    """``length`` entries along ``axis``, of each row from its own ``start`` on."""
+    places = start[:, None] + torch.arange(length, device=start.device)
+    shape = [1] * leaf.ndim
+    shape[0], shape[axis] = places.shape
+    return leaf.take_along_dim(places.view(shape), axis)
+
+
+def find_length(batch: Any) -> int:
+    """The length of the sequences in a batch, by the rule of :func:`cut_sequences`."""
+    found: list[int] = []
+
+    def look(leaf: Any, path: str) -> Any:
+        if isinstance(leaf, Tensor) and leaf.ndim > 1 and leaf.dtype in _IDS:
+            found.append(leaf.shape[1])
+        return leaf
+
+    walk_leaves(batch, look, "batch")
+    if not found:
+        why = "no tensor of whole numbers has a second axis, so nothing tells the length of its sequences"
+        raise ValueError(explain(f"a batch of type {type(batch).__name__}", why, "Give cut=, (batch, length) → batch"))
+    return found[0]
+
+
+def grow_sequences(batches: Iterable[Any], growth: Growth, window: int = 1, cut: Cut = cut_sequences) -> Iterator[Any]:
+    """The batches with their sequences cut to ``growth.size``, which grows.
+
+    Args:
+        batches: of an epoch.
+        growth: counts, and goes on over epochs if it is given to each; its state resumes.
+        window: batches of an optimizer step.
+        cut: (batch, length) → batch.
+
+    Example:
+        >>> batches = [torch.zeros(2, 6, dtype=torch.long)] * 4
+        >>> [batch.shape[1] for batch in grow_sequences(batches, Growth(2, 6, over=3, grid=2))]
+        [2, 2, 4, 6]
+    """
+    for number, batch in enumerate(batches, start=1):
+        handed_out = cut(batch, growth.size) if growth.goes_on else batch
+        growth.add(handed_out)
+        yield handed_out
+        growth.agree()
+        growth.steps += number % window == 0
+
+
+class SequenceLengthWarmup(Technique):
+    """Begin with the first ``start`` tokens of each sequence, and grow to ``full`` in equal steps of ``grid``.
+
+    Short sequences cost less, and early in a run they tell as much; steps are steadier too. What is cut off is not
+    trained on. Samples and tokens are counted, as they were trained on and over all processes; where they are the
+    clock, processes agree once a batch as long as it grows.
+
+    Acts where a training batch has come to the device, before anything looks at it; validation sees whole sequences.
+    A compiled model is compiled again for some of the lengths: a large ``grid`` makes few.
+
+    Args:
+        start: tokens of a sequence at first.
+        full: tokens of a sequence at the end of the growth, after which batches are left as they are.
+        over: how long it grows: optimizer steps, ``"1ep"``, ``"5%"`` of the run, ``"1e6 samples"`` or ``"1e9tok"``.
+        grid: lengths are ``start`` and multiples of this more; 8 suits matrix units.
+        cut: (batch, length) → batch, for batches that :func:`~lightning_fasttrain.data.cut_sequences` refuses.
+
+    Attributes:
+        growth: with the ``size``, and the ``samples`` and ``tokens`` so far.
+
+    Raises:
+        TypeError, ValueError: sizes that do not grow, or a length that is not understood; in ``fit``: the length of
+            the run is not known, or a batch without token ids.
+
+    Example:
+        >>> warmup = SequenceLengthWarmup(start=64, full=1024, over="5%", grid=64)
+
+    Source:
+        Li et al. 2022, "The Stability-Efficiency Dilemma: Investigating Sequence Length Warmup for Training GPT
+        Models", https://arxiv.org/abs/2108.06084.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    effect: ClassVar[str] = "short sequences first, of growing length: cheaper and steadier early steps"
+    when: ClassVar[str] = "training on long sequences begins unsteadily; not where the end of a sequence matters most"
+    in_a_loop: ClassVar[str] = "for batch in data.grow_sequences(loader, growth)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, start: int, full: int, over: int | str | Length, grid: int = 8, cut: Cut | None = None) -> None:
+        self.growth = Growth(start, full, over, grid)
+        if cut is not None and not callable(cut):
+            raise TypeError(explain(f"cut={cut!r}", "it is called with a batch and a length", "Give a function"))
+        self.cut = cut or cut_sequences
+        self._trainer: L.Trainer | None = None
+
+    def predict(self, step: PredictedStep) -> None:
+        """Whole sequences make the peak."""
+
+    def took_hold(self, model: nn.Module) -> str:
+        growth = self.growth
+        return f"sequences grow from {growth.start} to {growth.full} tokens over {growth.over}"
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self.growth.begin()
+        self._trainer = trainer
+        to_device = trainer.strategy.batch_to_device
+
+        def batch_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+            batch = to_device(batch, *args, **kwargs)
+            return self._cut(trainer, batch) if trainer.training else batch
+
+        restore = patch(trainer.strategy, "batch_to_device", batch_to_device)
+
+        def undo() -> None:
+            restore()
+            self._trainer = None
+
+        return undo
+
+    def _cut(self, trainer: L.Trainer, batch: Any) -> Any:
+        growth = self.growth
+        if growth.until is None:  # not in attach: the length of the run is known once there are loaders
+            share = growth.over.unit == "share"
+            whole = total_steps(trainer) if share else steps_of_epochs(trainer, growth.over.amount)
+            growth.until = round(growth.over.amount * whole) if share else round(whole)
+        growth.steps = trainer.global_step
+        if growth.goes_on:
+            if growth.clock != "steps":
+                growth.agree(trainer.strategy, trainer.world_size)
+            batch = self.cut(batch, growth.size)
+        growth.add(batch)
+        return batch
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: what was not told yet."""
+        self.growth.agree(trainer.strategy, trainer.world_size)
+
+    def state_dict(self) -> dict[str, Any]:
+        # All processes save; after an error of one of them the others may not come.
+        if self._trainer is not None and not self._trainer.interrupted:
+            self.growth.agree(self._trainer.strategy, self._trainer.world_size)
+        return self.growth.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.growth.load_state_dict(state_dict)

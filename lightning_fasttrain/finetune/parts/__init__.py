@@ -1,7 +1,0 @@
-"""Names what a model consists of: what is frozen, what gets an adapter, what base there is.
-
-Nothing here adds a parameter but ``swap_head``.
-
-From the bottom up: ``_float32_adapters``, ``freezing``, ``swap_head``, ``_unreached_weights``, ``base_fingerprint``,
-``_adapter_switches``, ``gradual_unfreezing``, ``targets``.
-"""

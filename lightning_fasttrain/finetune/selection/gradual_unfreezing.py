@@ -1,0 +1,322 @@
+"""The top of a model trains first, and the rest is thawed group by group, from the top down."""
+
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.strategies import DDPStrategy, Strategy
+from torch import nn
+
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.host.lightning import replicates, wrap_again
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.modules.blocks import Blocks, find_blocks
+from lightning_fasttrain.core.modules.heads import heads_beside, warn_of_blocks_beyond
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.finetune.selection.freezing import (
+    Chosen,
+    Named,
+    StaysInEval,
+    choose,
+    freeze_parameter_,
+    keep_in_eval_,
+    keeps_statistics,
+    show_thawed_,
+)
+from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.facts import Facts
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+
+Groups = Sequence[Named | Sequence[Named]]
+
+
+class Unfreezing:
+    """The parameters of a model in groups from the top down, of which the first k train.
+
+    The optimizer is given all parameters at the start: those that are frozen have no gradient, so it leaves them as
+    they are, and has their state to make when they are thawed. What was frozen before stays frozen. A normalisation
+    with running statistics is in eval until its group is thawed, then in the mode of the module that holds it. A tied
+    parameter goes with the topmost of its places: where the head is the embedding, the backward pass goes all the way
+    down from the start. Under DDP, wrap the model again after each change.
+
+    Args:
+        model: any module. Nothing is frozen before the first ``thaw_to``.
+        groups: what belongs together, from the top down, as for
+            :func:`~lightning_fasttrain.finetune.freeze_except_`: ``[["head", "norm"], "blocks.2", "blocks.1"]``. What
+            no group names is the last. By default: the heads (:func:`~lightning_fasttrain.finetune.find_heads`) and
+            what the model lists after its blocks; each block with what lies between it and the next; what comes before
+            them.
+        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+
+    Raises:
+        TypeError: a group is no pattern or class, and no list of them.
+        ValueError: a pattern matches nothing; a group has nothing that can be thawed; no blocks; ``groups`` and
+            ``blocks`` both given; the model has no parameter that requires a gradient.
+
+    Example:
+        >>> net = nn.Sequential(nn.Embedding(9, 4), *[nn.TransformerEncoderLayer(4, 1) for _ in range(2)])
+        >>> unfreezing = Unfreezing(net)
+        >>> len(unfreezing.groups), len(unfreezing.thaw_to(1))  # names of what changed: the lower block and "0.weight"
+        (3, 13)
+        >>> unfreezing.thaw_to(3)[-1]
+        '0.weight'
+
+    Source:
+        Howard & Ruder 2018, "Universal Language Model Fine-tuning for Text Classification",
+        https://arxiv.org/abs/1801.06146, section 3.3.
+    """
+
+    def __init__(self, model: nn.Module, groups: Groups | None = None, blocks: Blocks | None = None) -> None:
+        check_groups(groups, blocks)
+        chosen = _by_block(model, blocks) if groups is None else _by_name(model, groups)
+        self._groups = _each_once(chosen, named=0 if groups is None else len(groups))
+        if not self._groups:
+            why = "no parameter requires a gradient, so there is nothing to thaw"
+            raise ValueError(explain(f"Unfreezing({type(model).__name__})", why, "Thaw what may train: thaw_(model)"))
+        self._modules = list(model.modules())
+        self._holder = {child: parent for parent in model.modules() for child in parent.children()}
+        self._in_eval: dict[nn.Module, StaysInEval] = {}
+        self.thawed = len(self._groups)
+
+    @property
+    def groups(self) -> list[list[str]]:
+        """Names of the parameters of each group, from the top down."""
+        return [list(group.parameters) for group in self._groups]
+
+    def thaw_to(self, k: int) -> list[str]:
+        """Let the first ``k`` groups train and freeze the others; beyond the last group, all train.
+
+        Returns:
+            Names of the parameters that were thawed or frozen by this.
+
+        Raises:
+            TypeError, ValueError: ``k`` is no whole number of at least 1.
+        """
+        before, self.thawed = self.thawed, min(positive_int("k", k), len(self._groups))
+        # One of the two slices is empty, so groups are either frozen or thawed.
+        for group in self._groups[self.thawed : before]:
+            self._freeze(group)
+        for group in self._groups[before : self.thawed]:
+            self._thaw(group)
+        show_thawed_(self._modules)
+        changed = self._groups[min(before, self.thawed) : max(before, self.thawed)]
+        return [name for group in changed for name in group.parameters]
+
+    def _freeze(self, group: Chosen) -> None:
+        for parameter in group.parameters.values():
+            freeze_parameter_(parameter)
+        for norm in group.norms:
+            # one that is in eval where all around it trains was put there, and stays as it is
+            if norm.training == self._holder.get(norm, norm).training and (stays := keep_in_eval_(norm)):
+                self._in_eval[norm] = stays
+
+    def _thaw(self, group: Chosen) -> None:
+        for parameter in group.parameters.values():
+            parameter.requires_grad_(True)
+        for norm in group.norms:
+            if stays := self._in_eval.pop(norm, None):
+                stays.remove(self._holder[norm].training if norm in self._holder else stays.was_training)
+
+    def undo(self) -> None:
+        """Let everything train that did."""
+        self.thaw_to(len(self._groups))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"thawed": self.thawed, "groups": self.groups}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Thaw as many groups as were when the state was saved.
+
+        Raises:
+            ValueError: the groups were others.
+        """
+        if state["groups"] != self.groups:
+            what = f"a state of {len(state['groups'])} groups for the {len(self._groups)} of this model"
+            why = "the groups were made of other parameters, so the number that is thawed means nothing"
+            way_out = "Give the same groups= or blocks= as when it was saved, or call thaw_to(k)"
+            raise ValueError(explain(what, why, way_out))
+        self.thaw_to(state["thawed"])
+
+
+def check_groups(groups: Groups | None, blocks: Blocks | None) -> None:
+    if groups is None:
+        return
+    if blocks is not None:
+        raise ValueError(explain(f"{groups=} and {blocks=}", "each says what the groups are", "Give one of them"))
+    if isinstance(groups, str | type) or not isinstance(groups, Sequence):
+        raise TypeError(explain(f"{groups=}", "it must be a list, from the top down", "Use groups=[['head'], ...]"))
+    if not groups or not all(isinstance(group, str | type) or group for group in groups):
+        raise ValueError(explain(f"{groups=}", "a group without a name trains nothing", "Name what is in each group"))
+
+
+def _by_name(model: nn.Module, groups: Groups) -> list[Chosen]:
+    chosen: list[Chosen] = []
+    for group in groups:
+        named = [group] if isinstance(group, str | type) else group
+        chosen.append(choose(model, *named))
+    # The class means the whole model; what earlier groups have is left out of it later.
+    return [*chosen, choose(model, type(model))]
+
+
+def _by_block(model: nn.Module, blocks: Blocks | None) -> list[Chosen]:
+    names = list(find_blocks(model, blocks))
+    if blocks is not None:
+        warn_of_blocks_beyond(model, names, [], f"Unfreezing(blocks={blocks!r})")
+    heads = heads_beside(model, names)
+    floors = [Chosen() for _ in range(len(names) + 2)]  # the stem, each block, the head
+    reached = 0
+    for name, module in model.named_modules():
+        inside = next((i for i, block in enumerate(names, 1) if f"{name}.".startswith(f"{block}.")), None)
+        reached = inside or reached
+        # Outside: with the block before it, and after the last block with the head.
+        floor = floors[inside or (reached if reached < len(names) else reached + 1)]
+        if any(f"{name}.".startswith(f"{head}.") for head in heads):
+            floor = floors[-1]
+        prefix = f"{name}." if name else ""
+        floor.parameters.update({prefix + own: p for own, p in module.named_parameters(recurse=False)})
+        if keeps_statistics(module):
+            floor.norms.append(module)
+    return floors[::-1]  # from the top down
+
+
+def _each_once(groups: Iterable[Chosen], named: int) -> list[Chosen]:
+    """What trains now, each parameter and normalisation in the first group that has it; the first ``named`` must."""
+    kept: list[Chosen] = []
+    name_of: dict[nn.Parameter, str] = {}
+    seen: set[nn.Module] = set()
+    waiting: list[nn.Module] = []  # normalisations of groups in which no parameter trains: they go with the next
+    for i, group in enumerate(groups):
+        own: dict[str, nn.Parameter] = {}
+        for name, parameter in group.parameters.items():
+            if parameter.requires_grad and parameter not in name_of:
+                name_of[parameter] = name
+                own[name] = parameter
+            elif name_of.get(parameter, name) != name:
+                note_once(f"Unfreezing: {name} is thawed as {name_of[parameter]}, to which it is tied")
+        waiting += [norm for norm in dict.fromkeys(group.norms) if norm not in seen]
+        seen.update(waiting)
+        if own:
+            kept.append(Chosen(own, waiting))
+            waiting = []
+        elif i < named:
+            why = f"its {len(group.parameters)} parameters are frozen already, or in a group before it"
+            raise ValueError(explain(f"group {i} of {named}", why, "Leave the group out"))
+    if kept:
+        kept[-1].norms.extend(waiting)  # no group comes after them
+    return kept
+
+
+class GradualUnfreezing(Technique):
+    """Train the top of the model first, and thaw one group more every epoch, or every so many steps, from the top down.
+
+    While the lower groups are frozen, the backward pass ends above them and the optimizer holds no state for them.
+    Acts from ``on_train_start``, when the optimizer, DDP and a checkpoint have seen all parameters, and then on
+    ``on_train_epoch_start`` or ``on_train_batch_start``. How many groups train follows from the epoch or the step
+    alone, so a resumed run has thawed what it had. Under DDP the model is wrapped again at each change, since the
+    wrapper averages the gradients of what trained when it was made: a communication hook must be the strategy's own
+    (``DDPStrategy(ddp_comm_hook=...)``). At the end, whatever trained before the run can train again.
+
+    Args:
+        every: ``"epoch"``, or a number of optimizer steps, as ``trainer.global_step`` counts them.
+        groups: as for :class:`~lightning_fasttrain.finetune.Unfreezing`.
+        blocks: as for :class:`~lightning_fasttrain.finetune.Unfreezing`.
+
+    Raises:
+        TypeError, ValueError: ``every`` is neither; ``groups`` is no list of groups; in ``fit``: a strategy that shards
+            parameters, or what :class:`~lightning_fasttrain.finetune.Unfreezing` raises.
+
+    Example:
+        >>> slowly, by_name = GradualUnfreezing(every=500), GradualUnfreezing(groups=["head", "blocks.2", "blocks.1"])
+
+    Source:
+        See :class:`~lightning_fasttrain.finetune.Unfreezing`.
+    """
+
+    exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING
+    effect: ClassVar[str] = "the top trains first; the rest is thawed group by group, each epoch or every N steps"
+    when: ClassVar[str] = (
+        "a pretrained model forgets when all of it trains from the first step; not to save memory to the end"
+    )
+    in_a_loop: ClassVar[str] = "finetune.Unfreezing(model).thaw_to(epoch + 1)"
+    predicted: ClassVar[bool] = True
+
+    _unfreezing: Unfreezing | None = None
+
+    def __init__(
+        self, every: int | str = "epoch", *, groups: Groups | None = None, blocks: Blocks | None = None
+    ) -> None:
+        self.every = one_of("every", every, ("epoch",)) if isinstance(every, str) else positive_int("every", every)
+        check_groups(groups, blocks)
+        self.groups = groups
+        self.blocks = blocks
+
+    @classmethod
+    def why_not(cls, facts: Facts) -> str | None:
+        if facts.blocks == 0:
+            return "no repeated blocks were found: name what thaws together in groups="
+        return None
+
+    def predict(self, step: PredictedStep) -> None:
+        step.leave_out(self, "everything trains, as it does in the end, so this is an upper bound")
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        _refuse_sharded(trainer.strategy)
+        return self._undo_unfreezing
+
+    def took_hold(self, model: nn.Module) -> str:
+        held = self._unfreezing
+        return f"{held.thawed} of {len(held.groups)} groups train" if held is not None else ""
+
+    def _undo_unfreezing(self) -> None:
+        unfreezing, self._unfreezing = self._unfreezing, None
+        if unfreezing is not None:
+            unfreezing.undo()
+
+    def __getstate__(self) -> dict[str, Any]:  # a copy gets the schedule, never the model
+        return {**super().__getstate__(), "_unfreezing": None}
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first at which all parameters and the optimizers exist; nothing is frozen yet."""
+        unfreezing = self._unfreezing = Unfreezing(pl_module, self.groups, self.blocks)
+        held = {p for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+        missing = [name for name in chain(*unfreezing.groups) if pl_module.get_parameter(name) not in held]
+        if missing:
+            what = f"GradualUnfreezing: {len(missing)} parameters such as {missing[0]} are in no optimizer"
+            why = "thawing them trains nothing"
+            warn(explain(what, why, "Give the optimizer all parameters, or freeze these before the run"))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first after the epoch and the step are restored, too."""
+        self._follow(trainer)
+
+    def on_train_epoch_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: acts where groups are thawed by epoch."""
+        self._follow(trainer)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: acts where groups are thawed by step."""
+        if self.every != "epoch":
+            self._follow(trainer)
+
+    def _follow(self, trainer: L.Trainer) -> None:
+        unfreezing = self._unfreezing
+        assert unfreezing is not None  # made in on_fit_start
+        k = 1 + (trainer.current_epoch if isinstance(self.every, str) else trainer.global_step // self.every)
+        if min(k, len(unfreezing.groups)) == unfreezing.thawed:
+            return
+        unfreezing.thaw_to(k)
+        say("GradualUnfreezing: %d of %d groups train", unfreezing.thawed, len(unfreezing.groups))
+        if isinstance(trainer.strategy, DDPStrategy):
+            wrap_again(trainer.strategy)
+
+
+def _refuse_sharded(strategy: Strategy) -> None:
+    if not replicates(strategy):
+        why = "it takes the parameters over, and settles which of them train, before the run starts"
+        way_out = "Use one device or DDP, or fit once for each group with freeze_except_"
+        raise ValueError(explain(f"GradualUnfreezing with {type(strategy).__name__}", why, way_out))

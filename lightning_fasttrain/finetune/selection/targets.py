@@ -1,0 +1,169 @@
+"""Which layers of a model get an adapter, from what a user says: names, patterns, classes or "all-linear"."""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from torch import nn
+
+from lightning_fasttrain.core.checks import require
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.blocks import has_parameters
+from lightning_fasttrain.core.modules.heads import find_heads, is_linear, layers_of, stands_for
+from lightning_fasttrain.finetune.selection.uncovered_weights import read_past
+
+Target = str | re.Pattern[str] | type[nn.Module]
+Targets = Target | Iterable[Target]
+ALL_LINEAR = "all-linear"
+
+
+def find_targets(model: nn.Module, targets: Targets = ALL_LINEAR) -> dict[str, nn.Module]:
+    """Find the layers that ``targets`` means.
+
+    Args:
+        model: any module; layers that carry an adapter already count as what they were.
+        targets: ``"all-linear"``, every linear layer but the heads (:func:`~lightning_fasttrain.finetune.find_heads`)
+            and those of a state-space mixer (Mamba) that a kernel computes with; or one or several of: a qualified
+            name or the end of one (``"attn.q_proj"``), a pattern in which ``*`` stands for one name and ``**`` for any
+            number, a compiled regular expression for the whole name, a class, a class name.
+
+    Returns:
+        Qualified name → layer, in the model's own order.
+
+    Raises:
+        ValueError: one of ``targets`` matches nothing (the message lists near names and what would match), or a layer
+            shares its weight with another, which would then no longer be the same.
+        TypeError: one of ``targets`` is none of the above.
+
+    Example:
+        >>> net = nn.Sequential(*[nn.TransformerEncoderLayer(4, 1) for _ in range(2)], nn.Linear(4, 9))
+        >>> list(find_targets(net))
+        ['0.linear1', '0.linear2', '1.linear1', '1.linear2']
+        >>> list(find_targets(net, ["1.linear2", nn.LayerNorm, re.compile(r"\\d")]))
+        ['0', '0.norm1', '0.norm2', '1', '1.linear2', '1.norm1', '1.norm2', '2']
+    """
+    layers = layers_of(model)  # an adapted layer stands for what it was
+    if isinstance(targets, str) and targets.lower() == ALL_LINEAR:
+        heads = [*find_heads(model), *read_past(model)]
+        found = {name: layer for name, layer in layers.items() if name not in heads and is_linear(layer)}
+        if not found:
+            why = f"{type(model).__name__} has no linear layer besides heads ({', '.join(heads) or 'none'})"
+            raise ValueError(
+                explain(f"targets='{ALL_LINEAR}'", why, f"Name the layers. Candidates: {list_layer_kinds(layers)}")
+            )
+        return found
+    wanted = [targets] if isinstance(targets, str | type | re.Pattern) else list(targets)
+    if not wanted:
+        raise ValueError(explain("targets=[]", "an adapter sits on at least one layer", f"Use '{ALL_LINEAR}'"))
+    names: set[str] = set()
+    for target in wanted:
+        matched = {name for name, layer in layers.items() if _means(target, name, layer)}
+        if not matched:
+            raise ValueError(_nothing_matched(target, model, layers))
+        names |= matched
+    return {name: layer for name, layer in layers.items() if name in names}
+
+
+def find_target_parameters(model: nn.Module, ends: Iterable[str]) -> dict[str, str]:
+    """Tensors that modules multiply with in their own forward, as experts are kept, by the ends of their names.
+
+    Returns:
+        Qualified name of the tensor → that of its module.
+
+    Raises:
+        ValueError: one of ``ends`` matches nothing, or the model itself holds the tensor.
+    """
+    tensors: dict[str, str] = {}
+    for name, module in {"": model, **layers_of(model)}.items():
+        held = [child for child, layer in module.named_children() if stands_for(layer)]
+        own = [key for key, _ in module.named_parameters(recurse=False)]
+        tensors.update({f"{name}.{key}".removeprefix("."): name for key in (*own, *held)})
+    found: dict[str, str] = {}
+    for end in ends:
+        matched = {tensor: name for tensor, name in tensors.items() if tensor == end or tensor.endswith(f".{end}")}
+        if not matched or "" in matched.values():
+            why = "the model itself holds it, and a module has to" if matched else "no module has a tensor of that name"
+            near = difflib.get_close_matches(end, list(tensors), n=3, cutoff=0.3)
+            raise ValueError(explain(f"target_parameters: {end!r}", why, f"Candidates: {', '.join(near) or 'none'}"))
+        found |= matched
+    return {tensor: name for tensor, name in tensors.items() if tensor in found}
+
+
+def refuse_tied(model: nn.Module, names: Collection[str]) -> None:
+    """Refuse layers whose weight is also that of another layer: an adapter on one of them would part the two.
+
+    Raises:
+        ValueError: names the layers.
+    """
+    holders: dict[int, list[str]] = {}
+    for name, layer in layers_of(model).items():
+        weight = layer._parameters.get("weight")
+        if weight is not None:
+            holders.setdefault(id(weight), []).append(name)
+    for tied in holders.values():
+        mine = [name for name in tied if name in names]
+        if mine and len(tied) > 1:
+            other = next((name for name in tied if name not in mine), tied[-1])
+            why = f"its weight is also that of '{other}', and an adapter would make the two differ"
+            raise ValueError(explain(f"target '{mine[0]}'", why, "Leave it out of the targets, or untie the two first"))
+
+
+def shortest_names(names: Collection[str], model: nn.Module) -> list[str] | str:
+    """The shortest list of endings of names, as adapter files hold it, that means just these layers of ``model``.
+
+    PEFT takes a layer if its name is, or ends with a dot and, one of the list. Where no list of endings means exactly
+    these layers, it is a regular expression.
+    """
+    return shortest_ends(names, [name for name, _ in model.named_modules() if name]) or "|".join(map(re.escape, names))
+
+
+def shortest_ends(names: Collection[str], everything: Collection[str]) -> list[str]:
+    """The shortest list of endings of names that means just these ``names`` of ``everything``; empty if none does."""
+    # Even whole names may mean more than these, where others end like one of them.
+    for parts in range(1, 1 + max((name.count(".") + 1 for name in names), default=0)):
+        candidate = {".".join(name.split(".")[-parts:]) for name in names}
+        ends = tuple(f".{end}" for end in candidate)
+        if {name for name in everything if name in candidate or name.endswith(ends)} == set(names):
+            return sorted(candidate)
+    return []
+
+
+def _means(target: Target, name: str, layer: nn.Module) -> bool:
+    if isinstance(target, type):
+        return isinstance(layer, target)
+    if isinstance(target, re.Pattern):
+        return target.fullmatch(name) is not None
+    if not isinstance(target, str):
+        why = "a target is a name, a pattern or a class of layers"
+        raise TypeError(explain(f"targets={target!r}", why, "Use 'q_proj', say"))
+    if "*" in target:
+        # ``**`` first: ``*`` would match each half of it.
+        pattern = re.escape(target).replace(r"\*\*", ".+").replace(r"\*", r"[^.]+")
+        return re.fullmatch(pattern, name) is not None
+    return name == target or name.endswith(f".{target}") or type(layer).__name__ == target
+
+
+def _nothing_matched(target: Target, model: nn.Module, layers: dict[str, nn.Module]) -> str:
+    ends = sorted({name.rpartition(".")[2] for name in layers})
+    near = difflib.get_close_matches(str(target), [*ends, *layers], n=3, cutoff=0.5)
+    return explain(
+        f"targets={target!r}",
+        f"no layer of {type(model).__name__} has that name" + (f"; near is {', '.join(near)}" if near else ""),
+        f"Candidates: {list_layer_kinds(layers)}; or use '{ALL_LINEAR}'",
+    )
+
+
+def list_layer_kinds(layers: dict[str, nn.Module]) -> str:
+    """Which layers there are, by the last part of their names, for a message."""
+    kinds: Counter[str] = Counter()
+    for name, layer in layers.items():
+        if has_parameters(layer, recurse=False):
+            kinds[f"{name.rpartition('.')[2]} ({type(layer).__name__})"] += 1
+    return ", ".join(f"{kind} ×{count}" for kind, count in kinds.most_common(12)) or "none"
+
+
+def require_peft() -> Any:
+    """PEFT, or the error that names the extra which brings it."""
+    return require("peft", extra="finetune")

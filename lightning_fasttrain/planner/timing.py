@@ -1,0 +1,113 @@
+"""How long steps really take: a few of them, on a copy, with the techniques of a choice."""
+
+import contextlib
+import gc
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+
+from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.plan.proof.short_run import EnoughError, Steps, run_steps
+from lightning_fasttrain.planner.configuration import Choice, is_budget
+from lightning_fasttrain.run.memory_meter import PeakMemory
+
+_WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
+_LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
+
+
+@dataclass
+class Timed:
+    """What a few steps took.
+
+    Attributes:
+        step_ms: of each step after the first.
+        first_ms: of the first, in which things are compiled and allocated.
+        peak_bytes: of the last step, if it was asked for.
+    """
+
+    step_ms: list[float]
+    first_ms: float
+    peak_bytes: int = 0
+
+    @property
+    def ms(self) -> float:
+        """The fastest: whatever else a machine does only adds."""
+        return min(self.step_ms)
+
+
+class Stopwatch:
+    """Times steps on copies of a module.
+
+    Args:
+        module: left as it is.
+        batch: of each step.
+        settings: of the Trainer, such as ``accelerator``.
+    """
+
+    def __init__(self, module: L.LightningModule, batch: Any, settings: dict[str, Any]) -> None:
+        self.module, self.batch, self.settings = module, batch, settings
+
+    def time(self, choice: Choice, *, peak: bool = False) -> Timed:
+        """Run what comes first, and then steps that are timed: more of short ones, which are noisier.
+
+        Args:
+            choice: how.
+            peak: whether there is one more at the end, whose memory is measured instead of its time.
+
+        Raises:
+            Exception: whatever they raise.
+        """
+        settings = {**self.settings, "precision": choice.precision}
+        warmup = _TO_PLAN if is_budget(choice.recompute) else _WARMUP
+        watch = _Watch(warmup, peak)
+        batches = [self.batch] * (warmup + _MOST + peak)  # the same one each time: list entries take no memory
+        try:
+            run_steps(Steps(self.module, batches, settings), choice.techniques(), watch)
+        finally:
+            watch.measuring.close()  # a step that failed has left its meter open
+            gc.collect()  # a trainer and its model know one another
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return Timed(watch.times[warmup:], watch.times[0], watch.peak_bytes)
+
+
+class _Watch(L.Callback):
+    """Notes when steps begin and end. A step begins where the one before ended, so that loading counts."""
+
+    def __init__(self, warmup: int, peak: bool) -> None:
+        self.warmup, self.peak = warmup, peak
+        self.times: list[float] = []
+        self.peak_bytes = 0
+        self.meter: PeakMemory | None = None
+        self.measuring = contextlib.ExitStack()
+        self.since = 0.0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.since = device_clock(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._has_enough():
+            # Only when all times are there: measuring memory slows a step down.
+            self.meter = PeakMemory(pl_module.device, pl_module, trainer.optimizers, batch)
+            self.measuring.enter_context(self.meter)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = device_clock(pl_module.device)
+        if self.meter is not None:
+            self.measuring.close()
+            self.peak_bytes = self.meter.peak_bytes
+            raise EnoughError
+        self.times.append(1e3 * (now - self.since))
+        self.since = now
+        if self._has_enough() and not self.peak:
+            raise EnoughError
+
+    def _has_enough(self) -> bool:
+        timed = self.times[self.warmup :]
+        return len(timed) >= _LEAST and (sum(timed) >= 1e3 * _SECONDS or len(timed) >= _MOST)

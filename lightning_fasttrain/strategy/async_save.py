@@ -1,0 +1,125 @@
+"""One checkpoint at a time written behind the training's back, on a process group of its own."""
+
+import atexit
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from lightning_fasttrain.core.messages import warn
+from lightning_fasttrain.run.guard.watchdog import write_to_stderr
+
+Write = Callable[..., None]
+
+
+class BackgroundSave:
+    """Copies what is to be written to host memory, and writes it while training goes on.
+
+    One copy is held at most: the next save waits until this one is written. All ranks agree on a group of their own
+    that the folder is complete, before it takes its name; training's collectives are not disturbed. An error is
+    raised by the next :meth:`start` or :meth:`wait`, on all ranks. A program that ends waits for its last checkpoint.
+
+    Args:
+        write: called with the copies in a thread, on all ranks.
+
+    Example:
+        >>> import torch
+        >>> written = []
+        >>> save = BackgroundSave(lambda *states: written.append(states))
+        >>> weight = torch.ones(2)
+        >>> save.start({"weight": weight})
+        >>> _ = weight.zero_()
+        >>> save.wait()
+        >>> written[0][0]["weight"]
+        tensor([1., 1.])
+
+    Source:
+        Ours; ``torch.distributed.checkpoint.async_save`` leaves it open how the folder is published.
+    """
+
+    def __init__(self, write: Write) -> None:
+        self.write = write
+        self._thread: threading.Thread | None = None
+        self._left_alone: threading.Thread | None = None
+        self._error: BaseException | None = None
+        self._after: list[Callable[[], None]] = []
+
+    @property
+    def in_flight(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, *states: Any) -> None:
+        """Wait for the save before, copy ``states``, and begin to write them."""
+        self.wait()
+        # The saves share one process group, so two at once would mix their collectives.
+        if self._left_alone is not None:
+            self._left_alone.join()
+            self._left_alone = self._error = None
+        copies = [to_host(state) for state in states]
+
+        def run() -> None:
+            try:
+                self.write(*copies)
+            except BaseException as error:  # kept for the thread that trains
+                self._error = error
+
+        # A daemon: when the process must end, what is half written is left as such, and never takes its name.
+        self._thread = threading.Thread(target=run, name="fasttrain-checkpoint", daemon=True)
+        # A daemon thread ends with the interpreter, so the exit waits for it here.
+        atexit.register(self._finish)
+        self._thread.start()
+
+    def do_afterwards(self, action: Callable[[], None]) -> None:
+        """Do ``action`` once the save in flight has succeeded; at once if there is none."""
+        if self._thread is None:
+            action()
+        else:
+            self._after.append(action)
+
+    def wait(self) -> None:
+        """Until nothing is in flight. Raises what went wrong."""
+        self._join(None)
+        error, self._error = self._error, None
+        after, self._after = self._after, []
+        if error is not None:
+            raise error
+        for action in after:
+            action()
+
+    def give_up(self, seconds: float) -> None:
+        """For a run that fails anyway: wait a little, say what became of the last checkpoint, and leave it alone."""
+        self._join(seconds)
+        # The run fails with an error of its own, so this one is only told.
+        if self._thread is not None or self._error is not None:
+            warn(f"the last checkpoint was not completed ({self._error or 'still being written'}): use the one before.")
+        self._left_alone, self._thread = self._thread, None
+        self._error, self._after = None, []
+
+    def _finish(self) -> None:
+        """At the end of the program, where nobody is left to raise an error to."""
+        try:
+            self.wait()
+        except BaseException as error:
+            write_to_stderr(f"the last checkpoint was not completed:\n{''.join(traceback.format_exception(error))}")
+
+    def _join(self, seconds: float | None) -> None:
+        atexit.unregister(self._finish)  # whoever joins waits now, so the exit need not
+        if self._thread is not None:
+            self._thread.join(seconds)
+            self._thread = self._thread if self._thread.is_alive() else None
+
+
+def to_host(state: Any) -> Any:
+    """A copy of nested dicts and lists in which no tensor shares memory with the original, in host memory."""
+    if isinstance(state, Tensor):
+        # copy=True: the training goes on changing what is on the CPU already.
+        return state.detach().to("cpu", copy=True)
+    if isinstance(state, Mapping):
+        return {key: to_host(value) for key, value in state.items()}
+    if isinstance(state, tuple) and hasattr(state, "_fields"):  # a named tuple takes its items one by one
+        return type(state)(*(to_host(value) for value in state))
+    if isinstance(state, list | tuple):
+        return type(state)(to_host(value) for value in state)
+    return state

@@ -1,0 +1,266 @@
+"""How ranks with FSDP2 try a batch in parts together: one that stops in the middle still takes its part in gathering.
+
+Each forward and backward gathers parameters, block by block, and every rank waits there for every other. So the gathers
+of a part are written down beforehand, in a rehearsal that no rank waits in: one sample, with each rank's own shard in
+the place of all. A rank that runs out of memory, fails otherwise, or has fewer parts, then does what is left of them.
+"""
+
+import gc
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import Together
+from lightning_fasttrain.data.out_of_memory.retry_with_smaller_micro_batches import split_until_it_fits
+from lightning_fasttrain.strategy.fsdp2.shard_blocks import is_reducing, without_gradient_reduction
+
+Result = TypeVar("Result")
+
+
+class FSDP2Together(Together):
+    """Under FSDP2: gradients are summed whole on each rank, and reduced once all ranks have said that they have them.
+
+    Args:
+        model_of: gives the sharded model, once it is.
+    """
+
+    may_split_forwards: ClassVar[bool] = False  # each micro-batch of a forward would gather once more
+
+    def __init__(self, model_of: Callable[[], nn.Module]) -> None:
+        super().__init__(several=True)
+        self._model_of = model_of
+        self._script: _Script | None = None
+        self._due = False
+        self._put_sums_back: Callable[[], None] = _do_nothing
+
+    @contextmanager
+    def run_alone(self) -> Iterator[None]:
+        model = self._model_of()
+        self._due = is_reducing(model)
+        # An attempt that fails leaves sums of its own, and those of earlier batches must come back.
+        self._put_sums_back = _remember_sums(model)
+        with without_gradient_reduction(model):
+            yield
+
+    def rehearse(self, run_one: Callable[[], object], then: Callable[[], Any]) -> None:
+        """Write down the gathers of one part; the first time only."""
+        if self._script is not None:
+            return
+        model = self._model_of()
+        script, put_back = _Script(model), remember([model])
+
+        def rehearse(_: int) -> None:
+            self._begin()
+            script.lines.clear()
+            with script.learn():
+                run_one()
+
+        try:
+            split_until_it_fits(rehearse, model, 1, 1, then=then(), agree=self.agree)
+        except BaseException:
+            script.close()
+            raise
+        put_back()
+        self._script = script
+
+    def wrap(self, attempt: Callable[[int], Result]) -> Callable[[int], Result]:
+        """``attempt``, after which this rank has done as many gathers as any other, however it ended."""
+        script = self._script
+        assert script is not None
+
+        def try_once(n: int) -> Result:
+            self._begin()
+            script.done = 0
+            try:
+                with script.count():
+                    result = attempt(n)
+            except BaseException as error:
+                traceback.clear_frames(error.__traceback__)  # they hold the activations
+                self._begin()
+                gc.collect()
+                torch.cuda.empty_cache()
+                script.finish(n)
+                raise
+            if not script.finish(n):
+                why = "a rank with fewer parts cannot make up for the others what is gathered again in the backward"
+                way_out = "Use reshard_after_forward=True, or drop_last=True in the loader"
+                raise ValueError(explain("batches of fewer samples than parts", why, way_out))
+            return result
+
+        return try_once
+
+    def _begin(self) -> None:
+        """As if no forward or backward of this batch had been."""
+        model: Any = self._model_of()
+        if _has_run(model):  # before the first forward FSDP2 has no state to reset
+            model.reset_iter_state()
+        self._put_sums_back()
+
+    def join(self) -> None:
+        """A backward of the root alone, after which FSDP2 reduces what all blocks have summed."""
+        if not self._due:
+            return
+        model = self._model_of()
+        # FSDP2 hooks the root's backward on its output, and reduces what is pending at the end of it.
+        restore = patch(model, "forward", lambda _: torch.zeros((), requires_grad=True).clone())
+        try:
+            nothing = model(None)
+        finally:
+            restore()
+        nothing.backward()
+
+    def leave(self) -> None:
+        if self._script is not None:
+            self._script.close()
+        super().leave()
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One gather: the parameters that it is for, through what it goes, and the size of this rank's share."""
+
+    parameters: Any  # FSDP2's group of them
+    gather: Any
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+
+
+class _Script:
+    """The gathers of one part, in their order, and how many were done in an attempt."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.lines: list[_Line] = []
+        self.done = 0
+        self.how: Callable[[_Line, Tensor, Tensor, bool], Any] | None = None
+        self._groups = [group for state in _states(model) for group in state._fsdp_param_groups]
+        for group in self._groups:
+            group._all_gather_comm = _Gather(group, self)
+
+    def close(self) -> None:
+        for group in self._groups:
+            group._all_gather_comm = group._all_gather_comm.inner
+
+    @contextmanager
+    def learn(self) -> Iterator[None]:
+        """Within it gathers are written down, and wait for nobody."""
+        self.how = self._learn
+        try:
+            yield
+        finally:
+            self.how = None
+
+    @contextmanager
+    def count(self) -> Iterator[None]:
+        """Within it gathers are counted, and compared with what was written down."""
+        self.how = self._count
+        try:
+            yield
+        finally:
+            self.how = None
+
+    def _learn(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> None:
+        self.lines.append(line)
+        for other in output.view(-1, line.numel):  # [ranks, numel]: the place of each rank
+            if other.data_ptr() != share.data_ptr():  # FSDP2 gathers in place: its own share lies in the output already
+                other.copy_(share)
+
+    def _count(self, line: _Line, output: Tensor, share: Tensor, async_op: bool) -> Any:
+        if line != self.lines[self.done % len(self.lines)]:  # every part gathers the same, in the same order
+            why = "one part of a batch gathers other parameters than another, so ranks cannot wait for one another"
+            way_out = "Give a number, as MicroBatching(8)"
+            raise ValueError(explain("MicroBatching('auto') with FSDP2", why, way_out))
+        self.done += 1
+        return line.gather(output_tensor=output, input_tensor=share, group=line.group, async_op=async_op)
+
+    def finish(self, parts: int) -> bool:
+        """Do what other ranks still wait for, of an attempt in this many parts; whether they got the parameters."""
+        complete = True
+        while self.done < parts * len(self.lines):
+            line = self.lines[self.done % len(self.lines)]
+            self.done += 1
+            share = _share_of(line.parameters, line.dtype)
+            if share.numel() != line.numel:  # gathered from other shards, which are there during a step only
+                complete = False
+                share = torch.zeros(line.numel, dtype=line.dtype, device=line.device)
+            output = torch.empty(line.numel * line.group.size(), dtype=line.dtype, device=line.device)
+            line.gather(output_tensor=output, input_tensor=share, group=line.group, async_op=False)
+        return complete
+
+
+@torch.no_grad()
+def _share_of(group: Any, dtype: torch.dtype) -> Tensor:
+    """What this rank gives to a gather."""
+    shares = [share for parameter in group.fsdp_params for share in parameter.all_gather_inputs]
+    return torch.cat([share.flatten().view(dtype) for share in shares])
+
+
+class _Gather:
+    """What FSDP2 calls to gather a block's parameters."""
+
+    def __init__(self, parameters: Any, script: _Script) -> None:
+        self.inner, self._parameters, self._script = parameters._all_gather_comm, parameters, script
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner.allocate(*args, **kwargs)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        how = self._script.how
+        if how is None:
+            return self.inner(output_tensor=output_tensor, input_tensor=input_tensor, group=group, async_op=async_op)
+        line = _Line(self._parameters, self.inner, input_tensor.numel(), input_tensor.dtype, input_tensor.device, group)
+        return how(line, output_tensor, input_tensor, async_op)
+
+
+def _states(model: nn.Module) -> list[Any]:
+    modules: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [module._get_fsdp_state() for module in modules]
+
+
+def _has_run(model: nn.Module) -> bool:
+    # torch sets `_is_root` in the first forward.
+    return any(state._is_root is not None for state in _states(model))
+
+
+def _sharded_parameters(model: nn.Module) -> Iterator[Any]:
+    for state in _states(model):
+        for group in state._fsdp_param_groups:
+            yield from group.fsdp_params
+
+
+def _remember_sums(model: nn.Module) -> Callable[[], None]:
+    """Remember what earlier batches of a window have summed; returns how to put it back."""
+    sums = []
+    for parameter in _sharded_parameters(model):
+        whole = getattr(parameter, "_unsharded_param", None)
+        gradient = None if whole is None else whole.grad
+        sums.append((parameter, _copy(gradient), _copy(parameter.unsharded_accumulated_grad)))
+
+    def put_back() -> None:
+        for parameter, gradient, total in sums:
+            if hasattr(parameter, "_unsharded_param"):
+                parameter._unsharded_param.grad = _copy(gradient)
+            parameter.unsharded_accumulated_grad = _copy(total)
+
+    return put_back
+
+
+def _copy(value: Tensor | None) -> Tensor | None:
+    return None if value is None else value.detach().clone()
+
+
+def _do_nothing() -> None:
+    pass

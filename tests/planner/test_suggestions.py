@@ -1,0 +1,111 @@
+"""What is said of the loader, from how long its samples take, and of the optimizer, from what it keeps."""
+
+import time
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.planner import suggestions
+from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
+from tests.nets import TinyLM, lm_batches
+
+
+class Slow(Dataset):
+    """Two milliseconds a sample, by a clock that nobody waits for."""
+
+    def __init__(self, clock):
+        self.clock, self.read = clock, []
+
+    def __len__(self):
+        return 100
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        self.clock.now += 2e-3
+        return torch.rand(3)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(suggestions.time, "perf_counter", clock)
+    monkeypatch.setattr(suggestions.os, "cpu_count", lambda: 8)
+    return Slow(clock)
+
+
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")
+@pytest.mark.parametrize(
+    ("step_ms", "workers", "said"),
+    [
+        (10.0, 0, "num_workers=2, persistent_workers=True) hides it."),  # 16 ms a batch
+        (10.0, 2, ""),
+        (1000.0, 0, ""),
+        (1.05, 4, "num_workers=8, persistent_workers=True) hides a part of it; 16 would hide all."),
+        (1.0, 8, "more than 8 workers on 8 cores can hide"),
+    ],
+)
+def test_as_many_as_keep_up(slow, step_ms, workers, said):
+    found = say_workers(DataLoader(slow, batch_size=8, num_workers=workers), step_ms)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_nothing_is_drawn_and_no_sampler_moves(slow):
+    generator = torch.Generator().manual_seed(1)
+    loader = DataLoader(slow, batch_size=8, shuffle=True, generator=generator)
+    before = torch.get_rng_state(), generator.get_state()
+    say_workers(loader, 10.0)
+    assert slow.read == list(range(64))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert torch.equal(generator.get_state(), before[1])
+
+
+def test_a_stream_is_not_looked_into():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            raise AssertionError
+
+    assert say_workers(DataLoader(Stream()), 1.0) == ""
+    assert say_workers([1, 2], 1.0) == ""
+
+
+def test_a_plan_says_it():
+    class Late(Dataset):
+        def __len__(self):
+            return 2
+
+        def __getitem__(self, index):
+            time.sleep(0.3)
+            return torch.zeros(1)
+
+    (batch,) = lm_batches(1, size=4, length=8)
+    found = ft.make_plan(
+        TinyLM(), batch, 1.0, keep="exact", device="cpu", seconds=0.01, loader=DataLoader(Late(), batch_size=2)
+    )
+    assert any("A batch takes the loader" in note and "num_workers" in note for note in found.notes)
+
+
+def test_what_eight_bits_would_save():
+    class Net(TinyLM):
+        def __init__(self, optimizer, width):
+            super().__init__()
+            self.wide, self.optimizer = torch.nn.Linear(width, width), optimizer
+
+        def configure_optimizers(self):
+            return self.optimizer(self.parameters(), lr=1e-3)
+
+    large = Net(torch.optim.AdamW, 512)
+    now = 8 * sum(parameter.numel() for parameter in large.parameters())
+    said = say_leaner_optimizer(large)
+    assert said.startswith(f"AdamW's state takes {now / 2**20:.2f} MiB; ft.build_optimizer(self, 'adamw8bit', ...)")
+    assert say_leaner_optimizer(Net(torch.optim.SGD, 512)) == ""
+    assert say_leaner_optimizer(Net(torch.optim.AdamW, 4)) == ""  # tensors this small stay in 32 bits
