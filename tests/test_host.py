@@ -60,7 +60,7 @@ NAMES = {
     "_iterator": (
         f"{PYTORCH}.utilities.combined_loader",
         [
-            "data/loading/sample_guard",
+            "data/loaders/sample_guard",
             "plan/rehearsal/peek_batches",
             "run/resume/_loop_progress",
             "run/resume/resumable_loader",

@@ -102,7 +102,7 @@ def test_a_transfer_hook_of_ones_own_is_kept_and_said(monkeypatch):
     with pytest.warns(ft.FastTrainWarning, match="HookedLM.on_before_batch_transfer: that hook must see"):
         assert ft.DevicePrefetch().attach(t, HookedLM()) is None
     undo = ft.DevicePrefetch().attach(t, TinyLM())
-    assert isinstance(t.strategy.process_dataloader(numbered(1)), ft.data.loading.device_prefetch.DevicePrefetcher)
+    assert isinstance(t.strategy.process_dataloader(numbered(1)), ft.data.loaders.device_prefetch.DevicePrefetcher)
     undo()
     assert "process_dataloader" not in vars(t.strategy)
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import note_once
 from lightning_fasttrain.core.modules.without_dropout import without_dropout
-from lightning_fasttrain.finetune.adapters import _direct_weight_use, base_model
+from lightning_fasttrain.finetune.adapters import base_model, fast_path_weights
 from lightning_fasttrain.finetune.selection import _float32_adapters
 from lightning_fasttrain.plan.proof.short_run import quietly
 from tests.nets import TinyLM, as_loader, lm_batches, weights
@@ -291,7 +291,7 @@ def test_adapters_that_evaluation_does_not_see(monkeypatch):
 
     lora = ft.LoRA(rank=2, targets=["linear1"])
     assert verify([lora], Classifier(net, loss), rows_of_numbers()).ok
-    monkeypatch.setattr(_direct_weight_use.SlowPath, "__call__", lambda self, *a, **k: self.inner(*a, **k))
+    monkeypatch.setattr(fast_path_weights.SlowPath, "__call__", lambda self, *a, **k: self.inner(*a, **k))
     verified = verify([lora], Classifier(net, loss), rows_of_numbers())
     assert "Training and evaluation see different models" in tail(verified)
 
