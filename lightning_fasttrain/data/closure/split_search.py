@@ -51,7 +51,9 @@ class SplitSearch:
 
     def look_at(self, batch: Any, rest: list[Any]) -> None:
         """Before each batch: the first shows how to split it, and later ones may show what it has not."""
-        is_due = self._looks.is_due(lambda: self._may_show_more(batch))
+        # There ranks count what they gather in a step, and hear of one that is gone by a vote of their own.
+        votes = self.micro is not None and self.micro.adaptive and self.trainer.world_size > 1
+        is_due = not votes and self._looks.is_due(lambda: self._may_show_more(batch))
         if self.split is None and self._takes_shared():
             return
         if self.split is None or self.split.provisional or is_due:
@@ -61,8 +63,6 @@ class SplitSearch:
         """Whether looking at a later batch could change anything."""
         if self.micro is None or not self._counting.check or self.split is None or self.split.read is None:
             return False
-        if self.micro.adaptive and self.trainer.world_size > 1:
-            return False  # what ranks gather in a step is counted there
         return self.micro.split is not split_batch or (can_be_cut(batch) and batch_size(batch) > 1)
 
     def _takes_shared(self) -> bool:
