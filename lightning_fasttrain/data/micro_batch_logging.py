@@ -20,6 +20,7 @@ from lightning_fasttrain.data.normalizer.log_rules import LOSS, OWN, SAMPLES, SU
 from lightning_fasttrain.data.normalizer.micro_batch_weights import MicroBatchWeights, Number, add_counts
 from lightning_fasttrain.data.split_batch import batch_size
 
+_ROUNDING = 1e-4
 # The arguments of LightningModule.log after the value.
 _BY_POSITION = tuple(inspect.signature(L.LightningModule.log).parameters)[3:]
 
@@ -43,7 +44,7 @@ class PartLogs:
         # By address: what is logged of it is detached, which shares its memory.
         self._sums.add((self.part, loss.data_ptr()))
 
-    def _reduction(self, seen: list["_Call"], reduce_fx: str | Callable[..., Any]) -> str:
+    def _reduction(self, seen: list["LogCall"], reduce_fx: str | Callable[..., Any]) -> str:
         if all(isinstance(call.value, Tensor) and (call.part, call.value.data_ptr()) in self._sums for call in seen):
             return "sum"
         return reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "mean")
@@ -51,13 +52,10 @@ class PartLogs:
     @contextmanager
     def of_parts(
         self, pl_module: L.LightningModule, parts: Sequence[Any], rules: Mapping[str, FoundRule | None]
-    ) -> Iterator[Callable[[Sequence[int], Sequence[Number]], None]]:
-        """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards.
-
-        That takes the parts that gave a loss, and by how much each counts.
-        """
+    ) -> Iterator["CollectedLogs"]:
+        """Within it, ``pl_module.log`` is collected; what it yields logs the combined values afterwards."""
         self._sums.clear()  # addresses of the last batch, at which there may be other values by now
-        calls: dict[str, list[_Call]] = {}
+        calls: dict[str, list[LogCall]] = {}
         several = len(parts) > 1
 
         def collect(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,13 +65,12 @@ class PartLogs:
             if isinstance(value, Tensor):
                 own = own_divisor(value) if several and _may_be_own(rules, name) else None
                 value = value.detach()
-            calls.setdefault(name, []).append(_Call(self.part, value, kwargs, own))
+            calls.setdefault(name, []).append(LogCall(self.part, value, kwargs, own))
 
         # Emptied before the batch, so that what they compute after it is of this batch alone.
         earlier = {key: _set_aside(metric) for key, metric in self._metrics.items() if several}
 
-        def pass_on(held: Sequence[int], counts: Sequence[Number]) -> None:
-            weighting = LogWeights(parts, dict(zip(held, counts, strict=True)), rules)
+        def pass_on(weighting: LogWeights) -> None:
             with logging_as(pl_module, "training_step"):
                 for name, seen in calls.items():
                     self._log_one(pl_module, name, seen, weighting if several else None, earlier)
@@ -82,7 +79,7 @@ class PartLogs:
 
         restore = patch(pl_module, "log", collect)
         try:
-            yield pass_on
+            yield CollectedLogs(calls, pass_on)
         finally:
             restore()
 
@@ -90,7 +87,7 @@ class PartLogs:
         self,
         pl_module: L.LightningModule,
         name: str,
-        seen: list["_Call"],
+        seen: list["LogCall"],
         weighting: "LogWeights | None",
         earlier: dict[int, MetricState],
     ) -> None:
@@ -149,13 +146,31 @@ def _may_be_own(rules: Mapping[str, FoundRule | None], name: str) -> bool:
 
 
 @dataclass(frozen=True)
-class _Call:
+class LogCall:
     """One call of ``self.log`` in one part: ``own`` is what the value's graph says that it was divided by."""
 
     part: int
     value: Any
     kwargs: dict[str, Any]
     own: Number | None = None
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether the value can be read without waiting for a device."""
+        return not isinstance(self.value, Tensor) or self.value.device.type == "cpu"
+
+
+@dataclass(frozen=True)
+class CollectedLogs:
+    """What the parts of a batch logged.
+
+    Attributes:
+        calls: name → the calls, part by part.
+        pass_on: logs each name once, by the given weights.
+    """
+
+    calls: dict[str, list[LogCall]]
+    pass_on: Callable[["LogWeights"], None]
 
 
 class LogWeights:
@@ -173,9 +188,9 @@ class LogWeights:
         self.parts, self.loss_counts, self.rules = parts, loss_counts, rules
         self._shared: dict[Any, MicroBatchWeights] = {}  # most names are logged in every part, and share one division
 
-    def rule_of(self, name: str, seen: Sequence[_Call]) -> LogRule | None:
+    def rule_of(self, name: str, seen: Sequence[LogCall]) -> LogRule | None:
         """What was found out; of a name that was not logged then, or that nothing fits, what is likely."""
-        has_size = all(isinstance(call.kwargs.get("batch_size"), int) for call in seen)
+        has_size = _has_size(seen)
         found = self.rules.get(name)
         if found is not None and (found.is_sure or not has_size):
             return found.rule
@@ -195,7 +210,7 @@ class LogWeights:
             )
         return None if has_size else LOSS
 
-    def of(self, name: str, seen: Sequence[_Call]) -> MicroBatchWeights | None:
+    def of(self, name: str, seen: Sequence[LogCall]) -> MicroBatchWeights | None:
         """The weights of these calls; None where the values are added."""
         rule = self.rule_of(name, seen)
         if rule == SUM:
@@ -209,16 +224,30 @@ class LogWeights:
             self._shared[rule, logging] = _as_weights([self._count(rule, part) for part in logging])
         return self._shared[rule, logging]
 
-    def combine(self, name: str, values: Sequence[Any], owns: Sequence[Number | None], parts: Sequence[int]) -> Any:
-        """What the unsplit step would have returned under a name, of the values of these parts."""
+    def combine(self, name: str, seen: list[LogCall]) -> Any:
+        """What the unsplit step would have returned under a name."""
         found = self.rules.get(name)
         is_sum = found is not None and found.rule == SUM
         # A constant keeps its type. Values on a device are not waited for.
-        on_host = not any(isinstance(value, Tensor) and value.device.type != "cpu" for value in values)
-        if not is_sum and on_host and all(value == values[0] for value in values):
-            return values[-1]
-        seen = [_Call(part, value, {}, own) for part, value, own in zip(parts, values, owns, strict=True)]
+        if not is_sum and all(call.is_on_host and call.value == seen[0].value for call in seen):
+            return seen[-1].value
         return _combine(name, seen, self, "mean")
+
+    def rules_differ(self, name: str, seen: Sequence[LogCall]) -> bool | Tensor:
+        """Whether the rules that gave this name's value so far give different ones now; on the values' device."""
+        found = self.rules.get(name)
+        if found is None or found.is_sure or _has_size(seen):
+            return False
+        likely, *others = [self._value_by(rule, seen) for rule in (found.rule, *found.rivals)]
+        differ = torch.stack([(other - likely).abs() > _ROUNDING * likely.abs() for other in others]).any()
+        is_on_host = all(call.is_on_host for call in seen)
+        return bool(differ) if is_on_host else differ
+
+    def _value_by(self, rule: LogRule, seen: Sequence[LogCall]) -> Tensor:
+        values = [torch.as_tensor(call.value).float() for call in seen]
+        if rule == SUM:
+            return torch.stack(values).sum()
+        return _as_weights([self._count(rule, call.part) for call in seen]).add_up(values)
 
     def _count(self, rule: LogRule, part: int) -> Number:
         if isinstance(rule, CountRule):
@@ -230,7 +259,11 @@ def _as_weights(counts: Sequence[Any]) -> MicroBatchWeights:
     return MicroBatchWeights(counts, add_counts(counts))
 
 
-def _combine(name: str, seen: list[_Call], weighting: LogWeights, how: str) -> Any:
+def _has_size(seen: Sequence[LogCall]) -> bool:
+    return all(isinstance(call.kwargs.get("batch_size"), int) for call in seen)
+
+
+def _combine(name: str, seen: list[LogCall], weighting: LogWeights, how: str) -> Any:
     values = [call.value for call in seen]
     if how in ("min", "max"):
         pick = torch.minimum if how == "min" else torch.maximum

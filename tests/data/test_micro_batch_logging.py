@@ -16,6 +16,7 @@ from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.data.micro_batch_logging import LogCall
 from tests.nets import VOCAB, TinyLM, as_loader, heard, sgd, trainer
 
 SIZES = (6, 7, 4, 5)  # 3 micro-batches are ragged in all but the first
@@ -54,6 +55,11 @@ class Step:
     @property
     def kept(self) -> Tensor:
         return self.y != -100
+
+    @property
+    def began(self) -> int:
+        """1 after the first batch."""
+        return int(self.net.global_step > 0)
 
     @property
     def marked(self) -> Tensor:
@@ -104,11 +110,11 @@ class Watch(L.Callback):
         self.outputs.append(outputs)
 
 
-def run(write: Callable[[Step], Any], given: list[dict[str, Tensor]], n: int | None) -> Watch:
+def run(write: Callable[[Step], Any], given: list[dict[str, Tensor]], n: int | None, **settings: Any) -> Watch:
     """Train in float64; the last entry of ``steps`` holds the values of the epoch."""
     torch.manual_seed(5)
     watch = Watch()
-    t = trainer([watch, *([] if n is None else [ft.MicroBatching(n)])], precision="64-true")
+    t = trainer([watch, *([] if n is None else [ft.MicroBatching(n)])], precision="64-true", **settings)
     t.fit(Logging(write), as_loader(given))
     watch.steps.append({name: float(value) for name, value in t.callback_metrics.items()})
     return watch
@@ -176,6 +182,13 @@ WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
     "mean over samples of their means": logs(
         lambda s: ((s.each * s.kept).sum(1) / s.kept.sum(1)).mean().detach(),
     ),
+    "0 before training, then over targets": logs(lambda s: s.right[s.kept].mean() * s.began),
+    "0 before training, then over samples": logs(lambda s: s.right.mean() * s.began),
+    "0 before training, then a sum": logs(lambda s: s.kept.sum().double() * s.began),
+    "0 before training, then a constant": logs(lambda s: 0.3 * s.began),
+    "0 before training, then over samples of their means": logs(
+        lambda s: ((s.each * s.kept).sum(1) / s.kept.sum(1)).mean().item() * s.began
+    ),
     "forward of a Metric": lambda s: s.log("value", s.net.accuracy(s.z.flatten(0, 1), s.y.flatten()), on_epoch=True),
 }
 
@@ -184,6 +197,23 @@ WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
 @pytest.mark.parametrize("name", WITHOUT_GRAPH)
 def test_values_without_a_graph_are_those_of_the_unsplit_step(name, hiding):
     check(WITHOUT_GRAPH[name], hiding)
+
+
+def is_settled_in_time(**settings: Any) -> bool:
+    """Whether the last batch of several is logged right, of a value that was 0 in the first."""
+    write, given = WITHOUT_GRAPH["0 before training, then over targets"], batches(hiding=True) * 4
+    expected, seen = (run(write, given, parts, **settings).steps[-2]["value_step"] for parts in (None, 3))
+    return seen == pytest.approx(expected, rel=1e-6)
+
+
+def test_values_on_a_device_are_compared_there_and_settled_in_a_later_batch(monkeypatch):
+    monkeypatch.setattr(LogCall, "is_on_host", False)
+    assert is_settled_in_time()
+
+
+@pytest.mark.gpu
+def test_values_on_a_gpu_are_settled_in_a_later_batch():
+    assert is_settled_in_time(accelerator="cuda")
 
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])

@@ -7,7 +7,7 @@ through the strategy's own methods, so that autocast, loss scaling, forward redi
 
 import functools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -34,7 +34,7 @@ from lightning_fasttrain.data.closure.roles import Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import list_parameters, ratio
 from lightning_fasttrain.data.closure.split_search import SplitSearch
 from lightning_fasttrain.data.float32_gradient_sums import Float32GradientSums, takes_float32_gradients
-from lightning_fasttrain.data.micro_batch_logging import LogWeights, PartLogs
+from lightning_fasttrain.data.micro_batch_logging import LogCall, LogWeights, PartLogs
 from lightning_fasttrain.data.normalizer.count_targets import count_targets
 from lightning_fasttrain.data.normalizer.find_split import CannotSplitError
 from lightning_fasttrain.data.normalizer.log_rules import own_divisor
@@ -145,7 +145,7 @@ class BatchClosures:
         if self.search.window is not None:
             self.search.window.take_reference(self.trainer, self.search.size_of(batch))
         if self.search.micro is None:
-            return self._finish(self._run_parts([batch], rest, optimizer), optimizer)
+            return self._finish(self._run_parts(batch, [batch], rest, optimizer), optimizer)
         if self.search.micro.adaptive:
             return self._finish(self._run_until_it_fits(self.search.micro, batch, rest, optimizer), optimizer)
         return self._finish(self._run_in(self.search.micro, self.search.micro.n, batch, rest, optimizer), optimizer)
@@ -155,11 +155,11 @@ class BatchClosures:
         if self.search.trunk is None:
             parts = micro.split(batch, n)
             micro.parts = len(parts)
-            return self._run_parts(parts, rest, optimizer)
+            return self._run_parts(batch, parts, rest, optimizer)
         for forward in self.search.forwards:
             forward.n = n
         micro.parts = n
-        return self._run_parts([batch], rest, optimizer)
+        return self._run_parts(batch, [batch], rest, optimizer)
 
     def _run_until_it_fits(self, micro: Splitter, batch: Any, rest: list[Any], optimizer: Optimizer) -> "_Parts":
         most = batch_size(batch) if micro.split is split_batch else _MANY
@@ -180,20 +180,23 @@ class BatchClosures:
         together.join()
         return parts
 
-    def _run_parts(self, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
+    def _run_parts(self, batch: Any, parts: list[Any], rest: list[Any], optimizer: Optimizer) -> "_Parts":
         reference = None
         if self.search.window is not None:
             # The window's total is not known yet: a constant stands for it, and is taken out when the window is full.
             reference = self.search.window.reference
         weights = StepWeights(self.search.split or LossSplit(None, count_targets), parts, reference)
-        with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as pass_on_logs:
+        with self.logs.of_parts(self.trainer.lightning_module, parts, weights.split.log_rules) as logs:
             outputs = self._forward_backward(parts, rest, weights, optimizer)
         means = weights.counts
         if weights.split.is_sum:
             means = [batch_size(parts[part]) for part in weights.held]
         weighting = LogWeights(parts, dict(zip(weights.held, means, strict=True)), weights.split.log_rules)
-        output = _combine(outputs, weights, weighting)
-        return _Parts(weights, output, functools.partial(pass_on_logs, weights.held, means))
+        returned = _list_returned(outputs, weights.held)
+        if len(parts) > 1:
+            weighting.rules = self.search.settle_logs(batch, rest, weighting, {**logs.calls, **returned})
+        output = _combine(outputs, weights, weighting, returned)
+        return _Parts(weights, output, functools.partial(logs.pass_on, weighting))
 
     def _finish(self, parts: "_Parts", optimizer: Optimizer) -> ClosureResult:
         """What may wait for other ranks, and is done once, when all parts have fitted."""
@@ -296,7 +299,23 @@ def _detach(output: Any) -> Any:
     return apply_to_collection(output, Tensor, torch.Tensor.detach)
 
 
-def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) -> Any:
+def _list_returned(outputs: list[Any], held: Sequence[int]) -> dict[str, list[LogCall]]:
+    """The numbers that the parts returned beside the loss, as if they had been logged."""
+    first_output = outputs[0][0] if outputs else None
+    returned: dict[str, list[LogCall]] = {}
+    for key, first in first_output.items() if isinstance(first_output, dict) else ():
+        if key != "loss" and _is_number(first):
+            calls = [
+                LogCall(part, output[key], {}, divisors.get(key))
+                for part, (output, divisors) in zip(held, outputs, strict=True)
+            ]
+            returned[f"return {key}"] = calls
+    return returned
+
+
+def _combine(
+    outputs: list[Any], weights: StepWeights, weighting: LogWeights, returned: Mapping[str, list[LogCall]]
+) -> Any:
     """What the unsplit step would have returned: the loss, tensors with an axis joined, other values as logged ones."""
     if not outputs:
         return None
@@ -312,15 +331,16 @@ def _combine(outputs: list[Any], weights: StepWeights, weighting: LogWeights) ->
         if isinstance(first, Tensor) and first.ndim > 0:
             extras[key] = torch.cat(values)
         elif _is_number(first):
-            divisors = [divisors.get(key) for _, divisors in outputs]
-            extras[key] = weighting.combine(f"return {key}", values, divisors, weights.held)
+            extras[key] = weighting.combine(f"return {key}", returned[f"return {key}"])
         else:
             extras[key] = values[-1]
     return {**extras, "loss": loss}
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Tensor | int | float) and not isinstance(value, bool)
+    if isinstance(value, Tensor):
+        return value.ndim == 0
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_divisors(output: Any) -> dict[str, Number]:

@@ -1,6 +1,7 @@
 """How the batches of a run are split: at the loss, by a rule that its batches keep to, or at the trunk."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.roles import Counting, Splitter, Window
 from lightning_fasttrain.data.closure.scale_gradients import own_scaling
+from lightning_fasttrain.data.micro_batch_logging import LogCall, LogWeights
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, count_targets
-from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split
-from lightning_fasttrain.data.normalizer.log_rules import merge_log_rules
+from lightning_fasttrain.data.normalizer.find_split import CannotSplitError, find_split, settle_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import FoundRule, merge_log_rules
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
-from lightning_fasttrain.data.normalizer.split_rule import LossSplit, OtherSplitError
-from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_rows
+from lightning_fasttrain.data.normalizer.split_rule import DeferredFlag, LossSplit, OtherSplitError
+from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, first_micro_batch, sample_pairs, sample_rows
 from lightning_fasttrain.data.normalizer.trial.try_split import Stage
 from lightning_fasttrain.data.out_of_memory.deferred_gradient_sync import CollectivesWatch
 from lightning_fasttrain.data.split_batch import batch_size, split_batch
@@ -26,6 +28,8 @@ from lightning_fasttrain.data.trunk.find_trunk import Through, name_trunk, refus
 from lightning_fasttrain.data.trunk.micro_batch_forward import MicroBatchedForward, Trunk
 
 _NAME = "MicroBatching"
+_MOST_LOG_LOOKS = 8  # batches in which samples are run once more to settle how a logged value is weighted
+_MOST_PAIRS = 4
 
 
 class SplitSearch:
@@ -48,6 +52,8 @@ class SplitSearch:
         self.forwards: list[MicroBatchedForward] = []
         self._undo_trunk: Undo = _do_nothing
         self._looks = Looks()
+        self._log_looks = 0
+        self._differing: dict[str, DeferredFlag] = {}
 
     def look_at(self, batch: Any, rest: list[Any]) -> None:
         """Before each batch: the first shows how to split it, and later ones may show what it has not."""
@@ -130,6 +136,39 @@ class SplitSearch:
             technique.found = self.split
             if technique.shared is not None and self.trunk is None and found is not None and not found.provisional:
                 technique.shared.split, technique.shared.seconds = found, self._looks.seconds
+
+    def settle_logs(
+        self, batch: Any, rest: list[Any], weighting: LogWeights, logged: Mapping[str, Sequence[LogCall]]
+    ) -> Mapping[str, FoundRule | None]:
+        """Settle by which rule values are weighted where those that fitted so far differ in this batch.
+
+        A value may be the same in all samples of the first batch, such as an accuracy of 0 before training, and then
+        any rule fits. A few pairs of samples are run from the parts with the largest and the smallest value.
+        """
+        if self.split is None or self.trainer.world_size > 1 or self._log_looks == _MOST_LOG_LOOKS:
+            return weighting.rules
+        differing = {name: seen for name, seen in logged.items() if self._rules_differ(name, seen, weighting)}
+        if differing and self.micro is not None and self.micro.split is split_batch:
+            self._log_looks += 1
+            first, second = _pick_rows(weighting.parts, next(iter(differing.values())))
+            stage, pairs = self._stage(rest, CollectivesWatch()), sample_pairs(batch, first, second)
+            with self._looks.timed():
+                settled = settle_log_rules(self.split, differing, stage, pairs)
+            self._use(replace(self.split, log_rules={**self.split.log_rules, **settled}))
+        return self.split.log_rules
+
+    def _rules_differ(self, name: str, seen: Sequence[LogCall], weighting: LogWeights) -> bool:
+        """Values on a device are compared there, and what that gave is looked at in a later batch."""
+        differ = weighting.rules_differ(name, seen)
+        if isinstance(differ, bool):
+            return differ
+        earlier = self._differing.get(name)
+        if earlier is None:
+            self._differing[name] = DeferredFlag(differ)
+        elif earlier.is_known:
+            del self._differing[name]
+            return earlier.read()
+        return False
 
     def leave_trunk(self) -> None:
         """At the end of the run."""
@@ -221,6 +260,18 @@ class SplitSearch:
     @property
     def _techniques(self) -> list[Counting]:
         return [technique for technique in (self.micro, self.window) if technique is not None]
+
+
+def _pick_rows(parts: Sequence[Any], seen: Sequence[LogCall]) -> tuple[list[int], list[int]]:
+    """Rows of the batch: of the part that logged the largest value, and of that with the smallest."""
+    starts = [0, *itertools.accumulate(map(batch_size, parts))]
+    values = [abs(float(call.value)) for call in seen]
+    rows: list[list[int]] = []
+    for value in (max(values), min(values)):
+        part = seen[values.index(value)].part
+        rows.append(list(range(starts[part], starts[part + 1])))
+    first, second = rows
+    return first[:_MOST_PAIRS], list(itertools.islice(itertools.cycle(second), _MOST_PAIRS))
 
 
 def _do_nothing() -> None:

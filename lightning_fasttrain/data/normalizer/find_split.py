@@ -1,7 +1,7 @@
 """Find out, on a few samples, by what the micro-batches of a loss are weighted, and check that it can be split."""
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
     CountTargets,
     is_sum,
 )
-from lightning_fasttrain.data.normalizer.log_rules import FoundRule, LoggedRun, find_log_rules
+from lightning_fasttrain.data.normalizer.log_rules import FoundRule, LoggedRun, find_log_rules, settle_rivals
 from lightning_fasttrain.data.normalizer.match_rules import error_of_rule, list_rules, rules_that_give, scale_of
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
 from lightning_fasttrain.data.normalizer.trial.sample_rows import Sample, list_altered
@@ -293,7 +293,35 @@ def error_limit(trial: Trial) -> float:
     return _ROUNDED if trial.rounding else _FLOAT32
 
 
+def settle_log_rules(
+    split: LossSplit, names: Iterable[str], stage: Stage, samples: Iterable[Sample]
+) -> dict[str, FoundRule | None]:
+    """Run further samples until they settle by which rule some logged values are put together.
+
+    Args:
+        split: with the rules that gave these values before.
+        names: of the values.
+        stage: where the step runs.
+        samples: on which it runs, unsplit and in pieces.
+    """
+    found = {name: split.log_rules[name] for name in names}
+    for sample in samples:
+        runs = _list_logged(split, [try_split(stage, iter([sample]))])
+        for name, rule in found.items():
+            found[name] = None if rule is None else settle_rivals(name, rule, runs)
+        if all(rule is None or rule.is_sure for rule in found.values()):
+            break
+    return found
+
+
 def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, FoundRule | None]:
+    rules = [rule for rule in list_rules(trials[0], None) if not is_sum(rule)]
+    return find_log_rules(_list_logged(split, trials), rules)
+
+
+def _list_logged(split: LossSplit, trials: Sequence[Trial]) -> list[tuple[LoggedRun, list[LoggedRun]]]:
+    """What each sample and its pieces logged."""
+
     def as_logged(batch: Any, run: Run) -> LoggedRun:
         count: float | None = None
         if split.read is not None and split.read.term is not None:
@@ -307,7 +335,7 @@ def _find_log_rules(split: LossSplit, trials: Sequence[Trial]) -> dict[str, Foun
         for one in trial.splits:
             pieces = [as_logged(piece, run) for piece, run in zip(one.pieces, one.runs, strict=True)]
             splits.append((as_logged(trial.sample.whole, one.whole), pieces))
-    return find_log_rules(splits, [rule for rule in list_rules(trials[0], None) if not is_sum(rule)])
+    return splits
 
 
 def _count_per_sample(split: LossSplit, trial: Trial) -> float:

@@ -54,11 +54,16 @@ class FoundRule:
 
     Attributes:
         rule: the likeliest of those that give the value of the unsplit samples.
-        is_sure: whether there is no other.
+        rivals: the others that do, where nothing settles it.
     """
 
     rule: LogRule
-    is_sure: bool
+    rivals: tuple[LogRule, ...] = ()
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether no other rule gives the value."""
+        return not self.rivals
 
 
 def own_divisor(value: Tensor) -> Number | None:
@@ -90,7 +95,7 @@ def find_log_rules(
         >>> whole = LoggedRun(torch.zeros(3), 1.0, None, {"rows": LoggedValue(3.0, None)})
         >>> pieces = [LoggedRun(torch.zeros(n), 1.0, None, {"rows": LoggedValue(float(n), None)}) for n in (1, 2)]
         >>> find_log_rules([(whole, pieces)], [])
-        {'rows': FoundRule(rule='sum', is_sure=True)}
+        {'rows': FoundRule(rule='sum', rivals=())}
     """
     names = [name for whole, _ in splits[:1] for name in whole.values]
     found: dict[str, FoundRule | None] = {}
@@ -100,9 +105,28 @@ def find_log_rules(
         is_loss = all(_is_near(whole.values[name].value, whole.loss, 1.0) for whole, _ in splits)
         usual: list[LogRule] = [OWN, LOSS, SAMPLES] if is_loss else [OWN, SAMPLES, LOSS]
         fitting = [rule for rule in (*usual, *rules, SUM) if _fits_all(name, rule, splits)]
-        sure = fitting[:1] == [OWN] or is_loss or len(fitting) == 1
-        found[name] = FoundRule(fitting[0], sure) if fitting else None
+        found[name] = _choose(fitting)
+        if found[name] is not None and (fitting[0] == OWN or is_loss):
+            found[name] = FoundRule(fitting[0])
     return found
+
+
+def settle_rivals(
+    name: str, found: FoundRule, splits: Sequence[tuple[LoggedRun, Sequence[LoggedRun]]]
+) -> FoundRule | None:
+    """Keep those rules of a name that also give the values of further runs; None where none does.
+
+    Args:
+        name: of the value.
+        found: what gave it before.
+        splits: as for :func:`find_log_rules`.
+    """
+    telling = [(whole, pieces) for whole, pieces in splits if name in whole.values]
+    return _choose([rule for rule in (found.rule, *found.rivals) if _fits_all(name, rule, telling)])
+
+
+def _choose(fitting: Sequence[LogRule]) -> FoundRule | None:
+    return FoundRule(fitting[0], tuple(fitting[1:])) if fitting else None
 
 
 def merge_log_rules(
@@ -111,9 +135,9 @@ def merge_log_rules(
     """What two batches show: a rule that only one of them tells apart from others is that one's.
 
     Example:
-        >>> tie, sure = FoundRule("samples", is_sure=False), FoundRule("loss", is_sure=True)
+        >>> tie, sure = FoundRule("samples", ("loss",)), FoundRule("loss")
         >>> merge_log_rules({"accuracy": tie, "loss": sure}, {"accuracy": sure, "loss": tie})
-        {'accuracy': FoundRule(rule='loss', is_sure=True), 'loss': FoundRule(rule='loss', is_sure=True)}
+        {'accuracy': FoundRule(rule='loss', rivals=()), 'loss': FoundRule(rule='loss', rivals=())}
     """
     merged = {**before, **now}
     for name, found in before.items():

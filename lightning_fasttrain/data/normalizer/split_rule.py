@@ -323,25 +323,45 @@ class StepWeights:
         return MicroBatchWeights(divisors, total).add_up(self.losses)
 
 
+class DeferredFlag:
+    """Reads a boolean from a device without waiting for work that was queued after it.
+
+    Args:
+        flag: a 0-dimensional tensor.
+    """
+
+    def __init__(self, flag: Tensor) -> None:
+        self._told = torch.empty((), dtype=torch.bool, pin_memory=flag.is_cuda)
+        self._told.copy_(flag, non_blocking=True)
+        self._event: Any = None
+        if flag.device.type != "cpu":
+            self._event = torch.Event(device=flag.device)
+            self._event.record()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether reading it would not wait."""
+        return self._event is None or self._event.query()
+
+    def read(self) -> bool:
+        """Return the flag; waits until the device has computed it."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._told)
+
+
 class DeferredCheck:
     """A comparison on the device, looked at when the device has work to do meanwhile: the last backward."""
 
     def __init__(self, disagrees: bool | Tensor) -> None:
         if disagrees is True:
             self.refuse_now()
-        self._event: Any = None
-        if isinstance(disagrees, Tensor):
-            self._told = torch.empty((), dtype=torch.bool, pin_memory=disagrees.is_cuda)
-            self._told.copy_(disagrees, non_blocking=True)
-            self._event = torch.Event(device=disagrees.device)
-            self._event.record()
+        self._flag = DeferredFlag(disagrees) if isinstance(disagrees, Tensor) else None
 
     def refuse(self) -> None:
         """Raises: OtherSplitError: they did not agree."""
-        if self._event is not None:
-            self._event.synchronize()
-            if bool(self._told):
-                self.refuse_now()
+        if self._flag is not None and self._flag.read():
+            self.refuse_now()
 
     @staticmethod
     def refuse_now() -> None:

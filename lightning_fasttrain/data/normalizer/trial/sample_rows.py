@@ -1,6 +1,6 @@
 """Choose a few rows of a batch that differ, and cut them, to try out how a loss can be split."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,18 @@ def sample_rows(batch: Any, micro_batch_size: int) -> Iterator[Sample]:
             slices = (slice(0, cut), slice(cut, number))
             cuttings.append([(take_rows(whole, some.start, some.stop), some) for some in slices])
         yield Sample(whole, number, cuttings)
+
+
+def sample_pairs(batch: Any, first: Sequence[int], second: Sequence[int]) -> Iterator[Sample]:
+    """Yield pairs of rows of a batch, one from each list, cut into single rows.
+
+    Example:
+        >>> [sample.whole for sample in sample_pairs(torch.tensor([1, 2, 3]), [2, 1], [0, 0])]
+        [tensor([3, 1]), tensor([2, 1])]
+    """
+    for pair in zip(first, second, strict=False):
+        whole = pick_rows(batch, list(pair))
+        yield Sample(whole, 2, [[(take_rows(whole, row, row + 1), slice(row, row + 1)) for row in (0, 1)]])
 
 
 def list_altered(sample: Sample, ignored: int | None = None) -> Iterator[Sample]:
