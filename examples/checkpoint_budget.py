@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import zoo
-from lightning_fasttrain.bench.machine import hardware, versions
+from lightning_fasttrain.bench import reference_models
+from lightning_fasttrain.core.machine import hardware, versions
 
 GIB, MIB = 2**30, 2**20
 SETTLING = 5  # steps until a budget has measured, decided and checked
@@ -131,7 +131,7 @@ def verdicts(rows):
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("--models", default=",".join(zoo.ZOO))
+    parser.add_argument("--models", default=",".join(reference_models.ZOO))
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--out")
@@ -139,7 +139,7 @@ def main():
     logging.getLogger("lightning_fasttrain").setLevel(logging.WARNING)
     rows = []
     for name in options.models.split(","):
-        rows += climb(name, zoo.ZOO[name](), options.rounds, not options.no_compile)
+        rows += climb(name, reference_models.ZOO[name](), options.rounds, not options.no_compile)
     held = verdicts(rows)
     if options.out:
         about = {

@@ -23,8 +23,8 @@ import torch
 from torch.nn import functional as F
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.ladder.preparation import fast_bf16
-from lightning_fasttrain.bench.machine import hardware, package_version, versions
+from lightning_fasttrain.bench.ladder.preflight import fast_bf16
+from lightning_fasttrain.core.machine import hardware, package_version, versions
 
 WAYS = ("plain", "compiled", "chunked", "chunked-compiled", "torch", "liger")
 MIB = 2**20

@@ -1,11 +1,11 @@
-"""Models of other families than the zoo's, of Hugging Face and by hand, each with a batch: what others bring."""
+"""Models of other families than the reference models, from Hugging Face and by hand, each with a batch."""
 
 import torch
 import torch.nn.functional as F
 import transformers as hf
 from torch import nn
 
-from lightning_fasttrain.bench.zoo import Specimen, Supervised
+from lightning_fasttrain.bench.reference_models import Specimen, Supervised
 
 BATCH, LENGTH, WORDS, WIDTH = 8, 128, 4096, 128
 LAYERED = {"hidden_size": WIDTH, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 4 * WIDTH}

@@ -2,7 +2,7 @@
 
     python examples/memory_prediction.py [--families] [--models "GPT nano,ResNet"] [--device cpu] [--out RESULTS.json]
 
-Without more it is the six models of the zoo; with ``--families`` twelve of other kinds, which need the extra finetune.
+Without more it is the six reference models; with ``--families`` twelve of other kinds, which need the extra finetune.
 Where there is a GPU it is two larger models there, held against the allocator's own count.
 
 The prediction runs on tensors without memory, from the function that builds the model; the measurement is of the
@@ -21,23 +21,23 @@ import torch
 from lightning.fabric.utilities import move_data_to_device
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.machine import hardware, versions
 
 MODELS = {
-    "GPT nano": zoo.gpt("nano", batch=8),
-    "GPT tiny": zoo.gpt("tiny", batch=2),
-    "Llama": zoo.llama(),
-    "BERT": zoo.encoder(),
-    "ResNet": zoo.resnet(),
-    "uneven blocks": zoo.uneven(),
+    "GPT nano": reference_models.gpt("nano", batch=8),
+    "GPT tiny": reference_models.gpt("tiny", batch=2),
+    "Llama": reference_models.llama(),
+    "BERT": reference_models.encoder(),
+    "ResNet": reference_models.resnet(),
+    "uneven blocks": reference_models.uneven(),
 }
 # Large enough that a card's memory is theirs, and not the work space of its libraries.
 ON_CUDA = {
-    "GPT-2 small": zoo.gpt("gpt2-small", batch=8),
-    "large Llama": zoo.llama(layers=12, width=1024, batch=8, length=1024, vocabulary=32_000),
+    "GPT-2 small": reference_models.gpt("gpt2-small", batch=8),
+    "large Llama": reference_models.llama(layers=12, width=1024, batch=8, length=1024, vocabulary=32_000),
 }
 # name → (checkpointing, micro-batches, precision)
 WAYS = {

@@ -60,7 +60,7 @@ def techniques():
         ft.DevicePrefetch(),
         ft.EagerGradientRelease(),
         ft.FusedClipping(),
-        ft.run.MatmulPrecision("tf32"),
+        ft.model.MatmulPrecision("tf32"),
         ft.StepMeter(),
         ft.MemoryMeter(),
     ]

@@ -17,21 +17,21 @@ import time
 from datetime import UTC, datetime
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench import zoo
+from lightning_fasttrain.bench import reference_models
 from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import log
-from lightning_fasttrain.planner.search_space import find_axes
+from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import facts_of_machine
 
 MODELS = {
-    "GPT": zoo.gpt("nano", batch=4),
-    "BERT like MiniLM": zoo.encoder(layers=6, width=128, batch=8, length=64),
-    "ResNet": zoo.resnet(layers=2, width=16, batch=8, pixels=32),
-    "Llama": zoo.llama(layers=3, width=128, batch=4, length=128, vocabulary=2048),
+    "GPT": reference_models.gpt("nano", batch=4),
+    "BERT like MiniLM": reference_models.encoder(layers=6, width=128, batch=8, length=64),
+    "ResNet": reference_models.resnet(layers=2, width=16, batch=8, pixels=32),
+    "Llama": reference_models.llama(layers=3, width=128, batch=4, length=128, vocabulary=2048),
 }
 LIMITS = (0.9, 0.6, 0.4)  # of the peak of the plain step
 GIB = 2**30

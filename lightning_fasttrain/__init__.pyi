@@ -1,12 +1,13 @@
-"""What the package offers, and from which room. Type checkers read this, and so does _public_names.py."""
+"""What the package offers, and from which room. Type checkers read this, and so does ``core/package.py``."""
 
 from lightning_fasttrain import data as data
+from lightning_fasttrain import dry_run as dry_run
 from lightning_fasttrain import finetune as finetune
 from lightning_fasttrain import loss as loss
 from lightning_fasttrain import model as model
 from lightning_fasttrain import optim as optim
-from lightning_fasttrain import plan as plan
 from lightning_fasttrain import planner as planner
+from lightning_fasttrain import predict as predict
 from lightning_fasttrain import run as run
 from lightning_fasttrain import strategy as strategy
 from lightning_fasttrain import technique as technique
@@ -20,6 +21,7 @@ from lightning_fasttrain.data import accumulate_gradients as accumulate_gradient
 from lightning_fasttrain.data import accumulate_window as accumulate_window
 from lightning_fasttrain.data import micro_batch_forward_ as micro_batch_forward_
 from lightning_fasttrain.data import prefetch_to_device as prefetch_to_device
+from lightning_fasttrain.dry_run import verify as verify
 from lightning_fasttrain.finetune import LoRA as LoRA
 from lightning_fasttrain.finetune import QLoRA as QLoRA
 from lightning_fasttrain.finetune import QuantizedBase as QuantizedBase
@@ -31,6 +33,7 @@ from lightning_fasttrain.model import ActivationCheckpointing as ActivationCheck
 from lightning_fasttrain.model import ActivationOffload as ActivationOffload
 from lightning_fasttrain.model import CompileBlocks as CompileBlocks
 from lightning_fasttrain.model import LowPrecisionProducts as LowPrecisionProducts
+from lightning_fasttrain.model import MemoryBudget as MemoryBudget
 from lightning_fasttrain.model import checkpoint_activations_ as checkpoint_activations_
 from lightning_fasttrain.model import compile_blocks_ as compile_blocks_
 from lightning_fasttrain.model import offload_activations as offload_activations
@@ -42,12 +45,10 @@ from lightning_fasttrain.optim import build_optimizer as build_optimizer
 from lightning_fasttrain.optim import build_schedule as build_schedule
 from lightning_fasttrain.optim import optimize_in_backward_ as optimize_in_backward_
 from lightning_fasttrain.optim import release_gradients_ as release_gradients_
-from lightning_fasttrain.plan import MemoryBudget as MemoryBudget
-from lightning_fasttrain.plan import predict_memory as predict_memory
-from lightning_fasttrain.plan import verify as verify
 from lightning_fasttrain.planner import Auto as Auto
 from lightning_fasttrain.planner import AutoBatchSize as AutoBatchSize
 from lightning_fasttrain.planner import make_plan as make_plan
+from lightning_fasttrain.predict import predict_memory as predict_memory
 from lightning_fasttrain.run import AtomicCheckpoints as AtomicCheckpoints
 from lightning_fasttrain.run import ExactResume as ExactResume
 from lightning_fasttrain.run import FiniteGuard as FiniteGuard

@@ -357,7 +357,7 @@ CASES = [
     ),
     # run
     Case(
-        lambda: ft.run.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
+        lambda: ft.model.MatmulPrecision("tf32"), applied, effects.products_are_set_to_tf32
     ),  # on a CPU it changes nothing, and says so
     Case(lambda: ft.StepMeter(), times, effects.a_step_has_a_time),
     Case(lambda: ft.MemoryMeter(), meters, effects.a_step_has_a_peak),

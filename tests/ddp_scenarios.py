@@ -12,7 +12,6 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
 import lightning_fasttrain as ft
-from lightning_fasttrain import plan
 from tests import by_hand
 from tests.cases import TOGETHER, by_hand_of
 from tests.nets import (
@@ -150,14 +149,14 @@ def main(path):
     found["everything"] = worst(expected, seen)
     found["everything agree"] = agree(ours)
 
-    rehearsal, mixed = ft.plan.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
+    rehearsal, mixed = ft.dry_run.Rehearsal(seconds=2), [*mine[:4], concatenate(mine[: 1 + 2 * rank])]
     plain, expected, *_ = seeded([ft.MicroBatching(2)], mixed, **dropout)
     ours, seen, *_ = seeded([ft.MicroBatching(2), rehearsal], mixed, **dropout)
     found["rehearsed"] = worst(expected, seen)
     found["rehearsal"] = rehearsal.report.lines
     try:
-        seeded([Drifts(), ft.plan.Rehearsal(seconds=2)], mine, **shallow)
-    except plan.RehearsalError as error:
+        seeded([Drifts(), ft.dry_run.Rehearsal(seconds=2)], mine, **shallow)
+    except ft.dry_run.RehearsalError as error:
         found["drifts"] = str(error)
 
     fabric = L.Fabric(

@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files import atomic_write
 from lightning_fasttrain.core.files.newest_checkpoint import newest_checkpoint
-from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpoints
-from lightning_fasttrain.run.resume.exact_resume import ExactResume
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import AtomicCheckpoints
+from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
 
 EPOCHS, BATCHES, WINDOW = 3, 7, 2  # an odd number of batches: the last window of an epoch is short
 MOMENTS = ("batch", "forward", "backward", "validation", "before a rename", "after a rename", "any time")

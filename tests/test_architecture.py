@@ -12,19 +12,25 @@ import pytest
 import lightning_fasttrain
 
 PACKAGE = Path(lightning_fasttrain.__file__).parent
-ROOMS = 1
-HEIGHT = {
-    "core": 0, "technique": 0.5,
-    "data": ROOMS, "model": 1.1, "finetune": 1.15, "loss": 1.1, "optim": 1.1, "run": 1.2,
-    "plan": 2, "strategy": 2.5, "bench": 3, "planner": 3.5, "commands": 3.9, "mixin": 4, "cli": 4, "__init__": 5,
-}  # fmt: skip
+# Rooms by floor, the lowest first. A room imports lower floors only: those of one floor do not know one another.
+FLOORS = (
+    ("core",),
+    ("technique",),
+    ("data", "loss", "model", "optim", "finetune", "run"),
+    ("predict",),
+    ("dry_run", "strategy"),
+    ("planner",),
+    ("bench",),
+    ("cli", "mixin", "__init__"),
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS, start=1) for room in rooms}
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def place(parts):
-    """The room or file that a module belongs to, and how high it stands."""
+    """The room or file that a module belongs to, and its floor."""
     first = parts[0] if parts else "__init__"
-    return first, HEIGHT[first]
+    return first, FLOOR[first]
 
 
 @functools.cache
@@ -53,14 +59,32 @@ def imports_upward(file):
     for line, name, module in imported(file):
         if not module.startswith("lightning_fasttrain"):
             continue
-        module = name if module == "lightning_fasttrain" and name.split(".")[1] in HEIGHT else module
+        module = name if module == "lightning_fasttrain" and name.split(".")[1] in FLOOR else module
         other, other_height = place(module.split(".")[1:])
         if other != room and other_height >= height:
-            yield f"{file}:{line} imports {module}, which is not below it"
+            yield f"{file}:{line} imports {module}, which is on floor {other_height}, not below {height}"
 
 
 def test_imports_go_down_only():
-    assert broken_in_any(imports_upward) == []
+    assert broken_in_any(imports_upward) == [], floor_plan()
+
+
+def floor_plan():
+    """What stands where, the highest floor first, for a reader of a failure (or of ``pytest -s -k floor_plan``)."""
+    lines = []
+    for number, rooms in reversed(list(enumerate(FLOORS, start=1))):
+        lines.append(f"{number}  {'  '.join(f'{room} ({count_files(room)})' for room in rooms)}")
+    return "\n".join(lines)
+
+
+def count_files(room):
+    return sum(1 for file in FILES if file.relative_to(PACKAGE).with_suffix("").parts[0] == room)
+
+
+def test_the_floor_plan_is_that_of_the_package():
+    print(floor_plan())
+    assert len(FLOORS) <= 8
+    assert {file.relative_to(PACKAGE).with_suffix("").parts[0] for file in FILES} == set(FLOOR)
 
 
 def broken_in_any(find):
@@ -75,7 +99,7 @@ def members(folder):
     """The files and sub-rooms of a folder, and of each the others that it imports."""
     needs = {}
     for one in sorted(folder.iterdir()):
-        if one.name != "__init__.py" and (one.suffix == ".py" or (one / "__init__.py").exists()):
+        if not one.name.startswith("__") and (one.suffix == ".py" or (one / "__init__.py").exists()):
             files = sorted(one.rglob("*.py")) if one.is_dir() else [one]
             needs[one.stem] = {name for file in files for name in _imported_from(folder, file)} - {one.stem}
     return {name: others & needs.keys() for name, others in needs.items()}
@@ -204,7 +228,8 @@ def test_a_statement_has_at_most_one_comprehension_or_conditional():
 @pytest.mark.parametrize(
     ("find", "code"),
     [
-        (imports_upward, "from lightning_fasttrain.plan import verify"),
+        (imports_upward, "from lightning_fasttrain.dry_run import verify"),
+        (imports_upward, "from lightning_fasttrain.optim import build_optimizer"),
         (imports_of_what_is_optional, "import peft"),
         (drawers_and_unpickling, "torch.load('x')"),
         (drawers_and_unpickling, "pickle.loads(b'x')"),

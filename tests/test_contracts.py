@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.finetune.selection._float32_adapters import StaysInFloat32
-from lightning_fasttrain.plan.catalogue import known_techniques
+from lightning_fasttrain.planner.catalogue import known_techniques
 from lightning_fasttrain.technique import Exactness
 from tests.cases import BY_NAME, CASES, TOGETHER, Case, by_hand_of, in_a_loop, refused
 from tests.nets import LazyLM, TinyLM, as_loader, largest_difference, lm_batches, trainer, weights

@@ -92,7 +92,7 @@ TABLE = {
     "OptimizerInBackward": (lambda: [ft.OptimizerInBackward()], {}, 54),
     "ExactResume": (lambda: [ft.ExactResume()], {}, 0),
     "HangWatch": (lambda: [ft.run.HangWatch(timeout_s=600)], {}, 0),
-    "MatmulPrecision": (lambda: [ft.run.MatmulPrecision("tf32")], {}, 0),
+    "MatmulPrecision": (lambda: [ft.model.MatmulPrecision("tf32")], {}, 0),
     "LowPrecisionProducts": (lambda: [ft.LowPrecisionProducts("int8", min_features=32)], {}, None),
     "StepMeter": (lambda: [ft.StepMeter()], {}, 0),
     "MemoryMeter": (lambda: [ft.MemoryMeter()], {}, 0),

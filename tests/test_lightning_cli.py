@@ -11,8 +11,8 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.cli import main
-from lightning_fasttrain.plan.catalogue import known_techniques, public_path
+from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 from tests.run_example import ROOT
 
 

@@ -11,7 +11,8 @@ import types
 import pytest
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core import package, strategy_names
+from lightning_fasttrain.core import package
+from lightning_fasttrain.core.host import strategy_names
 
 HEAVY = {"torch", "lightning", "numpy", "rich"}
 COMMANDS = (

@@ -7,9 +7,9 @@ import tomllib
 from pathlib import Path
 
 from examples.plan_against_search import as_row
-from lightning_fasttrain.bench.ladder.rows import Climbed
-from lightning_fasttrain.bench.techniques import markdown_table
-from lightning_fasttrain.cli import main
+from lightning_fasttrain.bench.ladder.results import Climbed
+from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.cli.technique_table import markdown_table
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()

@@ -12,7 +12,7 @@ import pytest
 import lightning_fasttrain as ft
 from tests.run_example import ROOT
 
-ROOMS = ("data", "finetune", "loss", "model", "optim", "plan", "planner", "run", "strategy", "technique")
+ROOMS = ("data", "finetune", "loss", "model", "dry_run", "optim", "planner", "predict", "run", "strategy", "technique")
 
 
 @pytest.fixture(scope="module")

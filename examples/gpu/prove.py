@@ -33,7 +33,7 @@ from lightning_fasttrain.core.messages import explain
 ROOT = Path(__file__).parents[2]
 ENDING_S = 3  # to write the last line within the time
 TOKENS = Path(__file__).parent / "tokens" / "gpt2.npy"
-ASK = "import json; from lightning_fasttrain.bench.machine import *; print(json.dumps([hardware(), versions()]))"
+ASK = "import json; from lightning_fasttrain.core.machine import *; print(json.dumps([hardware(), versions()]))"
 
 
 def run_pieces(pieces, out, ends, machine, tokens=None, tiny=False, again=False):

@@ -25,8 +25,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.machine import hardware, package_version, versions
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.machine import hardware, package_version, versions
 
 GIB = 2**30
 WARMUP, STEPS = 5, 20

@@ -1,13 +1,11 @@
-"""The reference model, real text, and what a machine offers.
+"""The reference model, real text, and the ladder that measures each technique on them.
 
-``ladder`` measures each technique on it.
-
-From the bottom up: ``gpt``, ``machine``, ``text``, ``doctor``, ``sizes``, ``ladder``, ``zoo``, ``techniques``.
+From the bottom up: ``gpt``, ``text``, ``sizes``, ``ladder``, ``reference_models``.
 """
 
 from lightning_fasttrain.bench.gpt import GPT, Block, GPTConfig, GPTModule
-from lightning_fasttrain.bench.ladder.climb import climb
-from lightning_fasttrain.bench.ladder.preparation import Ladder, prepare
+from lightning_fasttrain.bench.ladder.preflight import Ladder, prepare
+from lightning_fasttrain.bench.ladder.run_ladder import climb
 from lightning_fasttrain.bench.ladder.rungs import NAIVE, Rung, rungs
 from lightning_fasttrain.bench.sizes import SIZES, Size
 from lightning_fasttrain.bench.text import batches, encode_text, read_text

@@ -3,6 +3,6 @@
 ``modules`` finds and wraps parts of a model, ``state`` saves and restores what a step changes, ``files`` writes and
 reads without trust, ``host`` is the door to what Lightning keeps to itself.
 
-From the bottom up: ``checks``, ``counts``, ``device``, ``distributed``, ``labels``, ``messages``, ``modules``,
-``files``, ``host``, ``package``, ``state``, ``strategy_names``.
+From the bottom up: ``batch``, ``checks``, ``device``, ``distributed``, ``messages``, ``package``, ``state``,
+``machine``, ``modules``, ``files``, ``host``, ``peak_memory``.
 """

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
 
+UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 FULL_WIDTH = 190  # columns that the widest of our tables fits in
 
 log = logging.getLogger("lightning_fasttrain")
@@ -81,3 +82,26 @@ def say_once(message: str) -> None:
 def wide_enough(console: Console) -> Console:
     """The console, or a wider one where the output goes to a file or a pipe and nothing is cut by a screen."""
     return console if console.is_terminal else Console(width=FULL_WIDTH)
+
+
+def format_bytes(nbytes: float) -> str:
+    """Bytes for people: GiB, or MiB and KiB where it is less than one.
+
+    Example:
+        >>> format_bytes(3 * 2**30), format_bytes(1536), format_bytes(7)
+        ('3.00 GiB', '1.50 KiB', '7 B')
+    """
+    for unit, size in UNITS:
+        if nbytes >= size:
+            return f"{nbytes / size:.2f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+def number_of(count: int, thing: str, things: str = "") -> str:
+    """A number and what is counted.
+
+    Example:
+        >>> number_of(1, "rank"), number_of(1200, "rank"), number_of(2, "batch", "batches")
+        ('1 rank', '1,200 ranks', '2 batches')
+    """
+    return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"

@@ -8,8 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.counts import number_of
-from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.core.messages import explain, number_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.closure.micro_batch_closure import BatchClosures
 from lightning_fasttrain.data.closure.roles import SharedSplit
@@ -20,7 +19,7 @@ from lightning_fasttrain.data.out_of_memory.fallbacks import FurtherSavings
 from lightning_fasttrain.data.split_batch import split_batch
 from lightning_fasttrain.data.trunk.find_trunk import Through
 from lightning_fasttrain.data.trunk.micro_batch_forward import list_batch_statistics
-from lightning_fasttrain.technique import Exactness, Technique, check_together
+from lightning_fasttrain.technique import Capability, Exactness, Technique, check_together
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.technique import techniques_of
 
@@ -77,6 +76,7 @@ class MicroBatching(Technique):
     """
 
     keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SPLITS_BATCHES})
     effect: ClassVar[str] = "activations of one n-th of the batch at a time"
     when: ClassVar[str] = "a batch does not fit; not with parts so small that the GPU waits for work"
     in_a_loop: ClassVar[str] = "accumulate_gradients(step, batch, n)"
@@ -109,6 +109,9 @@ class MicroBatching(Technique):
         self.shared: SharedSplit | None = None
         self.parts = 0  # of the last batch
         self.together = Together()
+
+    def does(self, capability: Capability) -> bool:
+        return (self.adaptive or self.n > 1) and super().does(capability)
 
     def predict(self, step: PredictedStep) -> None:
         if self.adaptive:

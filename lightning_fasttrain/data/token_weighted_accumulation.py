@@ -26,7 +26,7 @@ from lightning_fasttrain.data.normalizer.count_targets import (
 )
 from lightning_fasttrain.data.normalizer.micro_batch_weights import Number
 from lightning_fasttrain.data.normalizer.split_rule import LossSplit
-from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique import Capability, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -62,6 +62,7 @@ class TokenWeightedAccumulation(Technique):
     """
 
     keeps_draws: ClassVar[bool] = False
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.SUMS_BATCHES})
     effect: ClassVar[str] = "several batches a step, every target weighed the same"
     when: ClassVar[str] = "batches that are summed hold different numbers of targets; not for a batch that fits"
     in_a_loop: ClassVar[str] = "accumulate_window(step, batches)"

@@ -5,8 +5,8 @@ From ``parts`` up to ``files``, each sub-room knows those before it.
 From the bottom up: ``selection``, ``quantized``, ``adapters``, ``prompts``, ``files``, ``account_bytes``.
 """
 
-from lightning_fasttrain.core.counts import count_parameters
 from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.finetune.account_bytes import ByteAccount, account_bytes
 from lightning_fasttrain.finetune.adapters.adapter_checkpoints import trained_names, trained_state
 from lightning_fasttrain.finetune.adapters.add_adapter import (

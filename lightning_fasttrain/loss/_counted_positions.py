@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lightning_fasttrain.core.labels import LABELS, find_labels, is_integer
+from lightning_fasttrain.core.batch import LABELS, find_labels, is_integer
 from lightning_fasttrain.core.messages import note_once
 
 IGNORED = -100

@@ -3,9 +3,9 @@
 What blocks save for the backward is recomputed, moved away, or never made; what they compute is compiled, or
 multiplied in 8 bits.
 
-From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``compile_cache``, ``compile_report``,
-``compiled_check``, ``known_compiler_faults``, ``activation_offload``, ``checkpointed_forward``,
-``activation_checkpointing``, ``compile_blocks``, ``eight_bit_products``, ``low_precision_products``.
+From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``eight_bit_products``, ``matmul_precision``,
+``activation_offload``, ``checkpointed_forward``, ``low_precision_products``, ``compile``, ``activation_checkpointing``,
+``memory_budget``.
 """
 
 from lightning_fasttrain.core.modules.blocks import find_blocks
@@ -17,18 +17,23 @@ from lightning_fasttrain.model.activation_checkpointing import (
     checkpoint_activations_,
 )
 from lightning_fasttrain.model.activation_offload import ActivationOffload, offload_activations
-from lightning_fasttrain.model.compile_blocks import CompileBlocks, compile_blocks_
-from lightning_fasttrain.model.compile_cache import load_compile_cache, save_compile_cache
-from lightning_fasttrain.model.compile_report import CompileReport, CompileWatch
+from lightning_fasttrain.model.compile.compile_blocks import CompileBlocks, compile_blocks_
+from lightning_fasttrain.model.compile.compile_cache import load_compile_cache, save_compile_cache
+from lightning_fasttrain.model.compile.compile_report import CompileReport, CompileWatch
 from lightning_fasttrain.model.low_precision_products import (
     LowPrecisionProducts,
     LowPrecisionReport,
     multiply_in_low_precision_,
 )
+from lightning_fasttrain.model.matmul_precision import MatmulPrecision, matmul_precision_
+from lightning_fasttrain.model.memory_budget.checkpoint_plan import BlockPlan, CheckpointPlan
+from lightning_fasttrain.model.memory_budget.memory_budget import MemoryBudget
 
 __all__ = [
     "ActivationCheckpointing",
     "ActivationOffload",
+    "BlockPlan",
+    "CheckpointPlan",
     "CheckpointPolicy",
     "CompileBlocks",
     "CompileReport",
@@ -36,11 +41,14 @@ __all__ = [
     "EveryBlock",
     "LowPrecisionProducts",
     "LowPrecisionReport",
+    "MatmulPrecision",
+    "MemoryBudget",
     "SelectiveOps",
     "checkpoint_activations_",
     "compile_blocks_",
     "find_blocks",
     "load_compile_cache",
+    "matmul_precision_",
     "multiply_in_low_precision_",
     "offload_activations",
     "save_compile_cache",

@@ -13,7 +13,7 @@ from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.core.modules.heads import find_heads, find_skipped, is_linear, layers_of
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, count_wrapped, wrapper_on
 from lightning_fasttrain.model.eight_bit_products import FORMATS, linear_in_8_bits
-from lightning_fasttrain.technique import Exactness, Surgery, Technique
+from lightning_fasttrain.technique import Capability, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -233,6 +233,7 @@ class LowPrecisionProducts(Technique):
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
     bound: ClassVar[float] = 0.1
     surgery: ClassVar[Surgery | None] = Surgery.ARCHITECTURE
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.REPLACES_PRODUCTS})
     effect: ClassVar[str] = "linear layers multiply in float8 or int8; weights and gradients keep their precision"
     when: ClassVar[str] = (
         "most time goes into linear layers with thousands of inputs and outputs, and blocks are compiled; not on a CPU "

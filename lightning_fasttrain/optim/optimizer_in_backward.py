@@ -17,8 +17,7 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import FabricOptimizer
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.data import MicroBatching, TokenWeightedAccumulation
-from lightning_fasttrain.technique import Conflict, Exactness, Setting, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setting, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -202,6 +201,7 @@ class OptimizerInBackward(Technique):
         See :func:`~lightning_fasttrain.optimize_in_backward_`.
     """
 
+    capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.UPDATES_IN_BACKWARD})
     effect: ClassVar[str] = "each gradient is used and freed as it arrives: never all of them in memory"
     when: ClassVar[str] = (
         "gradients are a good part of the peak, on one device; not with clipping by norm, or where gradients are summed"
@@ -214,10 +214,9 @@ class OptimizerInBackward(Technique):
     def conflicts(cls) -> tuple[Conflict, ...]:
         why = "each gradient is used and freed during backward, so none is left to be summed over"
         way_out = "Use one of them; ActivationCheckpointing saves activations beside OptimizerInBackward"
-        several_parts = lambda _, micro: micro.adaptive or micro.n > 1  # noqa: E731
         return (
-            Conflict(MicroBatching, f"{why} micro-batches", way_out, several_parts),
-            Conflict(TokenWeightedAccumulation, f"{why} batches", "Use one of them"),
+            Conflict(Capability.SPLITS_BATCHES, f"{why} micro-batches", way_out),
+            Conflict(Capability.SUMS_BATCHES, f"{why} batches", "Use one of them"),
         )
 
     def __init__(self, clip_norm: float | None = None) -> None:

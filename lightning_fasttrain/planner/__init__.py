@@ -1,12 +1,15 @@
-"""Chooses for a user: the fastest mix of techniques that fits a limit of memory, by measurement and prediction.
+"""Choose the fastest combination of techniques that fits a memory limit, and explain what acts on a run.
 
-From the bottom up: ``configuration``, ``several_devices``, ``plan``, ``predicted_memory``, ``micro_batch_trial``,
-``search_space``, ``suggestions``, ``timing``, ``search``, ``make_plan``, ``auto``, ``auto_batch_size``.
+From the bottom up: ``catalogue``, ``micro_batch_trial``, ``suggestions``, ``advice``, ``candidates``,
+``several_devices``, ``timing``, ``plan``, ``search``, ``make_plan``, ``auto``, ``auto_batch_size``.
 """
 
+from lightning_fasttrain.planner.advice.explain import explain
+from lightning_fasttrain.planner.advice.unused import Unused, UnusedReport
+from lightning_fasttrain.planner.advice.why_not import why_not
 from lightning_fasttrain.planner.auto import Auto
 from lightning_fasttrain.planner.auto_batch_size import AutoBatchSize
-from lightning_fasttrain.planner.configuration import Choice
+from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan, Tried
 
@@ -16,5 +19,9 @@ __all__ = [
     "Choice",
     "Plan",
     "Tried",
+    "Unused",
+    "UnusedReport",
+    "explain",
     "make_plan",
+    "why_not",
 ]

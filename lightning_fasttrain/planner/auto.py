@@ -12,13 +12,13 @@ from lightning.fabric.utilities.apply_func import apply_to_collection
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from torch import Tensor
 
-from lightning_fasttrain.bench.machine import hardware, versions
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.host.lightning import training_loader
+from lightning_fasttrain.core.machine import hardware, versions
 from lightning_fasttrain.core.messages import explain, say
-from lightning_fasttrain.plan.rehearsal.peek_batches import reading_ahead
-from lightning_fasttrain.planner.configuration import Choice
+from lightning_fasttrain.dry_run.rehearsal.peek_batches import reading_ahead
+from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.planner.make_plan import make_plan
 from lightning_fasttrain.planner.plan import Plan
 from lightning_fasttrain.technique import Exactness, Technique

@@ -7,21 +7,20 @@ import lightning as L
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.counts import format_bytes, number_of
 from lightning_fasttrain.core.device import GIB, free_bytes
 from lightning_fasttrain.core.files.safe_load import first_line
-from lightning_fasttrain.core.messages import explain, say
+from lightning_fasttrain.core.messages import explain, format_bytes, number_of, say
 from lightning_fasttrain.data import MicroBatching
 from lightning_fasttrain.data.split_batch import batch_size
-from lightning_fasttrain.plan.rehearsal.context import find_window, read_batches
-from lightning_fasttrain.plan.rehearsal.isolation import leaving_no_trace
-from lightning_fasttrain.plan.rehearsal.nested_trainer import find_unrehearsable
-from lightning_fasttrain.plan.rehearsal.rehearsal import Rehearsing, is_rehearsing
-from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy, copy_run
+from lightning_fasttrain.dry_run.rehearsal.context import find_window, read_batches
+from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
+from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsing, is_rehearsing
+from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.planner.auto import Auto
 from lightning_fasttrain.planner.micro_batch_trial import PartTrial
-from lightning_fasttrain.run.memory_meter import MemoryMeter
-from lightning_fasttrain.run.resume._gathered_states import gather, pack, unpack
+from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
+from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
 from lightning_fasttrain.technique.technique import techniques_of
 
 A = TypeVar("A")

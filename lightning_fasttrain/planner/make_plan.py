@@ -9,20 +9,20 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from lightning_fasttrain.bench.machine import bf16_units
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.machine import bf16_units
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.plan.predict.predict_memory import DEVICES, PRECISIONS
-from lightning_fasttrain.plan.proof.verify import as_lightning_module
-from lightning_fasttrain.planner.configuration import Choice, code_of, switch_of
+from lightning_fasttrain.dry_run.verification.verify import as_lightning_module
+from lightning_fasttrain.planner.candidates.configuration import Choice, code_of, switch_of
+from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.plan import Plan, Tried
-from lightning_fasttrain.planner.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.search import Search
-from lightning_fasttrain.planner.search_space import find_axes
 from lightning_fasttrain.planner.several_devices import SeveralDevices
 from lightning_fasttrain.planner.suggestions import say_leaner_optimizer, say_workers
 from lightning_fasttrain.planner.timing import Stopwatch
+from lightning_fasttrain.predict.predict_memory import DEVICES, PRECISIONS
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.facts import Facts, facts_of_machine
 

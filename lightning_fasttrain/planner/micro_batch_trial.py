@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch.callbacks import Checkpoint
 
 from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.data import BatchSizeWarmup, MicroBatching, SequenceLengthWarmup, TokenWeightedAccumulation
-from lightning_fasttrain.plan.proof.short_run import EnoughError
-from lightning_fasttrain.plan.rehearsal.context import fill_up
-from lightning_fasttrain.plan.rehearsal.nested_trainer import devices_again
-from lightning_fasttrain.plan.rehearsal.run_copy import RunCopy
-from lightning_fasttrain.run.memory_meter import PeakMemory
+from lightning_fasttrain.dry_run.rehearsal.context import fill_up
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again
+from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError
 
 _ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is not predicted
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.planner.configuration import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.candidates.search_space import Axes
 from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
-from lightning_fasttrain.planner.predicted_memory import PredictedMemory
-from lightning_fasttrain.planner.search_space import Axes
 from lightning_fasttrain.planner.timing import Stopwatch, Timed
 
 _ROUNDS = 3  # in which finalists are run in turn

@@ -6,7 +6,7 @@ from typing import Any
 
 import lightning as L
 
-from lightning_fasttrain.planner.configuration import Choice
+from lightning_fasttrain.planner.candidates.configuration import Choice
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
 
 _ANYTHING = 1e9  # GiB: what all strategies fit into

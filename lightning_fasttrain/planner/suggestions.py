@@ -11,10 +11,10 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch.optim import Adam, AdamW
 from torch.utils.data import DataLoader
 
-from lightning_fasttrain.core.counts import format_bytes
 from lightning_fasttrain.core.host.lightning import configured_optimizers
+from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.dry_run.verification.short_run import copy_module, quietly
 from lightning_fasttrain.optim import build_optimizer, optimizer_state_bytes
-from lightning_fasttrain.plan.proof.short_run import copy_module, quietly
 
 _LEANER = "adamw8bit"
 _BATCHES, _SECONDS = 8, 5.0

@@ -9,9 +9,9 @@ import lightning as L
 import torch
 
 from lightning_fasttrain.core.device import device_clock
-from lightning_fasttrain.plan.proof.short_run import EnoughError, Steps, run_steps
-from lightning_fasttrain.planner.configuration import Choice, is_budget
-from lightning_fasttrain.run.memory_meter import PeakMemory
+from lightning_fasttrain.core.peak_memory import PeakMemory
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError, Steps, run_steps
+from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
 
 _WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
 _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two

@@ -1,33 +1,30 @@
-"""Keeps a run going, and measures it.
+"""Keep a run going, and measure it: checkpoints and resuming, guards, meters and memory timelines.
 
-The two meters are here; what they and others need in ``memory``, ``resume``, ``guard`` and ``steady``.
-
-From the bottom up: ``_quantized_bytes``, ``guard``, ``matmul_precision``, ``resume``, ``steady``, ``slow_ranks``,
-``peak_flops``, ``step_timer``, ``step_meter``, ``memory_meter``, ``memory``.
+From the bottom up: ``checkpoint``, ``guards``, ``profiling``.
 """
 
 from lightning_fasttrain.core.files.checkpoint_folder import verify_checkpoint
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
+from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
-from lightning_fasttrain.run.guard.hang_watch import HangWatch
-from lightning_fasttrain.run.guard.preemption import Preemption
-from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag
-from lightning_fasttrain.run.guard.watchdog import ProgressWatch
-from lightning_fasttrain.run.matmul_precision import MatmulPrecision, matmul_precision_
-from lightning_fasttrain.run.memory.memory_files import draw_memory, save_memory_record
-from lightning_fasttrain.run.memory.memory_record import MemoryRecord
-from lightning_fasttrain.run.memory.memory_recording import MemoryRecording
-from lightning_fasttrain.run.memory.memory_timeline import MemoryTimeline
-from lightning_fasttrain.run.memory_meter import MemoryMeter, PeakMemory
-from lightning_fasttrain.run.peak_flops import peak_flops
-from lightning_fasttrain.run.resume.exact_resume import ExactResume
-from lightning_fasttrain.run.resume.resumable_loader import ResumableLoader, resumable
-from lightning_fasttrain.run.slow_ranks import compare_ranks
-from lightning_fasttrain.run.steady.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
-from lightning_fasttrain.run.steady.spike_guard import SpikeGuard, SteadySteps
-from lightning_fasttrain.run.step_meter import StepMeter
-from lightning_fasttrain.run.step_timer import StepTimer
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import AtomicCheckpointIO, AtomicCheckpoints
+from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
+from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader, resumable
+from lightning_fasttrain.run.guards.finite_guard import FiniteGuard, FiniteSteps, refuse_unfinite
+from lightning_fasttrain.run.guards.hang_watch import HangWatch
+from lightning_fasttrain.run.guards.preemption import Preemption
+from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag
+from lightning_fasttrain.run.guards.spike_guard import SpikeGuard, SteadySteps
+from lightning_fasttrain.run.guards.watchdog import ProgressWatch
+from lightning_fasttrain.run.profiling.memory_files import draw_memory, save_memory_record
+from lightning_fasttrain.run.profiling.memory_meter import MemoryMeter
+from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
+from lightning_fasttrain.run.profiling.memory_recording import MemoryRecording
+from lightning_fasttrain.run.profiling.memory_timeline import MemoryTimeline
+from lightning_fasttrain.run.profiling.peak_flops import peak_flops
+from lightning_fasttrain.run.profiling.slow_ranks import compare_ranks
+from lightning_fasttrain.run.profiling.step_meter import StepMeter
+from lightning_fasttrain.run.profiling.step_timer import StepTimer
 
 __all__ = [
     "AtomicCheckpointIO",
@@ -37,7 +34,6 @@ __all__ = [
     "FiniteGuard",
     "FiniteSteps",
     "HangWatch",
-    "MatmulPrecision",
     "MemoryMeter",
     "MemoryRecord",
     "MemoryRecording",
@@ -53,7 +49,6 @@ __all__ = [
     "StepTimer",
     "compare_ranks",
     "draw_memory",
-    "matmul_precision_",
     "peak_flops",
     "random_state",
     "refuse_unfinite",

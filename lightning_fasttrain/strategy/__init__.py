@@ -2,10 +2,13 @@
 
 Sizes come first, then ZeRO and FSDP2, and the choice among all last.
 
-From the bottom up: ``choose_checkpoint``, ``sizes``, ``async_save``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
-``zero``, ``consolidate``, ``traffic``, ``choose_strategy``.
+From the bottom up: ``choose``, ``async_save``, ``choose_checkpoint``, ``rank_health``, ``fsdp2``, ``_sharded_groups``,
+``zero``, ``traffic``, ``consolidate``, ``choose_strategy``.
 """
 
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
+from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, predict_model_states
 from lightning_fasttrain.strategy.choose_strategy import StrategyChoice, choose_strategy
 from lightning_fasttrain.strategy.consolidate import Consolidated, consolidate
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
@@ -17,9 +20,6 @@ from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import (
     load_sharded_,
     save_sharded,
 )
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes
-from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
-from lightning_fasttrain.strategy.sizes.model_states import STAGES, ModelStates, predict_model_states
 from lightning_fasttrain.strategy.traffic import Traffic, predict_traffic
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy

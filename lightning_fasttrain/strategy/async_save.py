@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_fasttrain.core.messages import warn
-from lightning_fasttrain.run.guard.watchdog import write_to_stderr
+from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
 Write = Callable[..., None]
 

@@ -14,13 +14,13 @@ from torch.optim import SGD, Optimizer
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.plan import MemoryReport, predict_memory
+from lightning_fasttrain.predict import MemoryReport, predict_memory
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states
+from lightning_fasttrain.strategy.choose._limits import check_limits, explain_shortage, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._model_sizes import Held, ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, unfit_family
+from lightning_fasttrain.strategy.choose.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy
-from lightning_fasttrain.strategy.sizes._limits import check_limits, explain_shortage, gib, name_leaner_ways
-from lightning_fasttrain.strategy.sizes._model_sizes import Held, ZeROSizes, held_by
-from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer, unfit_family
-from lightning_fasttrain.strategy.sizes.model_states import ModelStates, states_of, usual_sizes
 from lightning_fasttrain.strategy.traffic import Moved, Traffic
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 

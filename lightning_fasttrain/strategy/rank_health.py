@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.run.guard.watchdog import write_to_stderr
+from lightning_fasttrain.run.guards.watchdog import write_to_stderr
 
 _HEARD_WITHIN = timedelta(seconds=10)  # a rank that fails ends then, whether or not the others have listened
 _WAY_OUT = "Look at the first error in the output of the other ranks"

@@ -9,9 +9,9 @@ from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
 from lightning_fasttrain.strategy._sharded_groups import ShardedGroup, sharded_groups
-from lightning_fasttrain.strategy.sizes._model_sizes import MASTER, Held, ZeROSizes, held_by
-from lightning_fasttrain.strategy.sizes._optimizer_state import MakeOptimizer
-from lightning_fasttrain.strategy.sizes.model_states import STAGES
+from lightning_fasttrain.strategy.choose._model_sizes import MASTER, Held, ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
+from lightning_fasttrain.strategy.choose.model_states import STAGES
 
 FSDP2 = ("fsdp2", "fsdp2+offload")
 STRATEGIES = ("ddp", *FSDP2, *(f"zero-{stage}" for stage in STAGES))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 
 class Exactness(Enum):
@@ -36,21 +36,50 @@ class Surgery(IntEnum):
     SHARD = 7
 
 
+class Capability(Enum):
+    """What a technique does to a step that other techniques depend on, whichever class does it."""
+
+    SPLITS_BATCHES = "runs forward and backward several times for one batch"
+    SUMS_BATCHES = "sums the gradients of several batches, and saves them with a checkpoint"
+    UPDATES_IN_BACKWARD = "updates each weight while the backward still runs"
+    REPLACES_PRODUCTS = "replaces the matrix products of linear layers"
+
+
+@runtime_checkable
+class CanDo(Protocol):
+    """A technique, for :class:`Conflict`, which stands below it."""
+
+    def does(self, capability: Capability) -> bool: ...
+
+
 @dataclass(frozen=True)
 class Conflict:
     """What a technique cannot be used beside, and what to do about it.
 
     Args:
-        other: a class: another technique, a strategy, a callback of the host's. Subclasses are meant too.
+        other: what another technique does, or a class: a technique, a strategy, a callback of the host's. Subclasses
+            are meant too.
         why: half a sentence.
         way_out: the cheapest.
         when: (technique, the other) → whether they conflict as they are set; by default always.
     """
 
-    other: type
+    other: type | Capability
     why: str
     way_out: str
     when: Callable[[Any, Any], bool] = lambda technique, other: True
+
+    def names(self, other: object) -> bool:
+        """Whether ``other`` is of that class, or a technique that does what is named."""
+        if isinstance(self.other, Capability):
+            return isinstance(other, CanDo) and other.does(self.other)
+        return isinstance(other, self.other)
+
+    def may_name(self, kind: type) -> bool:
+        """Whether objects of a class may be named."""
+        if isinstance(self.other, Capability):
+            return self.other in getattr(kind, "capabilities", ())
+        return issubclass(kind, self.other)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,10 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import lightning as L
 from torch import nn
 
-from lightning_fasttrain.core.counts import count_batch, count_parameters, format_bytes, number_of
+from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.device import free_bytes
+from lightning_fasttrain.core.messages import format_bytes, number_of
+from lightning_fasttrain.core.modules.parameters import count_parameters
 
 _LINES = 4  # for single techniques; the rest share one, so that all of it are ten at most
 _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import ModelSummary
 from lightning.pytorch.loggers import Logger
 from torch import nn
 
-from lightning_fasttrain.core.counts import format_bytes, number_of
-from lightning_fasttrain.core.messages import say
+from lightning_fasttrain.core.messages import format_bytes, number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique.explanation import Explanation, SaysWhatItHolds, explain_run
 

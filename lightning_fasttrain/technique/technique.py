@@ -16,7 +16,7 @@ from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique.arguments import describe, remember_arguments
 from lightning_fasttrain.technique.batch_watch import BatchWatch
-from lightning_fasttrain.technique.declarations import Conflict, Exactness, Setting, Surgery
+from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 from lightning_fasttrain.technique.run_report import RunReport, is_empty_hook
@@ -35,6 +35,7 @@ class Technique(L.Callback):
         bound: of the class tolerance: how far loss and gradients of a float32 step may be off, relative.
         bitwise: whether a step's numbers are those of the plain step to the last bit, as beside all that only looks on.
         keeps_draws: whether random layers, such as dropout, draw what they draw in the plain step.
+        capabilities: what it may do that conflicts of other techniques name; :meth:`does` is asked of an object.
         surgery: its place in the order of surgery; None if it does not operate on the model. A class
             that overrides :meth:`apply` alone would never be called, and its objects are refused.
         effect: one line for the table of techniques.
@@ -50,6 +51,7 @@ class Technique(L.Callback):
     bound: ClassVar[float] = 0.0
     bitwise: ClassVar[bool] = False
     keeps_draws: ClassVar[bool] = True
+    capabilities: ClassVar[frozenset[Capability]] = frozenset()
     surgery: ClassVar[Surgery | None] = None
     effect: ClassVar[str] = ""
     when: ClassVar[str] = ""
@@ -77,6 +79,10 @@ class Technique(L.Callback):
 
     def __repr__(self) -> str:
         return describe(self)
+
+    def does(self, capability: Capability) -> bool:
+        """Whether it does this as it is set now."""
+        return capability in self.capabilities
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
@@ -117,6 +123,16 @@ class Technique(L.Callback):
     def outcome(self, model: nn.Module) -> str:
         """Half a sentence for the end of a run: what fell back, was found, or gained nothing; "" if nothing did."""
         return ""
+
+    def count_windows(self, batches: int, epoch: int, before: int) -> int | None:
+        """Optimizer steps that it makes of the batches of an epoch; None to step as the Trainer is set.
+
+        Args:
+            batches: of the epoch.
+            epoch: its number.
+            before: optimizer steps before it.
+        """
+        return None
 
     def measurements(self) -> Mapping[str, float]:
         """Of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``, what it measured in the run."""
@@ -354,6 +370,6 @@ def refuse_conflicts(one: object, conflicts: Iterable[Conflict], others: Iterabl
         ValueError: both names · why · the cheapest way out.
     """
     for conflict, other in itertools.product(conflicts, others):
-        if other is not one and isinstance(other, conflict.other) and conflict.when(one, other):
+        if other is not one and conflict.names(other) and conflict.when(one, other):
             names = f"{type(one).__name__} + {type(other).__name__}"
             raise ValueError(explain(names, conflict.why, conflict.way_out))

@@ -12,15 +12,15 @@ import pytest
 from rich.console import Console
 
 from lightning_fasttrain.bench.gpt import GPTConfig
-from lightning_fasttrain.bench.ladder import climb as climb_module
 from lightning_fasttrain.bench.ladder import report
-from lightning_fasttrain.bench.ladder.climb import climb, number_of_rows
-from lightning_fasttrain.bench.ladder.preparation import prepare
+from lightning_fasttrain.bench.ladder import run_ladder as climb_module
+from lightning_fasttrain.bench.ladder.preflight import prepare
 from lightning_fasttrain.bench.ladder.process import run_in_own_process
-from lightning_fasttrain.bench.ladder.rows import Climbed, Skipped
+from lightning_fasttrain.bench.ladder.results import Climbed, Skipped
+from lightning_fasttrain.bench.ladder.run_ladder import climb, number_of_rows
 from lightning_fasttrain.bench.ladder.rungs import Rung, rungs
 from lightning_fasttrain.bench.sizes import Size
-from lightning_fasttrain.cli import main
+from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.core.messages import FULL_WIDTH
 from lightning_fasttrain.technique import Exactness
 

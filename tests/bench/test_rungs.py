@@ -3,8 +3,12 @@ from dataclasses import replace
 
 import pytest
 
-from lightning_fasttrain.bench.ladder.hosts import callbacks_of
-from lightning_fasttrain.bench.ladder.judge import (
+from lightning_fasttrain.bench.ladder.as_code import as_code
+from lightning_fasttrain.bench.ladder.process import without_paths
+from lightning_fasttrain.bench.ladder.results import Measured, Row
+from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, rungs, strong_baseline
+from lightning_fasttrain.bench.ladder.training_loops import callbacks_of
+from lightning_fasttrain.bench.ladder.verdict import (
     fastest_with_half_the_memory,
     judge,
     judge_by_memory,
@@ -14,10 +18,6 @@ from lightning_fasttrain.bench.ladder.judge import (
     time_noise,
     usual_noise,
 )
-from lightning_fasttrain.bench.ladder.paste import as_code
-from lightning_fasttrain.bench.ladder.process import without_paths
-from lightning_fasttrain.bench.ladder.rows import Measured, Row
-from lightning_fasttrain.bench.ladder.rungs import NAIVE, choose_rungs, on_top_of, rungs, strong_baseline
 from lightning_fasttrain.technique import Exactness
 from lightning_fasttrain.technique.declarations import least_exact
 

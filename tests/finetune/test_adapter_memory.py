@@ -7,7 +7,7 @@ import transformers
 
 import lightning_fasttrain as ft
 from tests.nets import as_loader, trainer
-from tests.plan.test_predict_memory import SMALL, measured
+from tests.predict.test_predict_memory import SMALL, measured
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

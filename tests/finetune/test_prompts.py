@@ -657,7 +657,7 @@ def test_what_has_the_virtual_tokens_in_it_already_and_tuples_are_refused():
 
 
 def test_the_peak_with_virtual_tokens_is_predicted_within_five_per_cent():
-    from tests.plan.test_predict_memory import SMALL, measured
+    from tests.predict.test_predict_memory import SMALL, measured
 
     techniques = [PrefixTuning(8), ft.ActivationCheckpointing()]
     report = ft.predict_memory(SMALL["llama"].module, SMALL["llama"].batch(), techniques=techniques, device="cpu")

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForSeq2SeqLM
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.labels import find_labels
+from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.loss import Distillation, distil_into, fuse_loss_head_
 from lightning_fasttrain.loss._module_io import student_of
 from lightning_fasttrain.loss.deferred_logits import DeferredLogits

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import compile_blocks_
-from lightning_fasttrain.model import compile_blocks
-from lightning_fasttrain.model.compiled_check import Verdict, key_of
-from lightning_fasttrain.model.known_compiler_faults import FAULTS, list_faults
+from lightning_fasttrain.model.compile import compile_blocks
+from lightning_fasttrain.model.compile.compiled_check import Verdict, key_of
+from lightning_fasttrain.model.compile.known_compiler_faults import FAULTS, list_faults
 from tests.nets import as_loader, heard, trainer
 
 

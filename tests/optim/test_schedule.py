@@ -11,8 +11,8 @@ from torch.optim import lr_scheduler as torchs
 from torch.utils.data import DataLoader, IterableDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.data.warmup.duration import Length, read_length
 from lightning_fasttrain.optim.schedule.build_schedule import build_schedule
+from lightning_fasttrain.technique.duration import Length, read_length
 from tests.nets import TinyLM, as_loader, fit, heard, largest_difference, lm_batches, trainer, weights
 from tests.ranks import run_ranks
 

@@ -180,7 +180,7 @@ def test_a_resumed_run_goes_on_with_what_was_found(tmp_path):
 
 @pytest.mark.parametrize("first", ["auto", "rehearsal"])
 def test_a_rehearsal_beside_it_runs_in_the_parts_that_were_found(tmp_path, first):
-    auto, rehearsal = ft.AutoBatchSize(memory_gib=1), ft.plan.Rehearsal(seconds=1)
+    auto, rehearsal = ft.AutoBatchSize(memory_gib=1), ft.dry_run.Rehearsal(seconds=1)
     callbacks = [auto, rehearsal] if first == "auto" else [rehearsal, auto]
     found, _ = train(Staged(4), callbacks, default_root_dir=tmp_path, enable_checkpointing=True)
     expected, _ = train(TinyLM(dropout=0.2), [ft.MicroBatching(3)])

@@ -16,10 +16,17 @@ from torch.utils.data import DataLoader
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.device import free_bytes
 from lightning_fasttrain.planner.auto import first_batch
-from lightning_fasttrain.planner.configuration import SWITCHES, Choice, budget_word, code_of, config_of, switch_of
-from lightning_fasttrain.planner.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.candidates.configuration import (
+    SWITCHES,
+    Choice,
+    budget_word,
+    code_of,
+    config_of,
+    switch_of,
+)
+from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
+from lightning_fasttrain.planner.candidates.search_space import find_axes
 from lightning_fasttrain.planner.search import Costs, Search
-from lightning_fasttrain.planner.search_space import find_axes
 from lightning_fasttrain.planner.timing import Stopwatch
 from lightning_fasttrain.technique.facts import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.files.safe_load import CorruptCheckpoint
 from lightning_fasttrain.run import AtomicCheckpointIO
-from lightning_fasttrain.run.guard.checkpoint_disk_space import checkpoint_bytes
+from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import checkpoint_bytes
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 from tests.ranks import Ranks
 
@@ -80,7 +80,7 @@ def test_a_plugin_of_ones_own_is_kept_and_said():
 
 SAVING = """
 import sys, torch
-from lightning_fasttrain.run.guard.atomic_checkpoints import AtomicCheckpointIO
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import AtomicCheckpointIO
 n = 0
 while True:
     n += 1

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from lightning_fasttrain.run.guard.hang_watch import HangWatch
-from lightning_fasttrain.run.guard.rank_heartbeats import Position, describe
-from lightning_fasttrain.run.guard.watchdog import ProgressWatch
+from lightning_fasttrain.run.guards.hang_watch import HangWatch
+from lightning_fasttrain.run.guards.rank_heartbeats import Position, describe
+from lightning_fasttrain.run.guards.watchdog import ProgressWatch
 from tests.guard_scenarios import TIMEOUT_S, run_scenarios
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 

@@ -18,9 +18,9 @@ from lightning_fasttrain.run import (
     StepMeter,
     save_memory_record,
 )
-from lightning_fasttrain.run.memory.memory_events import Change, Events, Place
-from lightning_fasttrain.run.memory.memory_record import CATEGORIES, Allocation
-from lightning_fasttrain.run.memory.memory_recording import _allocations, _Seen
+from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place
+from lightning_fasttrain.run.profiling.memory_record import CATEGORIES, Allocation
+from lightning_fasttrain.run.profiling.memory_recording import _allocations, _Seen
 from tests.nets import TinyLM, as_loader, fit, lm_batches
 
 DIM, ROWS = 64, 32

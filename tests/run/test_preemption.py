@@ -16,8 +16,8 @@ from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 from lightning_fasttrain import FastTrainWarning, TokenWeightedAccumulation
-from lightning_fasttrain.run.guard.preemption import Preemption
-from lightning_fasttrain.run.guard.preemption_flag import PreemptionFlag, _let_children_exit
+from lightning_fasttrain.run.guards.preemption import Preemption
+from lightning_fasttrain.run.guards.preemption_flag import PreemptionFlag, _let_children_exit
 from tests.guard_scenarios import run_scenarios
 from tests.nets import TinyLM, as_loader, largest_difference, lm_batches, trainer, weights
 

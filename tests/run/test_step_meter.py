@@ -9,9 +9,10 @@ from lightning.pytorch.profilers import Profiler
 from torch.utils.data import DataLoader
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.counts import count_batch
-from lightning_fasttrain.run import StepMeter, StepTimer, step_timer
-from lightning_fasttrain.run.slow_ranks import describe_slowest
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.run import StepMeter, StepTimer
+from lightning_fasttrain.run.profiling import step_timer
+from lightning_fasttrain.run.profiling.slow_ranks import describe_slowest
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -382,7 +383,7 @@ def test_what_a_step_makes_use_of(capsys):
         def train_dataloader(self):
             return DataLoader(torch.zeros(64, 32), batch_size=8)
 
-    flops = ft.plan.count_flops(Net(), torch.zeros(8, 32))
+    flops = ft.predict.count_flops(Net(), torch.zeros(8, 32))
     assert flops == 2 * 8 * 32 * 2 * 2  # forward, and the gradient of the weight
     meter = StepMeter(warmup=1, flops=flops)
     trainer = L.Trainer(accelerator="cpu", max_epochs=1, callbacks=[meter], logger=False, enable_checkpointing=False)
@@ -404,7 +405,7 @@ def test_what_can_be_reached_is_the_speed_of_a_product(clock, monkeypatch):
 
 
 def test_no_operations():
-    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.plan\.count_flops"):
+    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.predict\.count_flops"):
         StepMeter(flops=0)
 
 

@@ -20,8 +20,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
-from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.strategy.fsdp2 import _packed_weights
 from lightning_fasttrain.strategy.fsdp2.fsdp2_fabric import FabricFSDP2Strategy
 from lightning_fasttrain.strategy.fsdp2.fsdp2_strategy import FSDP2Strategy

@@ -5,9 +5,9 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes
-from lightning_fasttrain.strategy.sizes.choose_stage import choose_stage
-from lightning_fasttrain.strategy.sizes.model_states import STAGES
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.choose.choose_stage import choose_stage
+from lightning_fasttrain.strategy.choose.model_states import STAGES
 
 GIB = 2**30
 SMALL = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)

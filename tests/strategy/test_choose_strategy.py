@@ -8,7 +8,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from rich.console import Console
 from torch import nn
 
-from lightning_fasttrain.plan import predict_memory
+from lightning_fasttrain.predict import predict_memory
 from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
 from tests.nets import TinyLM, as_loader, lm_batches, trainer
 

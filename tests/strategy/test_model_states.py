@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.bench.zoo import gpt
+from lightning_fasttrain.bench.reference_models import gpt
 from lightning_fasttrain.optim.named.state_bytes import groups_of, state_bytes
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes
-from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable
-from lightning_fasttrain.strategy.sizes.model_states import STAGES, predict_model_states
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy.choose.model_states import STAGES, predict_model_states
 from tests.nets import LazyLM, TinyLM
 
 NO_BUFFERS = ZeROSizes(reduce_bucket=0, prefetch=0, persistence=0, reuse=0)

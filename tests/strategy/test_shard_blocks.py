@@ -10,9 +10,9 @@ from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 
 import lightning_fasttrain as ft
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
 from lightning_fasttrain.finetune import dequantized_weight
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized, pack
-from lightning_fasttrain.run._quantized_bytes import quantized_tensors
 from lightning_fasttrain.strategy.fsdp2 import _packed_weights
 from lightning_fasttrain.strategy.fsdp2.broadcast_weights import send_from_rank_zero_, whole_on_rank_zero
 from lightning_fasttrain.strategy.fsdp2.shard_blocks import (

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from lightning_fasttrain.strategy._sharded_groups import ddp_states, fsdp2_states, sharded_groups
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes, held_by
-from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.traffic import STRATEGIES, all_reduce_bytes, predict_traffic
 from tests.ranks import run_ranks
 from tests.strategy.traffic_scenarios import ZERO, Net, adam, optimizer_for

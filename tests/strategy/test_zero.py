@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, StrategyRegistry
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.sizes.model_states import STAGES as KNOWN
+from lightning_fasttrain.strategy.choose.model_states import STAGES as KNOWN
 from lightning_fasttrain.strategy.zero.stage_agreement import _a_batch
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from lightning_fasttrain.strategy.sizes._model_sizes import ZeROSizes
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes
 
 VOCAB, WIDTH, HIDDEN = 211, 60, 133  # no number that two divides
 

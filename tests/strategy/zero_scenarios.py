@@ -21,7 +21,7 @@ from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 from torch.nn import functional
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.strategy.sizes.model_states import predict_model_states
+from lightning_fasttrain.strategy.choose.model_states import predict_model_states
 from lightning_fasttrain.strategy.zero.zero_fabric import FabricZeROStrategy
 from lightning_fasttrain.strategy.zero.zero_strategy import ZeROStrategy
 from tests.nets import (

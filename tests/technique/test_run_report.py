@@ -11,8 +11,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
-from lightning_fasttrain.core.counts import format_bytes
-from lightning_fasttrain.core.messages import log
+from lightning_fasttrain.core.messages import format_bytes, log
 from lightning_fasttrain.technique.run_report import KEY
 from tests.cases import CASES
 from tests.nets import TinyLM, as_loader, heard, lm_batches, trainer
@@ -64,7 +63,7 @@ def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
 
 
 @pytest.mark.parametrize(
-    "predicts", [lambda: ft.plan.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
+    "predicts", [lambda: ft.dry_run.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
 )
 def test_a_peak_that_a_callback_has_predicted_stands_beside_what_is_free(predicts):
     callback, meter = predicts(), ft.MemoryMeter()

@@ -12,7 +12,7 @@ from torch import nn
 
 import lightning_fasttrain as ft
 from lightning_fasttrain import Technique
-from lightning_fasttrain.technique import Conflict, Surgery
+from lightning_fasttrain.technique import Capability, Conflict, Surgery
 from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
 
@@ -144,6 +144,24 @@ def test_a_conflict_may_depend_on_settings_and_on_no_name():
     assert late.seen == ["another", "Late"]
     ft.apply(TinyLM(), [ft.QuantizedBase("int8"), stranger, ft.finetune.IA3("up")])
     assert stranger.acting
+
+
+class SplitsBatches(Technique):
+    """A stranger's, that does what MicroBatching does."""
+
+    capabilities = frozenset({Capability.SPLITS_BATCHES})
+
+
+def test_a_strangers_technique_is_refused_by_what_it_does():
+    with pytest.raises(ValueError, match=r"OptimizerInBackward \+ SplitsBatches: .* none is left to be summed"):
+        fit(TinyLM(), lm_batches(1), [SplitsBatches(), ft.OptimizerInBackward()])
+
+
+def test_what_a_technique_does_depends_on_its_settings():
+    assert ft.MicroBatching("auto").does(Capability.SPLITS_BATCHES)
+    assert ft.MicroBatching(2).does(Capability.SPLITS_BATCHES)
+    assert not ft.MicroBatching(1).does(Capability.SPLITS_BATCHES)
+    fit(TinyLM(), lm_batches(1), [ft.MicroBatching(1), ft.OptimizerInBackward()])
 
 
 def test_a_technique_and_its_own_kind_are_one():

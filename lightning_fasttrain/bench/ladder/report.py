@@ -10,8 +10,8 @@ import numpy as np
 from rich import box
 from rich.table import Table
 
-from lightning_fasttrain.bench.ladder.judge import TIME_WORTH
-from lightning_fasttrain.bench.ladder.rows import Climbed, Row, Top
+from lightning_fasttrain.bench.ladder.results import Climbed, Row, Top
+from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
 from lightning_fasttrain.core.files.atomic_write import write_atomic
 from lightning_fasttrain.core.messages import FULL_WIDTH
 

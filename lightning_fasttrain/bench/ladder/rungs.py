@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_fasttrain.bench.ladder.judge import MEMORY_WORTH
-from lightning_fasttrain.bench.ladder.rows import Row, State
+from lightning_fasttrain.bench.ladder.results import Row, State
+from lightning_fasttrain.bench.ladder.verdict import MEMORY_WORTH
 from lightning_fasttrain.core.checks import positive_int
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.model import CompileBlocks

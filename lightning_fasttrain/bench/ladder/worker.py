@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
-from lightning_fasttrain.bench.ladder.hosts import run_in_a_bare_loop, run_in_trainer
 from lightning_fasttrain.bench.ladder.recorder import Recorder
-from lightning_fasttrain.bench.machine import Neighbours
+from lightning_fasttrain.bench.ladder.training_loops import run_in_a_bare_loop, run_in_trainer
 from lightning_fasttrain.bench.text import batches
 from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.machine import Neighbours
 from lightning_fasttrain.core.messages import FastTrainWarning
 from lightning_fasttrain.model import CompileBlocks
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 
-from lightning_fasttrain.core.counts import number_of
+from lightning_fasttrain.core.messages import number_of
 
 Undo = Callable[[], None]
 

@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
-from lightning_fasttrain.core.counts import number_of
 from lightning_fasttrain.core.distributed import rank_count
-from lightning_fasttrain.core.messages import say
+from lightning_fasttrain.core.messages import number_of, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.loaders.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders
 from lightning_fasttrain.technique import Technique

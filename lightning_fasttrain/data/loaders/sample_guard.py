@@ -12,8 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_fasttrain.core.counts import number_of
-from lightning_fasttrain.core.messages import explain, warn_on_any_rank
+from lightning_fasttrain.core.messages import explain, number_of, warn_on_any_rank
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.loaders._skipping_dataset import Envelope, Sieve, TolerantDataset
 from lightning_fasttrain.data.loaders.loader_wrapper import WrappedLoader, find_innermost, wrap_training_loaders

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.core.distributed import from_all_ranks
-from lightning_fasttrain.core.labels import find_labels
 from lightning_fasttrain.core.messages import explain, list_some, say, warn
 from lightning_fasttrain.data.normalizer.classify_terms import (
     classify_alone,

@@ -2,7 +2,7 @@
 
 import torch
 
-from lightning_fasttrain.core.labels import find_labels
+from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.normalizer.classify_terms import gradient_floor, read_count
 from lightning_fasttrain.data.normalizer.count_targets import CountRule, CountTargets, is_sum, weights_of
 from lightning_fasttrain.data.normalizer.split_rule import ReadNormalizer

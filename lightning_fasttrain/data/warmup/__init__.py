@@ -1,5 +1,4 @@
 """How much a step holds, how that grows, and how much of it there is in a run.
 
-From the bottom up: ``run_length``, ``counters``, ``duration``, ``growth_schedule``, ``sequence_length_warmup``,
-``learning_rate_scaling``, ``batch_size_warmup``.
+From the bottom up: ``learning_rate_scaling``, ``growth_schedule``, ``batch_size_warmup``, ``sequence_length_warmup``.
 """

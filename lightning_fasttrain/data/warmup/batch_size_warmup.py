@@ -13,10 +13,10 @@ from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.data.normalizer.count_targets import Count
 from lightning_fasttrain.data.token_weighted_accumulation import TokenWeightedAccumulation
-from lightning_fasttrain.data.warmup.duration import Length
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
 from lightning_fasttrain.data.warmup.learning_rate_scaling import RULES, scale_rates_
 from lightning_fasttrain.technique import Exactness
+from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.facts import Facts
 
 

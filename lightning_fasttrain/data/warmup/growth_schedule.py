@@ -5,11 +5,11 @@ from typing import Any
 
 from lightning.pytorch.strategies import Strategy
 
+from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.checks import positive_int
-from lightning_fasttrain.core.counts import count_batch
+from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.messages import explain
-from lightning_fasttrain.data.warmup.counters import sum_over_ranks
-from lightning_fasttrain.data.warmup.duration import Length, read_length
+from lightning_fasttrain.technique.duration import Length, read_length
 
 
 class Growth:

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.data.split_batch import walk_leaves
-from lightning_fasttrain.data.warmup.duration import Length
 from lightning_fasttrain.data.warmup.growth_schedule import Growth
-from lightning_fasttrain.data.warmup.run_length import steps_of_epochs, total_steps
 from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.duration import Length
 from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.run_length import steps_of_epochs, total_steps
 
 _IDS = (torch.int64, torch.int32)
 Cut = Callable[[Any, int], Any]

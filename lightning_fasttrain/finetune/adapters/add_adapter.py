@@ -10,10 +10,10 @@ import lightning as L
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-from lightning_fasttrain.core.counts import count_parameters
 from lightning_fasttrain.core.host.late_parameters import notices_late_parameters
 from lightning_fasttrain.core.messages import explain, say
 from lightning_fasttrain.core.modules.heads import find_heads, is_a, is_inside
+from lightning_fasttrain.core.modules.parameters import count_parameters
 from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.finetune.adapters._adapter_checks import (
     check_config,

@@ -13,10 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_fasttrain.core.checks import one_of, positive_int
-from lightning_fasttrain.core.counts import number_of
 from lightning_fasttrain.core.files.guarded_loading import guard_loading
 from lightning_fasttrain.core.host.lightning import replicates
-from lightning_fasttrain.core.messages import explain, list_some, note_once, warn
+from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, warn
 from lightning_fasttrain.core.modules.heads import is_a
 from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.core.state.rng import random_state, set_random_state

@@ -12,8 +12,7 @@ from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.finetune.adapters.lora import LoRA
 from lightning_fasttrain.finetune.quantized.quantized_base import ALL_OR_SKIP, NONE_LEFT, QuantizedBase
 from lightning_fasttrain.finetune.selection.targets import ALL_LINEAR, Targets, find_targets
-from lightning_fasttrain.model import LowPrecisionProducts
-from lightning_fasttrain.technique import Conflict, Setting, Surgery
+from lightning_fasttrain.technique import Capability, Conflict, Setting, Surgery
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
@@ -55,7 +54,7 @@ class QLoRA(LoRA):
         way_out = "Use QLoRA alone, or QuantizedBase and the adapter of your choice"
         return (
             Conflict(QuantizedBase, "QLoRA is QuantizedBase and LoRA already", way_out),
-            Conflict(LowPrecisionProducts, NONE_LEFT, ALL_OR_SKIP, lambda qlora, _: not qlora.base.skip),
+            Conflict(Capability.REPLACES_PRODUCTS, NONE_LEFT, ALL_OR_SKIP, lambda qlora, _: not qlora.base.skip),
             *super().conflicts(),
         )
 

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 
 from lightning_fasttrain.core.checks import one_of
-from lightning_fasttrain.core.counts import number_of
 from lightning_fasttrain.core.host.lightning import trainer_of
-from lightning_fasttrain.core.messages import explain, list_some, note_once, say, warn
+from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of, say, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
 from lightning_fasttrain.finetune.quantized._quantizable import IN_ADAPTER, Quantizable, sort_out
 from lightning_fasttrain.finetune.quantized._quantized_layer import (
@@ -25,8 +24,7 @@ from lightning_fasttrain.finetune.quantized._quantized_layer import (
 from lightning_fasttrain.finetune.quantized._quantized_tensor import quantize_tensor_
 from lightning_fasttrain.finetune.quantized.quantized_state import keep_quantized_
 from lightning_fasttrain.finetune.selection.uncovered_weights import shares_of, warn_of_what_is_out_of_reach
-from lightning_fasttrain.model import LowPrecisionProducts
-from lightning_fasttrain.technique import Conflict, Exactness, Surgery, Technique
+from lightning_fasttrain.technique import Capability, Conflict, Exactness, Surgery, Technique
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
@@ -246,7 +244,7 @@ class QuantizedBase(Technique):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        return (Conflict(LowPrecisionProducts, NONE_LEFT, ALL_OR_SKIP, lambda base, _: not base.skip),)
+        return (Conflict(Capability.REPLACES_PRODUCTS, NONE_LEFT, ALL_OR_SKIP, lambda base, _: not base.skip),)
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:

@@ -6,8 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from lightning_fasttrain.core.counts import number_of
-from lightning_fasttrain.core.messages import explain, list_some, note_once
+from lightning_fasttrain.core.messages import explain, list_some, note_once, number_of
 from lightning_fasttrain.optim.parameter_groups import never_decayed
 
 

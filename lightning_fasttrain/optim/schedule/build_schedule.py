@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_fasttrain.core.counts import count_batch
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.distributed import sum_over_ranks
 from lightning_fasttrain.core.host.lightning import (
     FabricOptimizer,
     see_training_batches,
@@ -20,11 +21,10 @@ from lightning_fasttrain.core.host.lightning import (
     when_loaders_are_made,
 )
 from lightning_fasttrain.core.messages import explain, note_once, say
-from lightning_fasttrain.data.warmup.counters import sum_over_ranks
-from lightning_fasttrain.data.warmup.duration import Length
-from lightning_fasttrain.data.warmup.run_length import is_length_known, steps_of_epochs, total_steps
 from lightning_fasttrain.optim.schedule.rate_plan import RatePlan
 from lightning_fasttrain.optim.schedule.rate_request import RateRequest, read_request
+from lightning_fasttrain.technique.duration import Length
+from lightning_fasttrain.technique.run_length import is_length_known, steps_of_epochs, total_steps
 
 
 def build_schedule(

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from lightning_fasttrain.core.checks import one_of
 from lightning_fasttrain.core.messages import explain, warn
-from lightning_fasttrain.data.warmup.duration import Length, read_length
 from lightning_fasttrain.optim.schedule.rate_plan import ENDLESS, SHAPES, RatePlan
+from lightning_fasttrain.technique.duration import Length, read_length
 
 Given = int | str | Length
 

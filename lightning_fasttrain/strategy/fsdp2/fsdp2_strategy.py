@@ -24,7 +24,7 @@ from lightning_fasttrain.core.files.safe_load import local_path
 from lightning_fasttrain.core.host.lightning import move_optimizers, note_device, step_goes_on
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.blocks import Blocks
-from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.async_save import BackgroundSave
 from lightning_fasttrain.strategy.choose_checkpoint import choose_checkpoint
 from lightning_fasttrain.strategy.fsdp2._sharded_optimizer import named_state

@@ -16,7 +16,7 @@ from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.finetune.selection._float32_adapters import let_round_
 from lightning_fasttrain.optim.schedule.build_schedule import count_by_engine
-from lightning_fasttrain.strategy.sizes._optimizer_state import refuse_unshardable
+from lightning_fasttrain.strategy.choose._optimizer_state import refuse_unshardable
 from lightning_fasttrain.strategy.zero.optimizer_fixes import (
     leave_out_idle_groups,
     refuse_replaced,

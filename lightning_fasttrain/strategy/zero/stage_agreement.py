@@ -22,11 +22,11 @@ from lightning_fasttrain.core.distributed import rank_count
 from lightning_fasttrain.core.host.lightning import training_loader
 from lightning_fasttrain.core.messages import explain, say, wide_enough
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
-from lightning_fasttrain.plan import predict_memory
+from lightning_fasttrain.predict import predict_memory
+from lightning_fasttrain.strategy.choose._limits import check_limits
+from lightning_fasttrain.strategy.choose.choose_stage import StageChoice, choose_stage
+from lightning_fasttrain.strategy.choose.model_states import STAGES, ZeROSizes
 from lightning_fasttrain.strategy.fsdp2.sharding import Sharding
-from lightning_fasttrain.strategy.sizes._limits import check_limits
-from lightning_fasttrain.strategy.sizes.choose_stage import StageChoice, choose_stage
-from lightning_fasttrain.strategy.sizes.model_states import STAGES, ZeROSizes
 from lightning_fasttrain.technique import Technique
 
 # Settings of Lightning's strategy that a stage is made of, so that they cannot be given beside stage=.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
-from lightning_fasttrain.run.guard.atomic_checkpoints import probe_folders
+from lightning_fasttrain.run.checkpoint.atomic_checkpoints import probe_folders
 from lightning_fasttrain.strategy.rank_health import RollCall, own_group
 from lightning_fasttrain.strategy.zero import _zero_engine as engines
 from lightning_fasttrain.strategy.zero._zero_conflicts import CONFLICTS_OF_ZERO

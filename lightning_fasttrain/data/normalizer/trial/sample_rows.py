@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_fasttrain.core.labels import find_labels
+from lightning_fasttrain.core.batch import find_labels
 from lightning_fasttrain.data.split_batch import batch_size, pick_rows, take_rows, walk_leaves
 
 _ROWS = 6

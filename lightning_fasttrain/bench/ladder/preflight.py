@@ -1,0 +1,179 @@
+"""What a ladder needs, checked before anything runs: what can go wrong goes wrong before the first rung."""
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from lightning_fasttrain.bench.gpt import ATTENTIONS
+from lightning_fasttrain.bench.ladder.results import Skipped
+from lightning_fasttrain.bench.ladder.rungs import Rung, choose_rungs, rungs
+from lightning_fasttrain.bench.sizes import Size, size_named
+from lightning_fasttrain.bench.text import check_enough, encode_text, read_text
+from lightning_fasttrain.core.checks import one_of, positive_int
+from lightning_fasttrain.core.machine import bf16_slowdown, bf16_units
+from lightning_fasttrain.core.messages import explain
+
+STRONG, BARE = "strong", "bare-loop"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Everything a ladder needs, checked. Made by :func:`prepare`."""
+
+    size_name: str
+    size: Size
+    tokens: np.ndarray
+    rungs: tuple[Rung, ...]
+    skipped: tuple[Skipped, ...]
+    baselines: tuple[str, ...]
+    out: Path
+    each: bool
+    device: str
+    fast_bf16: bool
+    warmup: int
+    repeats: int
+    command: str
+
+
+def prepare(
+    size: str | Size = "mini",
+    *,
+    text: str | Path | None = None,
+    out: str | Path = "ladder",
+    steps: int | None = None,
+    each: bool = False,
+    attention: str = "sdpa",
+    batch: int | None = None,
+    micro_batches: int | None = None,
+    names: list[str] | None = None,
+    ladder: Callable[[int], tuple[Rung, ...]] = rungs,
+    repeats: int = 2,
+    minutes: float | None = None,
+) -> Ladder:
+    """Check every argument and read the text, so that what can go wrong goes wrong before the first rung.
+
+    Args:
+        size: a name of :data:`.sizes.SIZES`, or a Size of your own.
+        text: see :func:`.read_text`.
+        out: folder for ``ladder.json`` and ``ladder.png``; made if missing.
+        steps: timed steps per rung; the size's own number by default.
+        each: also run each rung alone on top of naive.
+        attention: ``"sdpa"`` or ``"naive"``, in every rung.
+        batch: sequences per step; the size's own number by default.
+        micro_batches: parts that the rung of micro-batches splits a batch into; the size's own number by default.
+        names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
+        ladder: number of micro-batches → the rungs to choose from.
+        repeats: how often a rung and the state below it are run again, in turn, where their times are too near to
+            tell; twice as often on a machine that is at work for others too.
+        minutes: after which nothing is run again; the size's own number by default.
+
+    Returns:
+        What :func:`climb` takes.
+
+    Raises:
+        ValueError: a bad argument; the message is one line.
+    """
+    given = {"batch": batch, "steps": steps, "micro_batches": micro_batches, "minutes": minutes}
+    size_name = "custom"
+    if isinstance(size, str):
+        size_name, size = size, size_named(size)
+    resized = _resize(size, attention, given)
+    if not repeats >= 0:
+        raise ValueError(explain(f"repeats={repeats}", "a count begins at 0", "Use 0 to run each rung once"))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    units = fast_bf16(device)
+    wanted = choose_rungs(ladder(resized.micro_batches), names, extra=(STRONG, BARE))
+    reasons = {rung.name: _why_not(rung, device, units) for rung in wanted}
+    runnable = tuple(rung for rung in wanted if not reasons[rung.name])
+    skipped = tuple(Skipped(rung.name, rung.title, reasons[rung.name]) for rung in wanted if reasons[rung.name])
+    baselines = tuple(name for name in (STRONG, BARE) if names is None or name in names)
+    folder = writable_folder(out)
+    tokens = encode_text(read_text(text), resized.tokens, resized.model.vocabulary)
+    check_enough(tokens, resized.batch, resized.model.context)
+    prepared = Ladder(
+        size_name=size_name,
+        size=resized,
+        tokens=tokens,
+        rungs=runnable,
+        skipped=skipped,
+        baselines=baselines,
+        out=folder,
+        each=each,
+        device=device,
+        fast_bf16=units,
+        # On a GPU steps are short, and the first ones set up libraries and the allocator.
+        warmup=5 if device == "cuda" else 1,
+        repeats=repeats,
+        command="",
+    )
+    return replace(prepared, command=_command_of(prepared, names, text))
+
+
+def _resize(size: Size, attention: str, given: dict[str, float | None]) -> Size:
+    """``size`` with what is given instead of its own, checked."""
+    own = {name: getattr(size, name) for name in given}
+    values = own | {name: value for name, value in given.items() if value is not None}
+    for name in ("batch", "steps", "micro_batches"):
+        positive_int(name, values[name])
+    batch, micro_batches, minutes = values["batch"], values["micro_batches"], values["minutes"]
+    if batch < micro_batches:
+        way_out = f"Use --batch {micro_batches} or more, or --micro-batches {batch} or fewer"
+        what = f"batch={batch} with micro_batches={micro_batches}"
+        raise ValueError(explain(what, "each micro-batch needs a sequence", way_out))
+    if not minutes >= 0:
+        raise ValueError(explain(f"minutes={minutes}", "time does not run backwards", "Use 0 to repeat nothing"))
+    model = replace(size.model, attention=one_of("attention", attention, ATTENTIONS))
+    return replace(size, model=model, **values)
+
+
+def _command_of(ladder: Ladder, names: list[str] | None, text: str | Path | None) -> str:
+    """The command that runs this ladder again."""
+    size = ladder.size
+    options = [f"--size {ladder.size_name}", f"--batch {size.batch}", f"--steps {size.steps}"]
+    options += [f"--attention {size.model.attention}", f"--micro-batches {size.micro_batches}"]
+    options += [f"--repeats {ladder.repeats}", f"--minutes {size.minutes:g}"]
+    options += ["--each"] if ladder.each else []
+    options += [f"--rungs {','.join(names)}"] if names else []
+    options += [f"--text {Path(text).name}"] if text is not None else []  # the name alone: no folders of this machine
+    return " ".join(["fasttrain ladder", *options])
+
+
+def fast_bf16(device: str) -> bool:
+    """Whether products in bfloat16 are fast there: on a GPU, and on a processor with units for them."""
+    return device == "cuda" or bool(bf16_units())
+
+
+def _why_not(rung: Rung, device: str, fast_bf16: bool) -> str:
+    """Why a rung means nothing here; empty if it can be run."""
+    if rung.needs in (None, device) or (rung.needs == "bf16" and fast_bf16):
+        return ""
+    if rung.needs == "bf16":
+        slower = f"a product in bf16 takes {bf16_slowdown():.2g} times as long here as in fp32"
+        return f"needs a processor with bf16 units, {slower}; so expect memory to fall, and time hardly"
+    if rung.needs == "bitsandbytes":
+        return "" if find_spec("bitsandbytes") else 'needs bitsandbytes: pip install "lightning-fasttrain[finetune]"'
+    return f"needs {rung.needs}"
+
+
+def writable_folder(path: str | Path) -> Path:
+    """The folder, made if missing, with a file written to it and removed again.
+
+    Raises:
+        ValueError: it cannot be made, or nothing can be written there.
+    """
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Permissions tell less: a disk may be full, or mounted to be read only.
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-"):
+            pass
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+        why = f"results cannot be written there ({reason})"
+        raise ValueError(explain(f"output folder {path}", why, "Give another with --out")) from error
+    return folder

@@ -1,0 +1,128 @@
+"""In a script that is killed on trial: the callback that ends its process at a given moment, or notes its end."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_fasttrain.cli.rehearsal.rehearse_kills import BATCH, ORDERS, SAVE, UPDATE
+from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
+from lightning_fasttrain.dry_run.rehearsal.state_record import record_state
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What a run is to do.
+
+    Attributes:
+        record: the file, a JSON object a line, to which it tells how it went.
+        steps: optimizer steps after which it ends.
+        place: where it is killed, one of ``PLACES``; "" for nowhere.
+        step: the optimizer step from which on that happens.
+        until: the one at whose start it happens anyway, for runs that save seldom.
+        delay_s: how long a save goes on before.
+    """
+
+    record: str
+    steps: int
+    place: str = ""
+    step: int = 0
+    until: int = 0
+    delay_s: float = 0.0
+
+
+def make_callbacks() -> list[L.Callback]:
+    """What Lightning adds to each Trainer of such a script; nothing elsewhere."""
+    orders = os.environ.get(ORDERS)
+    return [KilledOnTrial(Orders(**json.loads(orders)))] if orders else []
+
+
+class KilledOnTrial(L.Callback):
+    """Follows its orders, on rank zero: what is left of the others is killed from outside."""
+
+    def __init__(self, orders: Orders) -> None:
+        self.orders = orders
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        why = find_unrehearsable(trainer)
+        if why is not None:
+            self._tell(trainer, {"refused": why})
+            _end(1)
+        self._tell(trainer, {"from": trainer.global_step})
+        if trainer.global_step >= self.orders.steps:
+            self._end_well(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._die_at(trainer, BATCH)
+        if self.orders.place and trainer.global_step >= self.orders.until:
+            self._die(trainer, BATCH)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        self._die_at(trainer, UPDATE)
+
+    def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
+        if self.orders.place == SAVE and trainer.global_step >= self.orders.step and trainer.is_global_zero:
+            # Lightning calls this hook before it writes the file, so the time runs out while it writes.
+            threading.Timer(self.orders.delay_s, self._die, (trainer, SAVE)).start()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step >= self.orders.steps and not step_goes_on(trainer):
+            self._end_well(trainer, pl_module)
+
+    def on_fit_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: of a fit that has fewer steps."""
+        self._end_well(trainer, pl_module)
+
+    def _die_at(self, trainer: L.Trainer, place: str) -> None:
+        if self.orders.place == place and trainer.global_step >= self.orders.step:
+            self._die(trainer, place)
+
+    def _die(self, trainer: L.Trainer, place: str) -> None:
+        if trainer.is_global_zero:
+            self._tell(trainer, {"killed": place, "step": trainer.global_step})
+            os.kill(os.getpid(), signal.SIGKILL)  # nothing can catch it, so nothing is tidied up
+
+    def _end_well(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        state = record_state(trainer, module)
+        self._tell(trainer, {"end": {path: digest(value) for path, value in state.items()}})
+        trainer.strategy.barrier()  # no rank ends while another still reads its state
+        _end(0)
+
+    def _tell(self, trainer: L.Trainer, what: dict[str, Any]) -> None:
+        if trainer.is_global_zero:
+            with Path(self.orders.record).open("a") as file:
+                file.write(f"{json.dumps(what)}\n")
+
+
+def digest(value: object) -> str:
+    """What tells two values apart to the last bit.
+
+    Example:
+        >>> digest(1.5), digest(torch.tensor([1.0])) == digest(torch.tensor([1.0 + 2**-23]))
+        ('1.5', False)
+    """
+    if not isinstance(value, Tensor):
+        return repr(value)
+    content = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content).hexdigest()}"
+
+
+def _end(code: int) -> None:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # neither what the script does after fit, nor what it does at its end

@@ -1,0 +1,93 @@
+"""In a script that is rehearsed or verified: the callback that each Trainer of it gets, and that ends the process."""
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import lightning as L
+
+from lightning_fasttrain.cli.subject import techniques_named
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.dry_run.rehearsal.context import read_batches
+from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
+from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal, Rehearsing, is_rehearsing
+from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError
+from lightning_fasttrain.dry_run.rehearsal.stages import verify_run
+
+# In the environment.
+RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SECONDS", "FASTTRAIN_VERIFY"
+
+
+def make_callbacks() -> list[L.Callback]:
+    """What Lightning adds to each Trainer: it asks the entry points of its group ``callbacks_factory``.
+
+    Nothing outside of ``fasttrain rehearse`` and ``fasttrain verify``, nor in the Trainers of a rehearsal itself.
+    """
+    if is_rehearsing() or RESULT not in os.environ:
+        return []
+    if VERIFY in os.environ:
+        return [VerifyAndEnd(**json.loads(os.environ[VERIFY]))]
+    return [RehearseAndEnd(float(os.environ[SECONDS]))]
+
+
+class RehearseAndEnd(Rehearsal):
+    """A rehearsal after which the process ends, with nothing of the script done any more."""
+
+    def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        # Named, because a lambda has no first argument from which super() could tell class and object.
+        self._or_end(trainer, lambda: super(RehearseAndEnd, self).look(trainer, pl_module))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: see :class:`Rehearsal`. One that the script has itself is not done twice."""
+        own = [one.report for one in trainer.callbacks if isinstance(one, Rehearsal) and one.report is not None]
+        if own:
+            self.report = own[0]
+        else:
+            self._or_end(trainer, lambda: super(RehearseAndEnd, self).on_train_start(trainer, pl_module))
+        assert self.report is not None
+        trainer.strategy.barrier()  # every rank has its report; then all may end
+        _end(trainer.is_global_zero, {"ok": True, "report": self.report.as_dict()})
+
+    def _or_end(self, trainer: L.Trainer, act: Callable[[], Any]) -> None:
+        try:
+            act()
+        except RehearsalError as error:
+            _end(True, {"ok": False, "error": str(error)})  # whichever rank: the others may wait for it
+
+
+class VerifyAndEnd(RehearseAndEnd):
+    """A verification of the first batches, in the run's precision, after which the process ends.
+
+    Args:
+        techniques: as on the command line, instead of the Trainer's own; "" for those.
+        steps: as for :func:`~lightning_fasttrain.verify`.
+    """
+
+    def __init__(self, techniques: str, steps: int) -> None:
+        super().__init__()
+        self.techniques, self.steps = techniques, steps
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: as of :class:`Rehearsal`, of which only the first stage is done."""
+        run = self._run
+        assert run is not None
+        try:
+            with Rehearsing(), leaving_no_trace(trainer, pl_module):
+                techniques = techniques_named(self.techniques) or run.techniques
+                sample, validation = read_batches(trainer, self.steps, seconds=0.0)
+                verified = verify_run(trainer, run, sample.first, validation, techniques, self.steps)
+        except (RehearsalError, ValueError, TypeError) as error:
+            _end(True, {"ok": False, "error": str(error)})
+        trainer.strategy.barrier()
+        found = {"ok": verified.ok, "report": verified.as_dict(), "table": str(verified)}
+        _end(trainer.is_global_zero, found)
+
+
+def _end(tells: bool, result: dict[str, Any]) -> NoReturn:
+    if tells:
+        write_atomic(os.environ[RESULT], json.dumps(result))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if result["ok"] else 1)  # neither what the script does after fit, nor what it does at its end

@@ -1,0 +1,62 @@
+"""Numbers that a model holds: its parameters, and what quantised layers keep beside them."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for.
+
+    Of a parameter that a strategy holds in pieces the whole counts, of one that has no shape yet nothing.
+    """
+    trained = total = 0
+    for parameter in model.parameters():
+        numbers = 0 if is_lazy(parameter) else _numbers(parameter)
+        total += numbers
+        trained += numbers if parameter.requires_grad else 0
+    return trained, total
+
+
+def _numbers(parameter: nn.Parameter) -> int:
+    state = getattr(parameter, "quant_state", None)
+    # A 4-bit weight holds two numbers in a byte. A parameter that DeepSpeed has split up holds none itself.
+    return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", parameter.numel())
+
+
+def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The constants and tables of bitsandbytes' linear layers, which no ``parameters()`` and no ``buffers()`` shows.
+
+    Example:
+        >>> import bitsandbytes as bnb
+        >>> layer = bnb.nn.Linear4bit(64, 64, compress_statistics=False).to("cpu")
+        >>> [(name, tensor.numel()) for name, tensor in quantized_tensors(layer)]
+        [('weight.absmax', 64), ('weight.quant_map', 16)]
+    """
+    bnb: Any = sys.modules.get("bitsandbytes")  # while nothing has imported it, nothing is made of it
+    if bnb is None:
+        return
+    for prefix, module in model.named_modules():
+        held: dict[str, Any] = {}
+        if isinstance(module, bnb.nn.Linear4bit):
+            held = _of_4bit(getattr(module.weight, "quant_state", module.quant_state))
+        elif isinstance(module, bnb.nn.Linear8bitLt):
+            # The state takes SCB from the weight in the first forward.
+            held = {"SCB": module.state.SCB if module.state.SCB is not None else module.weight.SCB}
+        for name, tensor in held.items():
+            if tensor is not None:
+                yield f"{prefix}.{name}" if prefix else name, tensor
+
+
+def _of_4bit(state: Any) -> dict[str, Any]:
+    if state is None:  # quantised when it is first moved
+        return {}
+    held = {"weight.absmax": state.absmax, "weight.quant_map": state.code}
+    if state.nested:  # double quantisation: the constants are quantised themselves
+        held["weight.nested_absmax"] = state.state2.absmax
+        held["weight.nested_quant_map"] = state.state2.code
+        held["weight.nested_offset"] = state.offset
+    return held

@@ -1,0 +1,23 @@
+"""Run a few steps on copies, and check them: that training is the same, and that it will still run in its later hours.
+
+``verification`` compares steps with and without techniques; ``rehearsal`` tries out checkpoints, resuming, validation
+and the largest batch.
+
+From the bottom up: ``verification``, ``rehearsal``.
+"""
+
+from lightning_fasttrain.dry_run.rehearsal.rehearsal import Rehearsal
+from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
+from lightning_fasttrain.dry_run.verification.compare_records import Distance
+from lightning_fasttrain.dry_run.verification.report import Verification, Verified
+from lightning_fasttrain.dry_run.verification.verify import verify
+
+__all__ = [
+    "Distance",
+    "Rehearsal",
+    "RehearsalError",
+    "RehearsalReport",
+    "Verification",
+    "Verified",
+    "verify",
+]

@@ -1,0 +1,183 @@
+"""Where a run's checkpoints go, how many of them it will keep, and whether there is room for all."""
+
+import math
+import os
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import lightning as L
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.files.atomic_write import TEMPORARY, find_existing, free_disk_bytes
+from lightning_fasttrain.core.files.checkpoint_folder import mark_folder
+from lightning_fasttrain.core.files.safe_load import is_remote
+from lightning_fasttrain.core.host.lightning import saves_every
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folders
+
+
+@dataclass(frozen=True)
+class Place:
+    """One ModelCheckpoint of a run.
+
+    Attributes:
+        folder: where it writes; None if that is no folder of this machine.
+        kept: the most checkpoints that will be there at the same time; infinite where this cannot be known.
+        there: how many of these exist already, because the run goes on from an earlier one.
+        all_kept: whether it never removes a checkpoint.
+    """
+
+    folder: Path | None
+    kept: float
+    there: int = 0
+    all_kept: bool = False
+
+
+def writers_of(trainer: L.Trainer) -> list[ModelCheckpoint]:
+    """Those that will write anything."""
+    writers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
+    return [writer for writer in writers if writer.save_top_k != 0 or writer.save_last]
+
+
+def saves_within_epochs(writers: list[ModelCheckpoint]) -> bool:
+    """Whether checkpoints are taken after batches too, rather than at the ends of epochs and validations."""
+    return any(steps > 0 or time is not None for steps, time in map(saves_every, writers))
+
+
+def refuse_bad_folders(trainer: L.Trainer) -> None:
+    """Ask before anything is written: can the folders be written to, and take two checkpoints?
+
+    Raises:
+        OSError: on all ranks.
+    """
+    reason = check_folders(trainer, trainer.optimizers)
+    if reason is not None:
+        raise OSError(reason)
+
+
+def find_places(trainer: L.Trainer) -> list[Place]:
+    """One for each ModelCheckpoint."""
+    places: list[Place] = []
+    for writer in writers_of(trainer):
+        folder = None
+        if writer.dirpath is not None and not is_remote(writer.dirpath):
+            folder = Path(str(writer.dirpath))
+        held = [path for path in (*writer.best_k_models, writer.last_model_path) if path and os.path.exists(path)]
+        places.append(Place(folder, count_kept(trainer, writer), len(set(held)), writer.save_top_k == -1))
+    return places
+
+
+def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
+    """How many checkpoints it will have at most at once: an upper bound."""
+    last = 1 if writer.save_last is True else 0  # "link" makes a link, which takes no room
+    if writer.save_top_k == -1:
+        return _count_saves(trainer, writer) + last
+    return min(writer.save_top_k, _count_saves(trainer, writer)) + last
+
+
+def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
+    steps = float(trainer.estimated_stepping_batches)  # infinite for a run without an end
+    every, time = saves_every(writer)
+    if every > 0:
+        return steps // every
+    if time is not None:
+        return math.inf
+    epochs = math.inf
+    if trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        epochs = float(trainer.max_epochs)
+    if math.isfinite(steps):
+        steps_an_epoch = max(1.0, trainer.num_training_batches // trainer.accumulate_grad_batches)
+        epochs = min(epochs, math.ceil(steps / steps_an_epoch))
+    return epochs // (writer.every_n_epochs or 1) * _validations_an_epoch(trainer)
+
+
+def _validations_an_epoch(trainer: L.Trainer) -> int:
+    every = trainer.val_check_batch
+    if every is None or not math.isfinite(every) or not math.isfinite(trainer.num_training_batches):
+        return 1
+    return max(1, math.ceil(trainer.num_training_batches / max(1, every)))
+
+
+def describe_room(places: list[Place], nbytes: int) -> str:
+    """How many will be kept, and how many fit.
+
+    Raises:
+        OSError: they do not fit; says how much is missing.
+    """
+    words: list[str] = []
+    for folder, together in _by_disk(places).items():
+        free = free_disk_bytes(folder)
+        to_come = sum(place.kept - place.there for place in together)
+        fit = free // max(1, nbytes)
+        if math.isinf(to_come):
+            words.append(f"all are kept, as many as there will be; {fit} fit into {free / GIB:.2f} GiB free")
+            continue
+        kept = int(sum(place.kept for place in together))
+        if to_come > 0 and to_come + 1 > fit:  # one is written before another is removed
+            _refuse_to_fill(folder, together, kept, nbytes, free)
+        keeps_all = any(place.all_kept for place in together)
+        all_of = "all, " if keeps_all else ""
+        words.append(f"{all_of}{kept} at most are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
+    return "; ".join(words)
+
+
+def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, free: int) -> None:
+    needed = int(sum(place.kept - place.there for place in places) + 1) * nbytes
+    what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB too little"
+    why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
+    fit = free // max(1, nbytes) - 1  # one is written before another is removed
+    way_out = "Free some space, or give ModelCheckpoint another dirpath"
+    if fit >= 1:
+        way_out = f"Keep fewer: ModelCheckpoint(save_top_k={fit}), or free some space"
+    raise OSError(explain(what, why, way_out))
+
+
+def _by_disk(places: list[Place]) -> dict[Path, list[Place]]:
+    """An existing folder of each disk → what goes there."""
+    disks: dict[int, tuple[Path, list[Place]]] = {}
+    for place in places:
+        if place.folder is not None:
+            there = find_existing(place.folder)
+            disks.setdefault(there.stat().st_dev, (there, []))[1].append(place)
+    return dict(disks.values())
+
+
+@contextmanager
+def temporary_folder(trainer: L.Trainer, places: list[Place]) -> Iterator[Path]:
+    """A folder on the disk that checkpoints go to, the same on all ranks, which is removed whatever happens.
+
+    It carries the mark of what a killed save leaves, so that a rehearsal that is killed is cleared away like one.
+    """
+    with ExitStack() as stack:
+        name: str | None = None
+        try:
+            if trainer.is_global_zero:
+                name = str(_make_folder(places, stack))
+        finally:  # the others wait for it
+            name = trainer.strategy.broadcast(name)
+        if name is None:
+            raise OSError("rank zero could not make a folder for the rehearsal's checkpoint: see its error")
+        yield Path(name)
+
+
+def _make_folder(places: list[Place], stack: ExitStack) -> Path:
+    folders = [place.folder for place in places if place.folder is not None]
+    beside = find_existing(folders[0]) if folders else Path(tempfile.gettempdir())
+    folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
+    folder.mkdir()
+    stack.callback(shutil.rmtree, folder, ignore_errors=True)
+    stack.enter_context(mark_folder(folder))  # left first: its lock is let go, then the folder is removed
+    return folder
+
+
+def bytes_on_disk(path: Path) -> int:
+    """Of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

@@ -1,0 +1,110 @@
+"""Stage: does a new process, with the run's checkpoint, go on as the run that was not interrupted?"""
+
+import torch
+
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.dry_run.rehearsal.context import Rehearsed, explain_errors
+from lightning_fasttrain.dry_run.rehearsal.nested_trainer import devices_again
+from lightning_fasttrain.dry_run.rehearsal.small_run import Course, Follower, Saving
+from lightning_fasttrain.dry_run.rehearsal.state_record import (
+    describe,
+    describe_change,
+    find_differences,
+    measure_distance,
+    measure_size,
+    persistent_only,
+)
+from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
+
+_TIMES = 8.0  # what a step's own rounding may be off by, where it is not the same twice
+_ROUNDING = 32 * torch.finfo(torch.float32).eps
+
+
+def go_on_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
+    """A new model loads what was saved, and its next step is compared with the uninterrupted one.
+
+    Args:
+        on: the run, with ExactResume, so that both steps see the same batch and random numbers.
+        saving: how it saved.
+        whole: the uninterrupted run.
+
+    Raises:
+        RehearsalError: on all ranks: something else was loaded, or the step is another.
+    """
+    if saving.weights_only:
+        on.raise_on_all(_compare_weights(whole))
+        on.report.tell("resume", "weights were read back as they were; a run cannot go on with weights only")
+        return
+    resumed = _resume(on, saving)
+    on.raise_on_all(_find_other_content(on, whole, resumed))
+    # Losses as text, in which NaN equals NaN.
+    differ = find_differences({**whole.end, "loss": str(whole.losses)}, {**resumed.end, "loss": str(resumed.losses)})
+    how = "the next step is the uninterrupted run's, bit for bit"
+    if any(on.ask_all(bool(differ))):  # one more run takes all ranks
+        again = _resume(on, saving)
+        on.raise_on_all(_explain_difference(whole, resumed, again, differ) if differ else None)
+        how = "the next step is the uninterrupted run's, as near as two equal steps are here"
+    on.report.resumed_exactly = not differ
+    if not any(isinstance(callback, ExactResume) for callback in on.trainer.callbacks):
+        how += ", with ft.ExactResume(); without it data order and random numbers begin again"
+    on.report.tell("resume", f"a new model loaded the checkpoint; {how}")
+
+
+def _resume(on: Rehearsed, saving: Saving) -> Course:
+    follower = Follower(None)
+    with explain_errors(follower.course, "going on from a checkpoint: "):
+        on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer), ckpt_path=saving.path)
+    return follower.course
+
+
+def _find_other_content(on: Rehearsed, whole: Course, resumed: Course) -> str | None:
+    module = on.trainer.lightning_module
+    saved, loaded = persistent_only(whole.saved, module), persistent_only(resumed.saved, module)
+    wrong = find_differences(saved, loaded)
+    if not wrong:
+        return None
+    what = f"a checkpoint was saved and loaded, and differs in {list_some(wrong)}"
+    why = f"{wrong[0]} {describe_change(saved.get(wrong[0]), loaded.get(wrong[0]))}"
+    way_out = "Look at the checkpoint plugin, on_save_checkpoint, load_state_dict"
+    return explain(what, why, f"{way_out}; instead of a plugin, ft.AtomicCheckpoints() verifies what it reads")
+
+
+def _explain_difference(whole: Course, resumed: Course, again: Course, differ: list[str]) -> str | None:
+    """What to say of another end; nothing if two steps are never equal here, and these are as near as any two."""
+    if find_differences(resumed.end, again.end) and _are_near(whole, resumed, again, differ):
+        return None
+    hidden = [path for path in find_differences(whole.saved, resumed.saved) if path.startswith("buffer ")]
+    lost = [f"{path}, which is not persistent" for path in hidden]
+    for name in find_differences(whole.saved_attributes, resumed.saved_attributes):
+        was, now = whole.saved_attributes.get(name), resumed.saved_attributes.get(name)
+        if was is not None:
+            lost.append(f"{name} ({describe(was)} before, {describe(now)} after the load)")
+    what = f"the step after a load is not the uninterrupted run's: it differs in {list_some(differ)}"
+    why = "something that it depends on is not in the checkpoint"
+    if lost:
+        why += f", perhaps {list_some(lost)}"
+    return explain(what, why, "Put it into state_dict and load_state_dict, or into a persistent buffer")
+
+
+def _are_near(whole: Course, resumed: Course, again: Course, differ: list[str]) -> bool:
+    for path in differ:
+        if path == "loss":  # of which the weights tell more
+            continue
+        one, other, third = (course.end.get(path) for course in (whole, resumed, again))
+        allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_size(one)
+        if not measure_distance(one, other) <= allowed:  # NaN is not near
+            return False
+    return True
+
+
+def _compare_weights(whole: Course) -> str | None:
+    read, wrong = whole.loaded["state_dict"], []
+    for path, value in whole.saved.items():
+        name = path.partition(" ")[2]
+        if path.startswith(("weight ", "buffer ")) and name in read and not take_digest(read[name]).is_same(value):
+            wrong.append(path)
+    if not wrong:
+        return None
+    what = f"weights were saved and read back, and differ in {list_some(wrong)}"
+    return explain(what, "the file does not hold what it was given", "Look at the checkpoint plugin")

@@ -1,0 +1,144 @@
+"""A run in small: a window and a short one, validation, an epoch's end, a checkpoint, and the first step after it."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.callbacks import Checkpoint
+
+from lightning_fasttrain.core.device import device_clock
+from lightning_fasttrain.core.host.lightning import step_goes_on
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.dry_run.rehearsal.state_record import State, record_attributes, record_state
+from lightning_fasttrain.dry_run.verification.short_run import EnoughError
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How the run saves.
+
+    Attributes:
+        path: of the checkpoint.
+        within_epochs: after the first optimizer step rather than at the end of validation or of the epoch.
+        weights_only: as ModelCheckpoint was set.
+        twice: whether the same with ``-later`` is written at the end, so that a plugin which loads another file than it
+            is asked for has one to take.
+    """
+
+    path: Path
+    within_epochs: bool
+    weights_only: bool
+    twice: bool
+
+    @property
+    def later(self) -> Path:
+        return self.path.with_name(f"{self.path.stem}-later{self.path.suffix}")
+
+
+@dataclass
+class Course:
+    """What was seen of a run.
+
+    Attributes:
+        saved, saved_attributes: the state that was saved; or, of a run that goes on, that it began with.
+        end: the state after the first optimizer step of the second epoch.
+        losses: of the batches of that step.
+        metrics: names of what was logged, at the end of the first epoch.
+        step_s, save_s: seconds of that step, and of the first save.
+        loaded: the content of the checkpoint, read back at once, where it has weights only.
+        reached: what went on last, for an error.
+    """
+
+    saved: State = field(default_factory=dict)
+    saved_attributes: State = field(default_factory=dict)
+    end: State = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    metrics: list[str] = field(default_factory=list)
+    step_s: float = 0.0
+    save_s: float = 0.0
+    loaded: Any = None
+    reached: str = "the set-up"
+
+
+class Follower(Checkpoint):
+    """Fills a course; the last of the callbacks, where Lightning puts those that save.
+
+    Args:
+        saving: None for a run that goes on from a checkpoint.
+    """
+
+    def __init__(self, saving: Saving | None) -> None:
+        self.course = Course()
+        self.saving = saving
+        self.is_saved = saving is None
+        self.began: float | None = None
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.saving is None:
+            self._record(trainer, pl_module)  # Lightning has restored everything by now
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.course.reached = "a training step"
+        if self.began is None:
+            self.course.losses = []  # those of the last step are kept
+            self.began = device_clock(trainer.strategy.root_device)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if outputs:
+            self.course.losses.append(float(loss_of(outputs)))
+        if step_goes_on(trainer):
+            return
+        self.course.step_s, self.began = device_clock(trainer.strategy.root_device) - (self.began or 0.0), None
+        if self.saving is not None and self.saving.within_epochs and not self.is_saved:
+            self._save(trainer, pl_module, self.saving)
+        if trainer.current_epoch > 0:
+            self.course.end = record_state(trainer, pl_module)
+            if self.saving is not None and self.saving.twice:
+                self.course.reached = "the second save"
+                trainer.save_checkpoint(self.saving.later, weights_only=self.saving.weights_only)
+            raise EnoughError
+
+    def on_validation_batch_start(self, trainer: L.Trainer, *args: Any) -> None:
+        self.course.reached = "validation"
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.course.metrics += list(trainer.callback_metrics)
+        if self.saving is not None and not self.is_saved:
+            self._save(trainer, pl_module, self.saving)
+        self.course.reached = "the end of an epoch"
+
+    def on_train_epoch_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.course.metrics += list(trainer.callback_metrics)
+        if self.saving is not None and not self.is_saved:
+            self._save(trainer, pl_module, self.saving)
+
+    def _save(self, trainer: L.Trainer, module: L.LightningModule, saving: Saving) -> None:
+        self.is_saved = True
+        self._record(trainer, module)
+        self.course.reached = "the save of a checkpoint"
+        began = device_clock(trainer.strategy.root_device)
+        trainer.save_checkpoint(saving.path, weights_only=saving.weights_only)
+        self.course.save_s = device_clock(trainer.strategy.root_device) - began
+        if saving.weights_only:
+            self.course.loaded = trainer.strategy.load_checkpoint(saving.path)
+
+    def _record(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        self.course.saved = record_state(trainer, module)
+        self.course.saved_attributes = record_attributes(trainer, module)
+
+
+class StopAfter(Checkpoint):
+    """Ends a run after so many batches. It saves nothing; but where nobody does, Lightning adds one who does."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+
+    def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
+        self.batches -= 1
+        if self.batches == 0:
+            raise EnoughError

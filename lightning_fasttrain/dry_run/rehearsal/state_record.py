@@ -1,0 +1,127 @@
+"""All that a run's next step depends on, in digests; and in what two such records differ, bit for bit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning as L
+from torch import Tensor, nn
+
+from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
+
+State = dict[str, Any]
+
+_SMALL = 2**20  # bytes: larger tensors among attributes are data
+_PLAIN = (bool, int, float, str, type(None))
+_LIGHTNINGS = frozenset(vars(L.LightningModule()))  # what every module has, such as where it logs from
+
+
+def record_state(trainer: L.Trainer, module: nn.Module) -> State:
+    """Weights, buffers, optimizers, schedules and the step, by path; of tensors the digests."""
+    state: State = {"global step": trainer.global_step}
+    for name, parameter in module.named_parameters():
+        state[f"weight {name}"] = take_digest(parameter)
+    for name, buffer in module.named_buffers():
+        state[f"buffer {name}"] = take_digest(buffer)
+    for number, optimizer in enumerate(trainer.optimizers):
+        state |= dict(_flatten(f"optimizer {number}", trainer.strategy.optimizer_state(optimizer)))
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        state |= dict(_flatten(f"schedule {number}", config.scheduler.state_dict()))
+    return state
+
+
+def persistent_only(state: State, module: nn.Module) -> State:
+    """Without the buffers that no checkpoint holds, since they are not in ``state_dict``."""
+    saved = set(module.state_dict())
+    return {path: value for path, value in state.items() if not path.startswith("buffer ") or path[7:] in saved}
+
+
+def record_attributes(trainer: L.Trainer, module: nn.Module) -> State:
+    """Numbers, words and small tensors that callbacks, the module and its parts hold beside that."""
+    state: State = {}
+    for callback in trainer.callbacks:
+        state |= dict(_attributes(type(callback).__name__, callback))
+    for name, part in module.named_modules():
+        state |= dict(_attributes(f"{type(module).__name__}{name and '.'}{name}", part))
+    return state
+
+
+def _attributes(owner: str, thing: object) -> Iterator[tuple[str, Any]]:
+    for name, value in vars(thing).items():
+        if name in _LIGHTNINGS:
+            continue
+        if isinstance(value, _PLAIN):
+            yield f"{owner}.{name}", value
+        elif isinstance(value, Tensor) and value.nbytes < _SMALL:
+            yield f"{owner}.{name}", take_digest(value)
+
+
+def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flatten(f"{path}.{key}", part)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _flatten(f"{path}[{number}]", part)
+    elif isinstance(value, Tensor):
+        yield path, take_digest(value)
+    elif isinstance(value, _PLAIN):
+        yield path, value
+
+
+def find_differences(one: State, other: State) -> list[str]:
+    """Paths that have another value, or that only one of the two has.
+
+    Example:
+        >>> nan = float("nan")
+        >>> find_differences({"a": 1, "b": nan, "c": 0.0}, {"a": 2, "b": nan, "d": 0.0})
+        ['a', 'c', 'd']
+    """
+    paths = dict.fromkeys([*one, *other])
+    return [path for path in paths if path not in one or path not in other or not _are_same(one[path], other[path])]
+
+
+def _are_same(one: object, other: object) -> bool:
+    if isinstance(one, Digest) and isinstance(other, Digest):
+        return one.is_same(other)
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
+
+
+def measure_distance(one: object, other: object) -> float:
+    """How far two values are apart; infinite where that is no number."""
+    if isinstance(one, Digest) and isinstance(other, Digest) and one.shape == other.shape:
+        return (one - other).norm()
+    if isinstance(one, int | float) and isinstance(other, int | float):
+        return float(abs(one - other))
+    return float("inf")
+
+
+def measure_size(value: object) -> float:
+    """The norm of a tensor, or how large a number is."""
+    return value.norm() if isinstance(value, Digest) else measure_distance(value, 0.0)
+
+
+def describe(value: object) -> str:
+    """In few words."""
+    if isinstance(value, Digest):
+        return f"{value.item()!r}" if value.numel == 1 else f"a tensor of {' × '.join(map(str, value.shape))}"
+    return repr(value)[:40]
+
+
+def describe_change(before: Any, after: Any) -> str:
+    """What became of a value.
+
+    Example:
+        >>> import torch
+        >>> before, after = take_digest(torch.zeros(3)), take_digest(torch.tensor([0.0, 0.5, 0.0]))
+        >>> describe_change(before, after), describe_change(2, 5)
+        ('is off by 0.5 in 1 of its 3 numbers', 'was 2 and is 5')
+    """
+    tensors = isinstance(before, Digest) and isinstance(after, Digest) and before.shape == after.shape
+    if not tensors or before.numel == 1 or before.dtype != after.dtype:
+        return f"was {describe(before)} and is {describe(after)}"
+    change = before - after
+    apart = change.entries.abs()
+    if not apart.any():  # few numbers changed, and none that was looked at
+        return f"is off by {change.norm():.2g}"
+    seen = "its" if apart.numel() == before.numel else "the sampled"
+    return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} numbers"

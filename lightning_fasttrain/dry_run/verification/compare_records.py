@@ -1,0 +1,169 @@
+"""Holds the distance of a record from the plain one against what its exactness class allows."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from lightning_fasttrain.dry_run.verification.rounding_noise import Distances, Meaning, measure_distances
+from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
+
+_EPSILON = torch.finfo(torch.float32).eps
+_ROUNDINGS = 32  # float32 roundings of the whole that are always allowed: noise may be zero by chance
+_TURNED = 0.4  # of a typical entry, times 16: as far as eight take an update that Adam turns round for rounding errors
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far one quantity is from the plain step's, relative to its size, and how far it may be.
+
+    Attributes:
+        what: ``"loss"``, ``"gradients"``, ``"updates"``, ``"buffers"``, ``"evaluation"`` or ``"validation"``.
+        error: of the worst tensor; of a technique with a bound, of all tensors together.
+        allowed: of the same.
+        where: its name; "" where there is but one.
+        share: error by what is allowed: above 1 it is another training.
+        bitwise: whether all tensors, or numbers, are equal bit for bit.
+    """
+
+    what: str
+    error: float
+    allowed: float
+    where: str
+    share: float
+    bitwise: bool = False
+
+    @property
+    def is_within(self) -> bool:
+        return self.share <= 1.0
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """What a comparison tolerates.
+
+    Attributes:
+        noise: of the plain step.
+        times: how much of it is allowed.
+        bound: relative error that is allowed beside it; None for a technique that changes training.
+        validates: whether what validation gives is compared: it may be a count, which small errors move far.
+    """
+
+    noise: Distances
+    times: float
+    bound: float | None = 0.0
+    validates: bool = False
+
+
+def compare(plain: StepRecord, other: StepRecord, meaning: Meaning, allow: Allowance) -> list[Distance]:
+    """Compare two records of the same steps, quantity by quantity.
+
+    Args:
+        plain: what is compared with.
+        other: the same steps with techniques.
+        meaning: which entries of updates are compared.
+        allow: how far ``other`` may be.
+
+    Returns:
+        A distance for each quantity that both have.
+    """
+    apart, noise = measure_distances(plain, other, meaning), allow.noise
+    moved = {name: update.norm() for name, update in plain.updates()}
+    rounded = _with_rounded_weights(noise.updates, plain.before)
+    few = {name: _TURNED * size / max(plain.before[name].numel, 1) ** 0.5 for name, size in moved.items()}
+    all_rounded = _with_rounded_weights(noise.moves, plain.before, few)
+    buffers, others = {**plain.buffers, **plain.frozen}, {**other.buffers, **other.frozen}
+    found = [
+        _of_numbers("loss", plain.losses, other.losses, apart.losses, noise.losses, allow),
+        _of_digests("gradients", plain.gradients, other.gradients, apart.gradients, noise.gradients, allow),
+        _worse(
+            _of_tensors("updates", apart.updates, moved, rounded, allow),
+            _of_tensors("updates", apart.moves, moved, all_rounded, allow),
+            _are_bitwise(plain.after, other.after),
+        ),
+        _of_digests("buffers", buffers, others, apart.buffers, noise.buffers, allow),
+        _of_evaluations(plain, other, apart, allow),
+    ]
+    if allow.validates:
+        validated = plain.validated, other.validated, apart.validated, noise.validated
+        found.append(_of_digests("validation", *validated, allow))
+    return [distance for distance in found if distance is not None]
+
+
+def _of_evaluations(plain: StepRecord, other: StepRecord, apart: Distances, allow: Allowance) -> Distance | None:
+    sizes, others, distances, noises = [], [], [], []
+    for place, (one, another) in enumerate(zip(plain.evaluation, other.evaluation, strict=False)):
+        if one is not None and another is not None:
+            # Where rounding was not evaluated, what it does to the step's own loss is known.
+            noise = max([*allow.noise.evaluation[place : place + 1], *allow.noise.losses[:1]], default=0.0)
+            sizes.append(one)
+            others.append(another)
+            distances.append(apart.evaluation[place])
+            noises.append(noise)
+    return _of_numbers("evaluation", sizes, others, distances, noises, allow)
+
+
+def _of_digests(
+    what: str, plain: Digests, other: Digests, apart: Mapping[str, float], noises: Mapping[str, float], allow: Allowance
+) -> Distance | None:
+    sizes = {name: plain[name].norm() for name in apart}
+    return _worse(_of_tensors(what, apart, sizes, noises, allow), None, _are_bitwise(plain, other))
+
+
+def _worse(one: Distance | None, other: Distance | None, bitwise: bool) -> Distance | None:
+    both = [distance for distance in (one, other) if distance is not None]
+    return replace(max(both, key=lambda distance: distance.share), bitwise=bitwise) if both else None
+
+
+def _are_bitwise(plain: Digests, other: Digests) -> bool:
+    return set(plain) == set(other) and all(plain[name].is_same(other[name]) for name in plain)
+
+
+def _with_rounded_weights(
+    noises: Mapping[str, float], weights: Digests, more: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """An update is a small difference of large numbers, each of which was rounded."""
+    rounded: dict[str, float] = {}
+    for name, weight in weights.items():
+        least = torch.finfo(weight.dtype).eps * weight.norm() + (more or {}).get(name, 0.0)
+        rounded[name] = noises.get(name, 0.0) + least
+    return rounded
+
+
+def _of_numbers(
+    what: str, plain: list[float], other: list[float], apart: list[float], noises: list[float], allow: Allowance
+) -> Distance | None:
+    """The worst of a few numbers."""
+    names = [str(number) for number in range(len(apart))]
+    padded = [*noises, *[0.0] * len(names)]  # noise may be known of fewer losses than there are
+    named = dict(zip(names, padded, strict=False))
+    sizes = dict(zip(names, plain, strict=False))
+    worst = _of_tensors(what, dict(zip(names, apart, strict=True)), sizes, named, allow)
+    return worst and replace(worst, where="", bitwise=plain == other)
+
+
+def _of_tensors(
+    what: str, apart: Mapping[str, float], sizes: Mapping[str, float], noises: Mapping[str, float], allow: Allowance
+) -> Distance | None:
+    if not apart:
+        return None
+    if allow.bound:  # such a bound is one of the whole gradient, not of each tensor
+        apart, sizes, noises = ({"": _norm(part)} for part in (apart, sizes, noises))
+    distances = [_distance(what, name, apart[name], abs(sizes[name]), noises.get(name, 0.0), allow) for name in apart]
+    return max(distances, key=lambda distance: distance.share)
+
+
+def _distance(what: str, name: str, apart: float, size: float, noise: float, allow: Allowance) -> Distance:
+    least = max(size, 1e-300)  # a tensor may be zero throughout
+    # times · noise + (32 ε + bound) · size, all absolute.
+    allowed = allow.times * noise + (_ROUNDINGS * _EPSILON + (allow.bound or 0.0)) * size
+    if apart != apart:  # not a number
+        return Distance(what, apart, allowed / least, name, float("inf"))
+    share = 0.0
+    if allow.bound is not None and apart > 0:
+        share = apart / max(allowed, 1e-300)
+    return Distance(what, apart / least, allowed / least, name, share)
+
+
+def _norm(norms: Mapping[str, float]) -> float:
+    return sum(norm * norm for norm in norms.values()) ** 0.5

@@ -1,0 +1,265 @@
+"""Where two runs of the same steps begin to differ: in which module's output or gradient, or in which weight's."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial, wraps
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack, resolve_name
+from torch.utils._pytree import tree_leaves
+
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.data.normalizer.trial.deterministic_step import DeterministicStep
+from lightning_fasttrain.dry_run.verification.digest import take_digest
+from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps, seed_step
+from lightning_fasttrain.technique import Technique
+
+_SHOWN = 16  # entries of a row that are kept, beside a random sum of them all
+_TIMES, _ROUNDINGS = 16.0, 32 * torch.finfo(torch.float32).eps  # as in the comparison that failed
+_WEIGHT_TIMES = 64.0  # Adam turns round what is zero but for rounding, in some runs and not in others
+# Of modules the first two, of weights the others; in the order of a step.
+_OUTPUT, _GRADIENT, _SUM, _WEIGHT = "gives", "gets the gradient", "has the gradient", "has the value"
+_PHASES = (_OUTPUT, _GRADIENT, _SUM, _WEIGHT)
+
+
+@dataclass(frozen=True)
+class FirstDifference:
+    """The first value that leaves the model's own rounding.
+
+    Attributes:
+        step: the optimizer step, from 1.
+        name: of the module or the weight; or of an operator, and of the module that called it.
+        what: what about it differs.
+        value, plain: an entry with the techniques and without them.
+        rounding: how far rounding moves such an entry.
+        row: of the batch; None for a weight.
+        summed: whether these are sums of many entries under random signs, since no sampled entry differs.
+    """
+
+    step: int
+    name: str
+    what: str
+    value: float
+    plain: float
+    rounding: float
+    row: int | None
+    summed: bool = False
+
+    def __str__(self) -> str:
+        row = "" if self.row is None else f" in row {self.row} of the batch"
+        summed = "summed under random signs, " if self.summed else ""
+        values = f"{summed}{self.value:.8g}{row}, the plain step's is {self.plain:.8g}"
+        rounding = f"rounding moves such values by {self.rounding:.0e}"
+        return f"It begins in step {self.step}: {self.name} {self.what} {values}; {rounding}."
+
+
+# Where a value was seen: the step, what it is, of which module or weight, and how wide, since an operator may be called
+# on several things.
+_Key = tuple[int, str, str, int]
+
+
+@dataclass
+class _Values:
+    """What was seen, in the order in which it came.
+
+    Attributes:
+        calls: for each call the rows, of each some entries and then random sums of all its entries.
+        shown: how many of the columns are entries.
+    """
+
+    calls: dict[_Key, list[Tensor]] = field(default_factory=dict)
+    shown: dict[_Key, int] = field(default_factory=dict)
+
+    def note(self, step: int, what: str, name: str, entries: Tensor, sums: Tensor) -> None:
+        key = (step, what, name, entries.shape[1])
+        self.calls.setdefault(key, []).append(torch.cat([entries.double(), sums.double()], dim=1).cpu())
+        self.shown[key] = entries.shape[1]
+
+
+_Side = tuple[Steps, Sequence[Technique]]
+
+
+def find_first_difference(
+    usual: _Side, other: _Side, window: int, nudge: Callable[[nn.Module], Any], operators: bool = False
+) -> FirstDifference | None:
+    """Run both sides with hooks on each module, and the usual one with rounding errors, and compare call by call.
+
+    Args:
+        usual: the steps, and the techniques that act in them.
+        other: the same on the other side, where each step may have several parts of a batch.
+        window: those parts.
+        nudge: moves weights as rounding would have.
+        operators: whether to look at each call of a function of torch too, and not at modules alone.
+
+    Returns:
+        The first difference; None where each value that both sides have is the same but for rounding.
+    """
+    plain = _run(*usual, _Watcher(1, None, operators))
+    rounded = _run(*usual, _Watcher(1, nudge, operators))
+    others = _run(*other, _Watcher(window, None, operators))
+    for key, calls in plain.calls.items():
+        theirs = _put_together(others.calls.get(key, []), calls)
+        noisy = _put_together(rounded.calls.get(key, []), calls)
+        if theirs is None or noisy is None:
+            continue
+        found = _compare(key, plain.shown[key], torch.cat(calls), theirs, noisy)
+        if found is not None:
+            return found
+    return None
+
+
+def _put_together(parts: list[Tensor], calls: list[Tensor]) -> Tensor | None:
+    """The rows of each call, which may have come in parts; None where the module is called in another way."""
+    times = len(parts) // max(len(calls), 1)
+    if times * len(calls) != len(parts) or times == 0:
+        return None
+    joined = torch.cat([part for place in range(len(calls)) for part in parts[place :: len(calls)]])
+    return joined if joined.shape == torch.cat(calls).shape else None
+
+
+def _compare(key: _Key, shown: int, usual: Tensor, theirs: Tensor, noisy: Tensor) -> FirstDifference | None:
+    step, what, name, _ = key
+    apart, noise, size = float((theirs - usual).norm()), float((noisy - usual).norm()), float(usual.norm())
+    times = _WEIGHT_TIMES if what == _WEIGHT else _TIMES
+    if apart <= times * noise + _ROUNDINGS * size:  # what is not a number is not near
+        return None
+    summed = bool((theirs == usual)[:, :shown].all())  # no entry that was looked at differs
+    columns = slice(shown, None) if summed else slice(shown)
+    usual, theirs, noisy = usual[:, columns], theirs[:, columns], noisy[:, columns]
+    row, column = divmod(int((theirs - usual).abs().nan_to_num(torch.inf).argmax()), usual.shape[1])
+    values = float(theirs[row, column]), float(usual[row, column]), float((noisy - usual).abs().max())
+    return FirstDifference(step, name, what, *values, row if what in (_OUTPUT, _GRADIENT) else None, summed)
+
+
+def _run(of: Steps, techniques: Sequence[Technique], watcher: "_Watcher") -> _Values:
+    run_steps(replace(of, validation=None), techniques, watcher)
+    return watcher.in_order()
+
+
+class _Watcher(L.Callback):
+    """Hooks on each module's output and its gradient; and on each operator's, if asked."""
+
+    def __init__(self, window: int, change: Callable[[nn.Module], Any] | None, operators: bool) -> None:
+        self.window, self.change, self.step = window, change, 1
+        self.operators = _Operators(self._note) if operators else None
+        self.values = _Values()
+        self.signs: dict[int, Tensor] = {}  # by width
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        if self.change is not None:
+            self.change(pl_module)
+        for name, module in pl_module.named_modules():
+            if module is not pl_module:
+                self._watch(module, f"{name} ({type(module).__name__})")
+        if self.operators is not None:
+            patch(pl_module, "training_step", self.operators.watch_step(pl_module.training_step))
+
+    def _watch(self, module: nn.Module, name: str) -> None:
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            if self.operators is not None:
+                self.operators.callers.pop()
+            self._note(name, output)
+
+        if self.operators is not None:
+            callers = self.operators.callers
+            module.register_forward_pre_hook(lambda *_: callers.append(name))
+        module.register_forward_hook(leave)
+
+    def _note(self, name: str, output: Any) -> None:
+        if not _is_part_of_the_step():
+            return
+        with torch._C.DisableTorchFunction():  # what is done to look at a value is no operator of the step
+            for tensor in _floats(output):
+                self.values.note(self.step, _OUTPUT, name, *self._describe_rows(tensor))
+                if tensor.requires_grad:
+                    tensor.register_hook(partial(self._note_gradient, self.step, name))
+                break  # the first is enough to tell where
+
+    def _note_gradient(self, step: int, name: str, gradient: Tensor) -> None:
+        if _is_part_of_the_step(in_backward=True):
+            self.values.note(step, _GRADIENT, name, *self._describe_rows(gradient))
+
+    def _describe_rows(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Of each row some entries, [rows, entries], and a random sum of all, [rows, 1]."""
+        tensor = tensor.detach()
+        rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 0 else 1, -1)
+        width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
+        places = torch.arange(shown, device=rows.device) * (width - 1) // max(shown - 1, 1)
+        wide = rows if rows.element_size() >= 4 else rows.float()
+        return rows[:, places], (wide @ self._signs_of(width, rows.device).to(wide.dtype))[:, None]
+
+    def _signs_of(self, width: int, device: torch.device) -> Tensor:
+        if width not in self.signs:
+            generator = torch.Generator().manual_seed(width)
+            self.signs[width] = torch.randint(2, (width,), generator=generator).float().mul_(2).sub_(1).to(device)
+        return self.signs[width]
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self.step = batch_idx // self.window + 1
+        if batch_idx % self.window == 0:
+            seed_step(self.step - 1)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        for name, parameter in pl_module.named_parameters():
+            if parameter.grad is not None:
+                self._note_weight(_SUM, name, parameter.grad)
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.window == 0:
+            for name, parameter in pl_module.named_parameters():
+                if parameter.requires_grad:
+                    self._note_weight(_WEIGHT, name, parameter)
+
+    def _note_weight(self, what: str, name: str, tensor: Tensor) -> None:
+        digest = take_digest(tensor)
+        self.values.note(self.step, what, name, digest.entries[None], digest.sums[None])
+
+    def in_order(self) -> _Values:
+        """Step by step: outputs first, then gradients, then weights."""
+        ordered = sorted(self.values.calls.items(), key=lambda item: (item[0][0], _PHASES.index(item[0][1])))
+        return _Values(dict(ordered), self.values.shown)
+
+
+class _Operators(TorchFunctionMode):
+    """Tells of each call of a function of torch in a training step, and of the module that it was called in."""
+
+    def __init__(self, note: Callable[[str, Any], None]) -> None:
+        super().__init__()
+        self.note = note
+        self.callers: list[str] = []
+
+    def watch_step(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(training_step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self.callers[:] = ["training_step"]  # after a step that an error has ended too
+            with self:
+                return training_step(*args, **kwargs)
+
+        return watched
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        name = resolve_name(func) or str(func)
+        if "__get__" not in name:  # an attribute, such as a gradient or a shape
+            self.note(f"{name} in {self.callers[-1]}", output)
+        return output
+
+
+def _is_part_of_the_step(in_backward: bool = False) -> bool:
+    """Not of a trial, and not a forward that is run again in the backward."""
+    if not in_backward and torch._C._current_graph_task_id() != -1:
+        return False
+    return not any(isinstance(mode, DeterministicStep) for mode in _get_current_function_mode_stack())
+
+
+def _floats(output: Any) -> Iterator[Tensor]:
+    leaves: Iterable[Any] = tree_leaves(output if not hasattr(output, "to_tuple") else output.to_tuple())
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point())

@@ -1,0 +1,323 @@
+"""The runs of one verification, the order they are made in, and what is concluded from them."""
+
+import copy
+import gc
+import itertools
+import math
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+
+from lightning_fasttrain.core.device import return_unused_memory
+from lightning_fasttrain.core.modules.without_dropout import has_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.data.split_batch import reverse_rows, split_batch
+from lightning_fasttrain.dry_run.verification import vacuous_checks
+from lightning_fasttrain.dry_run.verification.batches import count_rows, fit_rows, keep_rows
+from lightning_fasttrain.dry_run.verification.compare_records import Allowance, compare
+from lightning_fasttrain.dry_run.verification.first_difference import FirstDifference, find_first_difference
+from lightning_fasttrain.dry_run.verification.record_steps import record_steps
+from lightning_fasttrain.dry_run.verification.report import Verified
+from lightning_fasttrain.dry_run.verification.rounding_noise import (
+    Distances,
+    Meaning,
+    find_meaning,
+    measure_distances,
+    nudge,
+    take_largest,
+)
+from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_module, quietly
+from lightning_fasttrain.dry_run.verification.step_record import StepRecord
+from lightning_fasttrain.technique import Exactness, Technique
+from lightning_fasttrain.technique.declarations import least_exact
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+
+FULL = "32-true"
+_TIMES = 16.0  # what rounding does to a step is small and random; two steps may meet it at its two ends
+_TIMES_ROUNDED = 3.0  # the distance of low precision from float32 is no small thing
+_NO_YARDSTICK = 1e-3  # of the loss: turning the rows round does more than rounding would, so their order matters
+
+
+@dataclass
+class _Reference:
+    """The steps that others are compared with, in one precision."""
+
+    steps: Steps
+    plain: StepRecord  # without techniques
+    record: StepRecord  # with those that change training
+    noise: Distances
+    meaning: Meaning
+    times: float
+
+
+class Proof:
+    """One verification: what was found so far, and how records are made.
+
+    Args:
+        steps: those of the plain side, in the user's own precision; their ``validation`` may be a guess.
+        techniques: all of them.
+        validation_given: whether the batch of validation is the user's, and not the first of training.
+        batches_derived: whether the batches after the first were made of its rows.
+        store: a folder for all entries of all tensors; None where a sample of them is enough.
+        operators: whether to tell the first operator that differs, and not the first module alone.
+    """
+
+    def __init__(
+        self,
+        steps: Steps,
+        techniques: list[Technique],
+        *,
+        validation_given: bool,
+        batches_derived: bool,
+        store: Path | None,
+        operators: bool = False,
+    ) -> None:
+        self.steps = steps
+        self.validation_given = validation_given
+        self.batches_derived = batches_derived
+        self.store = store
+        self.operators = operators
+        self.all = techniques
+        self.changing = [t for t in techniques if t.exactness is Exactness.CHANGES_TRAINING]
+        self.keeping = [t for t in techniques if t.exactness is not Exactness.CHANGES_TRAINING]
+        self.rows: list[Verified] = []
+        self.problems: list[str] = []
+        self.notes: list[str] = []
+        self.idle: set[str] = set()
+        self.begins: FirstDifference | None = None
+
+    def run(self, precision: str) -> None:
+        with quietly():
+            module = copy_module(self.steps.module)
+            module.configure_model()
+            self.idle = vacuous_checks.find_idle(module, copy.deepcopy(self.all))
+            del module
+        return_unused_memory()
+        self.problems += [f"{name} changed nothing." for name in map(str, self.all) if name in self.idle]
+        exact = self._refer_in_float32()
+        self._judge(exact, FULL)
+        self._find_where_it_begins(exact)
+        in_half = any(p.is_floating_point() and p.element_size() < 4 for p in self.steps.module.parameters())
+        if precision != FULL or in_half:
+            self._judge(self._refer_in(precision, exact), precision)
+
+    def _refer_in_float32(self) -> _Reference:
+        steps = replace(self.steps, in_float32=True, settings={**self.steps.settings, "precision": FULL})
+        if not all(technique.keeps_draws for technique in self.keeping):
+            steps = replace(steps, dropout=False)
+            if has_dropout(steps.module):
+                self.notes.append("Dropout is off in all runs: some of these techniques draw other masks.")
+        steps = self._take_rows_that_fit(steps)
+        plain, steps = self._record_plain(steps)
+        self.problems += vacuous_checks.find_empty(plain)
+        record = self._with_changes(steps, plain)
+        noise = self._measure_noise(steps, record)
+        self.problems += vacuous_checks.find_unsteady(record, noise)
+        return _Reference(steps, plain, record, noise, find_meaning(record, noise), _TIMES)
+
+    def _take_rows_that_fit(self, steps: Steps) -> Steps:
+        rows = fit_rows(steps.module, steps.batches, _device_of(steps.settings))
+        return steps if rows is None else self._take_fewer_rows(steps, rows, "is predicted not to fit")
+
+    def _take_fewer_rows(self, steps: Steps, rows: int, why: str) -> Steps:
+        most = max(map(count_rows, steps.batches))
+        what = f"Compared are steps of {rows} of the batch's {most} rows, chosen to differ"
+        self.notes.append(f"{what}: the plain step of all of them {why} into memory.")
+        validation = None if steps.validation is None else keep_rows([steps.validation], rows)[0]
+        return replace(steps, batches=keep_rows(steps.batches, rows), validation=validation)
+
+    def _record_plain(self, steps: Steps) -> tuple[StepRecord, Steps]:
+        """The plain steps; of fewer rows where they do not fit, without validation where their batch is none for it."""
+        while True:
+            try:
+                # The plain model's loss before the first step is that of the base model below adapters.
+                plain = record_steps(steps, from_start=bool(self.changing), store=self._folder("plain"))
+                if not self.batches_derived or all(map(math.isfinite, plain.losses)):
+                    return plain, steps
+                self.batches_derived = False
+                steps = replace(steps, batches=[steps.batches[0]] * len(steps.batches))
+                self.notes.append("All steps see the same batch: the first half of its rows has no finite loss.")
+                continue
+            except torch.OutOfMemoryError:
+                rows = max(map(count_rows, steps.batches)) // 2
+                if rows == 0:
+                    raise
+            except Exception:
+                if steps.validation is None or self.validation_given:
+                    raise
+                rows = None
+            # Out of the handlers, whose exceptions hold what the step has allocated.
+            if rows is not None:
+                gc.collect()
+                torch.cuda.empty_cache()
+                steps = self._take_fewer_rows(steps, rows, "does not fit")
+            else:
+                steps = replace(steps, validation=None)
+                self.notes.append("Validation is not compared: it takes no training batch. Give validation= a batch.")
+
+    def _folder(self, name: str) -> Path | None:
+        if self.store is None:
+            return None
+        folder = self.store / f"{name}-{len(list(self.store.iterdir()))}"
+        folder.mkdir()
+        return folder
+
+    def _refer_in(self, precision: str, exact: _Reference) -> _Reference:
+        settings = {**self.steps.settings, "precision": precision}
+        steps = replace(exact.steps, in_float32=False, settings=settings)
+        plain = record_steps(steps, store=self._folder("plain"))
+        record = self._with_changes(steps, plain)
+        # Of all entries first, to find which of them mean something; then of those alone, as they are compared.
+        noise = measure_distances(exact.record, record, {})
+        meaning = find_meaning(record, noise)
+        noise = measure_distances(exact.record, record, meaning)
+        return _Reference(steps, plain, record, noise, meaning, _TIMES_ROUNDED)
+
+    def _with_changes(self, steps: Steps, plain: StepRecord) -> StepRecord:
+        return record_steps(steps, self.changing, store=self._folder("changed")) if self.changing else plain
+
+    def _measure_noise(self, steps: Steps, record: StepRecord) -> Distances:
+        """Twice, because one change alone may move a tensor little by chance."""
+        noisy = [self._record_noise(steps, seed=0)]
+        turned = self._turn_rows(steps, record)
+        noisy.append(self._record_noise(steps, seed=1) if turned is None else turned)
+        meaning = find_meaning(record, take_largest(measure_distances(record, other, {}) for other in noisy))
+        return take_largest(measure_distances(record, other, meaning) for other in noisy)
+
+    def _record_noise(self, steps: Steps, seed: int | None) -> StepRecord:
+        change = None if seed is None else nudge(seed)
+        return record_steps(steps, self.changing, change=change, evaluates=False, store=self._folder("noise"))
+
+    def _turn_rows(self, steps: Steps, record: StepRecord) -> StepRecord | None:
+        """The same steps with the rows in reverse order, if that is the same step but for rounding."""
+        if record.draws and steps.dropout:
+            return None
+        with suppress(ValueError):  # a batch without rows
+            reversed_steps = replace(steps, batches=[reverse_rows(b) for b in steps.batches], validation=None)
+            turned = self._record_noise(reversed_steps, seed=None)
+            apart = [abs(a - b) for a, b in zip(record.losses, turned.losses, strict=True)]
+            if max(apart) <= _NO_YARDSTICK * max(map(abs, record.losses)):
+                # Its evaluation is that of the rows in another order, as is what the module keeps of them.
+                return turned
+        return None
+
+    def _judge(self, reference: _Reference, precision: str) -> None:
+        """Compare all techniques with the reference, and each alone if they are not the same together."""
+        if self.changing:
+            self._report_changes(reference, precision)
+        comparable = self._leave_out_drawing(reference)
+        exact = [technique for technique in comparable if technique.exactness is Exactness.EXACT]
+        together = [comparable]
+        if 0 < len(exact) < len(comparable):  # the bound of the others would hide what is wrong with these
+            together = [exact, comparable]
+        wholes = [self._try(reference, precision, techniques) for techniques in together if techniques]
+        self.rows += wholes
+        if all(row.ok for row in wholes) or len(comparable) < 2:  # one alone has been tried
+            return
+        alone = [self._try(reference, precision, [technique]) for technique in comparable]
+        self.rows += alone
+        # Each keeps its promise alone, so the fault lies between some of them.
+        if all(row.ok for row in alone):
+            self._name_what_does_not_go_together(reference, precision, comparable)
+
+    def _find_where_it_begins(self, reference: _Reference) -> None:
+        """For the last row that is another training: the one of the fewest techniques."""
+        wrong = [row for row in self.rows if row.is_another_training]
+        if not wrong:
+            return
+        techniques = [technique for technique in self.keeping if str(technique) in wrong[-1].techniques]
+        steps, window = _cut_into_windows(reference.steps, techniques)
+        try:
+            usual, other = (reference.steps, self.changing), (steps, [*self.changing, *techniques])
+            self.begins = find_first_difference(usual, other, window, nudge(0), self.operators)
+        except Exception as error:
+            self.notes.append(f"Where it begins could not be found: {first_line(error)}.")
+
+    def _leave_out_drawing(self, reference: _Reference) -> list[Technique]:
+        if not reference.record.draws or reference.steps.dropout:
+            return self.keeping
+        kept = [technique for technique in self.keeping if technique.keeps_draws]
+        for technique in self.keeping:
+            if not technique.keeps_draws:
+                why = "the step draws random numbers that are not dropout's, and this technique draws others"
+                way_out = "Draw them in the dataset, or from a generator that the batch seeds"
+                self.problems.append(f"{type(technique).__name__} cannot be compared: {why}. {way_out}.")
+        return kept
+
+    def _report_changes(self, reference: _Reference, precision: str) -> None:
+        plain, record, noise = reference.plain, reference.record, reference.noise
+        distances = compare(plain, record, {}, Allowance(noise, reference.times, None))
+        what = Exactness.CHANGES_TRAINING.value
+        self.rows.append(Verified(tuple(map(str, self.changing)), precision, what, tuple(distances)))
+        self.problems += vacuous_checks.find_empty(record)
+        self.problems += vacuous_checks.find_unheld(plain, record)
+        self.problems += vacuous_checks.find_stuck(plain, record)
+        self.notes += record.left
+        self._note_idle(record)
+        if precision == FULL:
+            if plain.trains != record.trains:  # with another loss, such as a teacher's, evaluation has its own
+                self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
+            self.problems += vacuous_checks.find_changed_base(plain, record, noise)
+        self.notes += record.warnings
+
+    def _try(self, reference: _Reference, precision: str, techniques: list[Technique]) -> Verified:
+        exactness = least_exact(*(technique.exactness for technique in techniques))
+        names = tuple(map(str, techniques))
+        try:
+            steps, window = _cut_into_windows(reference.steps, techniques)
+            acting = [*self.changing, *techniques]
+            record = record_steps(steps, acting, window=window, store=self._folder("techniques"))
+        except Exception as error:
+            return Verified(names, precision, exactness.value, failure=first_line(error))
+        bound = sum(technique.bound for technique in techniques)  # errors add up, at worst
+        validates = precision == FULL and exactness is Exactness.EXACT
+        allow = Allowance(reference.noise, reference.times, bound, validates)
+        distances = compare(reference.record, record, reference.meaning, allow)
+        problems = vacuous_checks.find_unheld(reference.record, record)
+        problems += vacuous_checks.find_without_gradient(reference.record, record)
+        problems += vacuous_checks.find_other_conduct(reference.record, record)
+        if precision == FULL:
+            problems += vacuous_checks.find_unlike_evaluation(reference.record, record, reference.noise, bound)
+        self._note_idle(record)
+        self.problems += problems
+        self.notes += record.warnings
+        did_nothing = self.idle.issuperset(names)
+        return Verified(names, precision, exactness.value, tuple(distances), "", tuple(problems), did_nothing)
+
+    def _note_idle(self, record: StepRecord) -> None:
+        self.idle |= set(record.idle)
+        self.problems += [f"{name} did nothing: {why}." for name, why in record.idle.items()]
+
+    def _name_what_does_not_go_together(
+        self, reference: _Reference, precision: str, techniques: list[Technique]
+    ) -> None:
+        for pair in itertools.combinations(techniques, 2):
+            row = self._try(reference, precision, list(pair))
+            if not row.ok:
+                self.rows.append(row)
+                return
+
+
+def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
+    """Where techniques make one step of several batches, each batch becomes that many parts."""
+    planned = PredictedStep()
+    for technique in copy.deepcopy(techniques):  # a user's own may do anything in predict
+        with suppress(ValueError):  # one that cannot be predicted
+            technique.predict(planned)
+    if planned.window == 1:
+        return steps, 1
+    parts = [split_batch(batch, planned.window) for batch in steps.batches]
+    return replace(steps, batches=list(itertools.chain.from_iterable(parts))), planned.window
+
+
+def _device_of(settings: dict[str, Any]) -> torch.device:
+    """Where a Trainer of these settings runs its one device."""
+    accelerator, devices = settings.get("accelerator", "auto"), settings.get("devices", 1)
+    on_cuda = accelerator in ("auto", "gpu", "cuda") or isinstance(accelerator, CUDAAccelerator)
+    if on_cuda and torch.cuda.is_available():
+        return torch.device("cuda", devices[0] if isinstance(devices, list) else 0)
+    return torch.device("cpu")

@@ -1,0 +1,297 @@
+"""Run a few steps of a copy of a model, and record what came of them."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.messages import explain, list_some
+from lightning_fasttrain.core.modules.without_dropout import without_dropout
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.core.state.rng import random_state
+from lightning_fasttrain.data.normalizer.trial.step_function import loss_of
+from lightning_fasttrain.dry_run.verification.digest import Digest, take_digest
+from lightning_fasttrain.dry_run.verification.short_run import Steps, copy_batch, run_steps, seed_step
+from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
+from lightning_fasttrain.finetune.account_bytes import account_bytes
+from lightning_fasttrain.finetune.adapters.add_adapter import adapter_parameters
+from lightning_fasttrain.finetune.adapters.base_model import base_model
+from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
+from lightning_fasttrain.technique import Technique
+
+_LARGE_SHARE = 0.05  # of a model's bytes
+
+
+def record_steps(
+    of: Steps,
+    techniques: Sequence[Technique] = (),
+    *,
+    window: int = 1,
+    change: Callable[[nn.Module], Any] | None = None,
+    evaluates: bool = True,
+    from_start: bool = False,
+    store: Path | None = None,
+) -> StepRecord:
+    """Run a step for each of the batches, or for each ``window`` of them, on a copy, and keep what came of it.
+
+    Args:
+        of: what is run. Random states are put back; each step begins with the same ones in every record.
+        techniques: copies of them act.
+        window: batches that make a step.
+        change: done to the copy right before its first step.
+        evaluates: whether all is kept that two runs are compared by; False for one that tells what rounding does.
+        from_start: whether the first batch is evaluated before the first step too.
+        store: a folder for the entries of all tensors, which are otherwise sampled.
+
+    Raises:
+        TypeError: the module cannot be copied.
+        Exception: whatever the module, or a technique, raises.
+    """
+    recorder = _Recorder(of, window, change, evaluates, from_start, store)
+    recorder.record.warnings = run_steps(of, techniques, recorder)
+    return recorder.record
+
+
+class _Recorder(L.Callback):
+    """Fills a record. It comes after the techniques, so that they have acted."""
+
+    def __init__(
+        self,
+        of: Steps,
+        window: int,
+        change: Callable[[nn.Module], Any] | None,
+        evaluates: bool,
+        from_start: bool,
+        store: Path | None,
+    ) -> None:
+        self.record = StepRecord()
+        self.of, self.window, self.change, self.evaluates = of, window, change, evaluates
+        self.from_start, self.store, self.stored = from_start, store, 0
+        self.first: Any = None
+        self.arrived: Digests = {}
+        self.unmoved: Digests = {}
+        self.logged: set[str] = set()
+        self.step = 0
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        record = self.record
+        if self.change is not None:
+            self.change(pl_module)
+        for name, parameter in pl_module.named_parameters():
+            if parameter.requires_grad:
+                record.trains.append(name)
+                record.before[name] = self._keep(parameter)
+                parameter.register_hook(self._arrive(name))  # called before the gradient is added to `grad`
+            elif self.evaluates:
+                self.unmoved[name] = take_digest(parameter)
+        if not record.trains:
+            why = "no parameter requires a gradient, so there is no training to compare"
+            raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
+        record.unheld = _find_unheld(trainer, pl_module)
+        record.left = _left_in_floats(pl_module)
+        record.unmoved = list(self.unmoved)
+        record.quantized = any(is_quantized(each) for each in pl_module.modules())
+
+    def _keep(self, tensor: Tensor) -> Digest:
+        if self.store is None:
+            return take_digest(tensor)
+        self.stored += 1
+        return take_digest(tensor, self.store / f"{self.stored}.safetensors")
+
+    def _arrive(self, name: str) -> Callable[[Tensor], None]:
+        """An optimizer may use a gradient up as it arrives, so the digests of what arrives are added up here."""
+
+        def arrive(gradient: Tensor) -> None:
+            found = take_digest(gradient)
+            reached = self.record.reached
+            reached[name] = reached.get(name, torch.tensor(False)) | (found.entries != 0)
+            self.arrived[name] = self.arrived[name] + found if name in self.arrived else found
+
+        return arrive
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx >= len(self.of.batches):
+            return
+        if batch_idx == 0:
+            self.first = copy_batch(batch)
+            self.record.evaluation.append(self._evaluate(trainer, pl_module) if self.from_start else None)
+            self._predict(trainer, pl_module)  # before the steps, which would add what rounding does to them
+        # After the evaluation, which may draw: the step has to begin with the same numbers in every record.
+        if batch_idx % self.window == 0:
+            seed_step(batch_idx // self.window)
+        if batch_idx == 0:
+            self.drawn = _fingerprint(random_state())
+        self.record.modes["training"] = _modes(pl_module)
+
+    def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
+        for name, parameter in pl_module.named_parameters():
+            key = self._key(name)
+            if parameter.requires_grad and parameter.grad is not None and key not in self.record.gradients:
+                self.record.gradients[key] = self._keep(parameter.grad)
+
+    def _key(self, name: str) -> str:
+        return name if self.step == 0 else f"{name}, step {self.step + 1}"
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        record = self.record
+        if outputs and self.window == 1:
+            record.losses.append(float(loss_of(outputs)))
+        if (batch_idx + 1) % self.window == 0:
+            self._end_step()
+        if batch_idx == 0:
+            record.draws = _fingerprint(random_state()) != self.drawn
+            for technique in trainer.callbacks:
+                if isinstance(technique, Technique) and (idle := technique.why_idle(pl_module)):
+                    record.idle[str(technique)] = idle[0]
+        if batch_idx + 1 == len(self.of.batches):
+            self._end(trainer, pl_module)
+
+    def _end_step(self) -> None:
+        for name, digest in self.arrived.items():
+            self.record.gradients.setdefault(self._key(name), digest)  # what was used up before the hook, or without it
+        self.arrived = {}
+        self.record.numbers.append(_fingerprint(random_state()))
+        self.step += 1
+
+    def _end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        record, parameters = self.record, dict(module.named_parameters())
+        record.after = {name: self._keep(parameters[name]) for name in record.before}
+        for name, before in self.unmoved.items():
+            now = take_digest(parameters[name]) if name in parameters else before
+            if not now.is_same(before):
+                record.frozen[name] = now
+        record.buffers = {name: self._keep(buffer) for name, buffer in module.named_buffers()}
+        if self.evaluates:
+            for name, value in module.state_dict().items():
+                record.state[name] = (value.shape, value.dtype) if isinstance(value, Tensor) else (type(value),)
+            record.training = self._evaluate(trainer, module, training=True)
+            record.base = self._evaluate_base(trainer, module)
+        if self.evaluates or self.of.validation is not None:
+            record.evaluation.append(self._evaluate(trainer, module))
+        self.logged = set(trainer.callback_metrics)
+
+    def on_validation_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, *args: Any
+    ) -> None:
+        self.record.modes["validation"] = _modes(pl_module)
+        self._keep_output("validation", outputs)
+
+    def on_validation_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        for name, value in trainer.callback_metrics.items():
+            if name not in self.logged:
+                self.record.validated[name] = take_digest(value)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        self.record.left_behind = dict(_hooks(pl_module))  # the techniques, which come first, have ended
+
+    def _keep_output(self, what: str, output: Any) -> None:
+        kept = self.record.validated
+
+        def keep(tensor: Tensor) -> Tensor:
+            kept[f"{what}, output {len(kept)}"] = take_digest(tensor)
+            return tensor
+
+        apply_to_collection(output, Tensor, keep)
+
+    def _predict(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        if self.of.validation is not None and is_overridden("predict_step", module):
+            batch = trainer.strategy.batch_to_device(copy_batch(self.of.validation))
+            self._keep_output("predict_step", _run_aside(module, lambda: trainer.strategy.predict_step(batch, 0)))
+
+    def _evaluate_base(self, trainer: L.Trainer, module: L.LightningModule) -> float | None:
+        if not adapter_parameters(module) or any(is_quantized(each) for each in module.modules()):
+            return None
+        try:
+            with base_model(module):
+                return self._evaluate(trainer, module)
+        except ValueError:  # these adapters change the weights below them, which it says by itself
+            return None
+
+    def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, training: bool = False) -> float | None:
+        """The first batch's loss in evaluation, or in training without dropout, leaving no trace; None if it fails."""
+        if self.window > 1:  # the first batch is a part of one, whose loss is another
+            return None
+        arguments = [copy_batch(self.first), 0]
+        if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+            arguments.pop()
+        # The strategy's rather than the module's own: it casts as the precision says.
+        return _run_aside(module, lambda: float(loss_of(trainer.strategy.training_step(*arguments))), training)
+
+
+def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
+    """What ``run`` gives in evaluation or in training, without dropout, leaving no trace; None if it fails."""
+    put_back = remember([module])
+    restore_log = patch(module, "log", _say_nothing)
+    restore_dropout = without_dropout(module)
+    try:
+        with _mode(module, training), torch.no_grad():
+            return run()
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
+        return None
+    finally:
+        restore_dropout()
+        restore_log()
+        put_back()
+
+
+@contextmanager
+def _mode(module: nn.Module, training: bool) -> Iterator[None]:
+    modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
+    module.train(training)
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+def _modes(module: nn.Module) -> dict[str, bool]:
+    return {name: each.training for name, each in module.named_modules()}
+
+
+def _hooks(module: nn.Module) -> Iterator[tuple[str, tuple[object, ...]]]:
+    """What could still act on a model that nobody trains any more, by the name of the module."""
+    for name, each in module.named_modules():
+        counts = [len(hooks) for key, hooks in vars(each).items() if key.endswith("_hooks")]
+        yield name, (*counts, "forward" in vars(each), type(each).__name__)
+
+
+def _find_unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
+    """Names of the parameters that train, and that no optimizer has."""
+    held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
+    return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
+
+
+def _left_in_floats(module: L.LightningModule) -> list[str]:
+    """Of a quantised model, which large weights are not: a sentence for each reason."""
+    account = account_bytes(module)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in account.left.items():
+        if account.nbytes.get(name, 0) > _LARGE_SHARE * account.total:
+            reasons.setdefault(reason, []).append(name)
+    return [f"Not quantised: {list_some(names)}: {reason}." for reason, names in reasons.items()]
+
+
+def _fingerprint(state: Any) -> str:
+    """Of a random state: a few characters."""
+    words = blake2b(digest_size=8)
+    words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())
+    return words.hexdigest()
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass

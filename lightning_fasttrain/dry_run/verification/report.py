@@ -1,0 +1,141 @@
+"""What was found out about techniques on a model, for people and for programs."""
+
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fasttrain.core.messages import FULL_WIDTH
+from lightning_fasttrain.dry_run.verification.compare_records import Distance
+from lightning_fasttrain.dry_run.verification.first_difference import FirstDifference
+from lightning_fasttrain.technique import Exactness
+
+QUANTITIES = ("loss", "gradients", "updates", "buffers", "evaluation", "validation")
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Some techniques together, in one precision, beside the step without them.
+
+    Attributes:
+        techniques: as they were made.
+        precision: of both.
+        exactness: what they promise together: ``"exact"``, ``"tolerance"`` or ``"changes_training"``.
+        distances: one for each quantity that could be compared.
+        failure: what the steps raised; "" if nothing.
+        problems: what they change beside the numbers of a step, or do not do; a sentence each.
+        did_nothing: whether none of them did anything, so that to be the same means nothing.
+    """
+
+    techniques: tuple[str, ...]
+    precision: str
+    exactness: str
+    distances: tuple[Distance, ...] = ()
+    failure: str = ""
+    problems: tuple[str, ...] = ()
+    did_nothing: bool = False
+
+    @property
+    def ok(self) -> bool:
+        """Whether they keep what they promise."""
+        return not (self.failure or self.problems or self.did_nothing or self.is_another_training)
+
+    @property
+    def is_another_training(self) -> bool:
+        """Whether a number of the steps is farther off than it may be."""
+        return not all(distance.is_within for distance in self.distances)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether all that was compared is equal bit for bit."""
+        return bool(self.distances) and all(distance.bitwise for distance in self.distances)
+
+    @property
+    def verdict(self) -> str:
+        if self.failure:
+            return self.failure
+        if self.did_nothing:
+            return "did nothing"
+        if self.is_another_training:
+            return "another training"
+        if self.problems:
+            return "the same steps, another run"
+        if self.exactness == Exactness.EXACT.value:
+            return "the same"
+        if self.exactness == Exactness.TOLERANCE.value:
+            return "within its bound"
+        return "changes training, as it says"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Whether a model's training with techniques is the training without them; print it for a table.
+
+    Attributes:
+        model: the class of what was trained.
+        rows: all techniques together first; then each alone, where they are not the same together.
+        problems: what makes the whole untrue, or empty of meaning; a sentence each.
+        notes: what was assumed, left out or seen beside it.
+        begins: where another training begins: the first module, or weight, that leaves the model's own rounding.
+    """
+
+    model: str
+    rows: tuple[Verified, ...]
+    problems: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    begins: FirstDifference | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether every technique keeps what it promises, and the comparison means something."""
+        return not self.problems and all(row.ok for row in self.rows)
+
+    def __bool__(self) -> bool:
+        """As :attr:`ok`, so that ``assert ft.verify(...)`` means what it says."""
+        return self.ok
+
+    @property
+    def guilty(self) -> tuple[str, ...]:
+        """The techniques that do not keep what they promise when they act alone."""
+        alone = [row.techniques[0] for row in self.rows if len(row.techniques) == 1 and not row.ok]
+        return tuple(dict.fromkeys(alone))  # each once, though it was run in several precisions
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        # asdict knows fields alone, and these are properties.
+        rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok, "bitwise": row.bitwise} for row in self.rows]
+        return {**asdict(self), "rows": rows, "guilty": self.guilty, "ok": self.ok}
+
+    def as_table(self) -> Table:
+        """For ``rich``: of each quantity the error, relative, and what is allowed."""
+        begins = [] if self.begins is None else [f"✗ {self.begins}"]
+        said = [*begins, *(f"✗ {problem}" for problem in self.problems), *self.notes]
+        table = Table(
+            title=f"{self.model}: {'verified' if self.ok else 'not verified'}",
+            caption="\n".join(said) or None,
+            title_justify="left",
+            caption_justify="left",
+        )
+        measured = {distance.what for row in self.rows for distance in row.distances}
+        shown = [what for what in QUANTITIES if what in measured]
+        for name in ("techniques", "precision", *shown, "verdict"):
+            table.add_column(name)
+        for row in self.rows:
+            found = {distance.what: _describe(distance, row.exactness) for distance in row.distances}
+            cells = [found.get(what, "") for what in shown]
+            table.add_row("\n".join(row.techniques) or "none", row.precision, *cells, row.verdict)
+        return table
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=FULL_WIDTH).print(self.as_table())
+        return text.getvalue().rstrip()
+
+
+def _describe(distance: Distance, exactness: str) -> str:
+    words = "bitwise" if distance.bitwise else f"{distance.error:.0e}"
+    if not distance.bitwise and exactness != Exactness.CHANGES_TRAINING.value:
+        words += f" of {distance.allowed:.0e}"
+    return f"{words}\n{distance.where}" if distance.where and not distance.is_within else words

@@ -1,0 +1,5 @@
+"""Compile the blocks of a model, check the compiled code, and keep it for the next run.
+
+From the bottom up: ``compiled_check``, ``compile_report``, ``compile_cache``, ``known_compiler_faults``,
+``compile_blocks``.
+"""

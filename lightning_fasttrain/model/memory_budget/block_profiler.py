@@ -1,0 +1,330 @@
+"""Follows the first steps of a training from inside its blocks, and decides which of them are recomputed."""
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import Enum
+from itertools import zip_longest
+from operator import gt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain.core.device import GIB, free_bytes
+from lightning_fasttrain.core.distributed import rank_count
+from lightning_fasttrain.core.messages import explain, note_once, say
+from lightning_fasttrain.core.modules.wrapped_forward import patch
+from lightning_fasttrain.core.peak_memory import PeakMemory
+from lightning_fasttrain.model.activation_checkpointing import SelectiveOps
+from lightning_fasttrain.model.checkpointed_forward import Again, CheckpointedForward
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, Stopwatch, measure_block
+from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
+    KEPT,
+    RECOMPUTED,
+    SELECTIVE,
+    CheckpointPlan,
+    make_plan,
+)
+from lightning_fasttrain.model.memory_budget.rank_agreement import for_all, highest_of_all
+
+EXPENSIVE = SelectiveOps()
+_FIT = 0.92  # of what is free: the rest is for fragmentation, and for libraries that allocate by themselves
+
+
+class PlannedForward(CheckpointedForward):
+    """A block's forward that is kept, partly kept or recomputed as the plan says; recomputed while there is none."""
+
+    def __init__(self, module: nn.Module, name: str, watch: "StepWatch") -> None:
+        super().__init__(module)
+        self.name, self.watch = name, watch
+        self.kept = False
+
+    def follow(self, action: str) -> None:
+        self.kept = action == KEPT
+        self.keeps = EXPENSIVE.keeps if action == SELECTIVE else None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.inner(*args, **kwargs)
+        if self.watch.measuring:
+            return self._call_measured(*args, **kwargs)
+        if self.kept:
+            return self.inner(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    @torch._dynamo.disable
+    def _call_measured(self, *args: Any, **kwargs: Any) -> Any:
+        self.watch.enter(self, args, kwargs)
+        out = super().__call__(*args, **kwargs)
+        self.watch.leave(self.name)
+        return out
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        forward, again = super()._contexts()
+        return forward, Again(lambda: self.watch.watch_recomputation(self.name, again))
+
+
+class _Stage(Enum):
+    COSTS = "what each block saves and takes, beside the training"
+    PEAKS = "the peak between each two blocks, everything recomputed"
+    CHECK = "the peak under the plan"
+    TIMING = "what is spent in recomputing"
+    DONE = "nothing"
+
+
+class StepWatch:
+    """Follows the first steps of a training from inside its blocks, one stage a step, and decides.
+
+    A *pass* is one forward and backward of the model; a step has one, or one for each micro-batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        budget_gib: float | str,
+        tell: Callable[[CheckpointPlan], None],
+    ) -> None:
+        self.model, self.budget_gib, self.tell = model, budget_gib, tell
+        self.plan: CheckpointPlan | None = None
+        self.forwards = {name: PlannedForward(block, name, self) for name, block in blocks.items()}
+        self.measuring = True  # every block is recomputed, and none is compiled
+        self._stage = _Stage.COSTS
+        self._costs: dict[str, BlockCost] = {}  # in the order of the forward
+        self._calls: dict[str, int] = {}  # in one pass, of a block that is used several times
+        self._peaks: dict[str, int] = {}  # see `make_plan`
+        self._aim: int | None = None
+        self._misses = 0
+        self._cautious = False  # every block is recomputed in this pass
+        self._passes = 0
+        self._extents: list[int] = []  # the largest so far of the first block's input, by dimension
+        self._measure_costs = False
+        self._device = torch.device("cpu")
+        self._pending: list[str] = []  # forward done in this pass, backward not begun
+        self._window: PeakMemory | None = None
+        self._segments: list[str] = []  # for each segment of the window, the last pending block
+        self._stopwatch: Stopwatch | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._closed = False
+        self._hooks = ExitStack()
+        self._end_of_step = ExitStack()
+        # Of all optimizers in the process, because this model's own is made later.
+        self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "StepWatch":
+        """A copied model keeps and recomputes as this one does now, and is not watched."""
+        idle = StepWatch(nn.Module(), {}, self.budget_gib, self.tell)
+        idle.close()
+        idle.measuring = False
+        return idle
+
+    def see(self, batch: Any) -> None:
+        """The host tells which batch comes: where the loader keeps it, it was there before the step."""
+        if self._window is not None:
+            self._window.hold(batch)
+
+    # Called by the blocks.
+
+    def enter(self, forward: PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """A block's forward begins, and is measured."""
+        if not self._costs:  # the first block of all: from now on a hook tells when it begins
+            self._begin_pass(forward.module, args, kwargs)
+            self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
+        if self._measure_costs or forward.name not in self._costs:
+            cost = measure_block(forward, EXPENSIVE.keeps, _addresses_of(self.model), args, kwargs)
+            self._costs[forward.name] = cost.at_least(self._costs.get(forward.name, cost))
+        self._mark()
+
+    def leave(self, name: str) -> None:
+        """A block's forward is done, and was measured."""
+        self._pending.append(name)
+        self._calls[name] = max(self._calls.get(name, 1), self._pending.count(name))
+        self._mark()
+
+    @contextmanager
+    def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
+        """A block's forward is run once more."""
+        if self.measuring and name in self._pending:
+            del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
+            self._mark()
+        with again, self._stopwatch.measure() if self._stopwatch is not None else nullcontext():
+            yield
+
+    def _mark(self) -> None:
+        if self._window is not None:
+            self._window.mark()
+            last = max(self._pending, key=list(self._costs).index, default="")
+            self._segments.append(last)
+
+    # Passes and steps.
+
+    @torch._dynamo.disable
+    def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self._closed or not torch.is_grad_enabled() or self._pending:  # the last: one block is used several times
+            return
+        if self._cautious:  # the larger batch was the pass before
+            self._cautious = False
+            self._follow(self.plan)
+        tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._measure_costs = bool(tensors) and self._is_larger(tensors[0])
+        if self._measure_costs:
+            self._device = tensors[0].device
+            self._make_ready_for_a_larger_batch(tensors)
+        self._passes += self._stage is _Stage.PEAKS
+
+    def _is_larger(self, tensor: Tensor) -> bool:
+        return len(tensor.shape) > len(self._extents) or any(map(gt, tensor.shape, self._extents))
+
+    def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
+        if not self.measuring:
+            self._follow(None)
+            if rank_count() > 1:  # the plan is everyone's, and this batch is one process's
+                note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
+                self._cautious = True
+                return
+            note_once("MemoryBudget: a batch larger than those measured is measured too")
+            if self._stage is _Stage.DONE:  # only then were the steps left unwatched
+                for optimizer in self._optimizers:
+                    self._watch_step(optimizer)
+            self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
+            self._open_window(tensors)
+        self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
+
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Hook: an optimizer has stepped; the first of this model's that does ends the first step."""
+        # -1: no backward is running. Optimizers that step inside of one step many times before the step is over.
+        if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
+            return
+        mine = {id(p) for p in self.model.parameters()}
+        sharded = rank_count() > 1  # then it may hold parts of the parameters
+        if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
+            self._optimizers.add(optimizer)
+            self._watch_step(optimizer)
+            if self._stage is _Stage.COSTS:
+                self._end_step()
+
+    def _watch_step(self, optimizer: Optimizer) -> None:
+        """End a step once ``optimizer.step`` has returned: inside of it, where hooks are called, a profiler that has
+        seen it begin must not be stopped."""
+        step = optimizer.step
+
+        @functools.wraps(step)
+        def then_end_step(*args: Any, **kwargs: Any) -> Any:
+            result = step(*args, **kwargs)
+            self._end_step()
+            return result
+
+        self._end_of_step.callback(patch(optimizer, "step", then_end_step))
+
+    def _end_step(self) -> None:
+        self._pending.clear()  # a forward without a backward leaves its blocks there
+        if self._stage is _Stage.COSTS and self._costs:
+            self._stage = _Stage.PEAKS
+        elif self._stage is _Stage.PEAKS and self._window is not None:
+            for name, peak in zip(self._segments, self._close_window(), strict=True):
+                self._peaks[name] = max(self._peaks.get(name, 0), peak)
+            self._decide()
+        elif self._stage is _Stage.CHECK and self._window is not None:
+            self._check(max(self._close_window()))
+        elif self._stage is _Stage.TIMING:
+            self._report()
+        if self._stage in (_Stage.PEAKS, _Stage.CHECK):
+            self._open_window()
+
+    def _open_window(self, *held: Any) -> None:
+        """Measure from here to the end of a step; where another meter does that, later."""
+        # On the CPU memory is measured by torch's profiler, of which a process can run one at a time.
+        busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()
+        if self._window is None and not busy:
+            self._segments = [""]
+            self._window = PeakMemory(self._device, self.model, *self._optimizers, *held).__enter__()
+
+    def _close_window(self) -> list[int]:
+        assert self._window is not None
+        self._window.__exit__()
+        segments, self._in_use = self._window.segments, self._window.peak_bytes - self._window.added_bytes
+        self._window = None
+        return segments
+
+    # What is done at the end of a step, by stage.
+
+    def _decide(self) -> None:
+        """Make the plan; it is followed from the next pass on."""
+        costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
+        costs, peaks = for_all(costs, self._peaks, self._device)
+        budget = self.budget_gib
+        limit = _what_fits(self._device, self._in_use) if isinstance(budget, str) else round(budget * GIB)
+        self._aim = limit if self._aim is None else min(limit, self._aim)
+        plan = make_plan(costs, peaks, limit, self._passes, self._aim)
+        self._follow(plan)
+        self._stage, self.measuring = _Stage.CHECK, False
+        self._tell(plan)
+        say("MemoryBudget: %s", plan)
+
+    def _tell(self, plan: CheckpointPlan) -> None:
+        self.plan = plan
+        self.tell(plan)
+
+    def _follow(self, plan: CheckpointPlan | None) -> None:
+        for forward in self.forwards.values():
+            forward.follow(RECOMPUTED)
+        for block in plan.blocks if plan is not None else ():
+            self.forwards[block.name].follow(block.action)
+
+    def _check(self, peak: int) -> None:
+        """Compare the peak with the limit; if it is above, decide again for a lower one."""
+        plan = self.plan
+        assert plan is not None
+        peak = int(highest_of_all([peak], self._device)[0])
+        # Where nothing is held there is nothing left to give up.
+        if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
+            self._misses += 1  # go back ever further, and in the end to what is known to fit
+            back = (peak - plan.limit_bytes) << self._misses
+            self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
+            note_once("MemoryBudget: the peak was above the limit, and the choice is made again")
+            self._decide()
+            return
+        self._tell(plan.with_measured(peak, None))
+        self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
+
+    def _report(self) -> None:
+        """The first steps are over."""
+        assert self._stopwatch is not None
+        plan = self.plan
+        assert plan is not None
+        ms = self._stopwatch.ms()
+        assert plan.measured_bytes is not None
+        if ms or not plan.predicted_ms:  # 0 although some was expected: compiled code recomputes out of sight
+            self._tell(plan.with_measured(plan.measured_bytes, ms))
+        self._stage, self._stopwatch = _Stage.DONE, None
+        self._end_of_step.close()
+        say("MemoryBudget: %s", self.plan)
+
+    def close(self) -> None:
+        """The training is over, or the model is put back."""
+        self._closed = True
+        if self._window is not None:
+            self._close_window()
+        self._end_of_step.close()
+        self._hooks.close()
+        if self.plan is None and self._costs:
+            say("MemoryBudget: no plan was made, as the training ended within its first two steps")
+
+
+def _addresses_of(model: nn.Module) -> set[int]:
+    return {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+
+
+def _what_fits(device: torch.device, in_use: int) -> int:
+    """Bytes that tensors may take on the device, with what they take now."""
+    if device.type == "cuda":
+        return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
+    available = free_bytes(device)
+    if available is None:
+        why = "this system does not tell how much memory is free"
+        raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
+    return int(_FIT * (available + in_use))

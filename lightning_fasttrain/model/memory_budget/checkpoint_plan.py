@@ -1,0 +1,159 @@
+"""What is kept and what is recomputed, block by block, with what it costs: for people to read."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from rich.table import Table
+
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost
+from lightning_fasttrain.model.memory_budget.knapsack import place
+
+KEPT, SELECTIVE, RECOMPUTED = "kept", "selective", "recomputed"
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """One block of a :class:`CheckpointPlan`.
+
+    Args:
+        name: qualified name of the block.
+        action: ``"kept"``, ``"selective"`` or ``"recomputed"``.
+        saved_bytes: what the backward needs if all is kept, without parameters and the block's inputs and outputs.
+        held_bytes: what is held between forward and backward under ``action``, beside the inputs.
+        forward_ms: duration of the block's forward.
+        added_ms: duration of what is recomputed.
+    """
+
+    name: str
+    action: str
+    saved_bytes: int
+    held_bytes: int
+    forward_ms: float
+    added_ms: float
+
+
+@dataclass(frozen=True)
+class CheckpointPlan:
+    """Which blocks are recomputed so that a step's peak stays within a limit, at the least extra time.
+
+    Args:
+        limit_bytes: what the peak may be.
+        blocks: in the order of the forward.
+        passes: forward passes in a step: its micro-batches.
+        everything_bytes: peak of a step with every block recomputed, as measured.
+        predicted_bytes: peak of a step under the plan.
+        measured_bytes: the same as measured, once a step has been run; else None.
+        measured_ms: time that a step spent in recomputing, likewise; None too where compiled code does it.
+    """
+
+    limit_bytes: int
+    blocks: tuple[BlockPlan, ...]
+    passes: int
+    everything_bytes: int
+    predicted_bytes: int
+    measured_bytes: int | None = None
+    measured_ms: float | None = None
+
+    @property
+    def predicted_ms(self) -> float:
+        """What a step spends in recomputing."""
+        return self.passes * sum(block.added_ms for block in self.blocks)
+
+    def with_measured(self, nbytes: int, ms: float | None) -> "CheckpointPlan":
+        """The plan with what a step under it has measured."""
+        return replace(self, measured_bytes=nbytes, measured_ms=ms)
+
+    def __str__(self) -> str:
+        count = Counter(block.action for block in self.blocks)
+        parts = ", ".join(f"{count[action]} {action}" for action in _ACTIONS if count[action])
+        peak, ms = f"peak {self.predicted_bytes / GIB:.3g} GiB predicted", f"+{self.predicted_ms:.1f} ms per step"
+        if self.measured_bytes is not None:
+            peak += f", {self.measured_bytes / GIB:.3g} measured"
+        if self.measured_ms is not None:
+            ms += f" predicted, +{self.measured_ms:.1f} measured"
+        return f"{len(self.blocks)} blocks: {parts} | {peak}, limit {self.limit_bytes / GIB:.3g} | {ms}"
+
+    def table(self) -> Table:
+        """A ``rich`` table: a row for each block, runs of like ones as one."""
+        table = Table(title=str(self), title_justify="left")
+        for title in ("block", "action"):
+            table.add_column(title)
+        for title in ("saves MiB", "holds MiB", "forward ms", "added ms"):
+            table.add_column(title, justify="right")
+        for run in self._runs():
+            first, last, n = run[0], run[-1], len(run)
+            name = first.name if n == 1 else f"{first.name} … {last.name} ({n})"
+            saved_mib = sum(block.saved_bytes for block in run) / 2**20
+            held_mib = sum(block.held_bytes for block in run) / 2**20
+            forward_ms = sum(block.forward_ms for block in run)
+            added_ms = sum(block.added_ms for block in run)
+            figures = f"{saved_mib:.1f}", f"{held_mib:.1f}", f"{forward_ms:.2f}", f"{added_ms:.2f}"
+            table.add_row(name, first.action, *figures)
+        return table
+
+    def _runs(self) -> list[list[BlockPlan]]:
+        runs: list[list[BlockPlan]] = []
+        for block in self.blocks:
+            if runs and (runs[-1][-1].action, runs[-1][-1].saved_bytes) == (block.action, block.saved_bytes):
+                runs[-1].append(block)
+            else:
+                runs.append([block])
+        return runs
+
+
+_ACTIONS = (KEPT, SELECTIVE, RECOMPUTED)
+
+
+def make_plan(
+    costs: Mapping[str, BlockCost], peaks: Mapping[str, int], limit_bytes: int, passes: int, aim_bytes: int
+) -> CheckpointPlan:
+    """The plan that adds least time among those whose peak is within a limit.
+
+    Args:
+        costs: qualified name → costs of each block, in the order of the forward.
+        peaks: with every block recomputed, the highest peak while this block was the last of those whose forward was
+            done and whose backward was to come; ``""`` for none. In the backward of block i + 1 that is block i, so
+            its recomputation, its gradients and whatever else it takes are in.
+        limit_bytes: what the user set.
+        passes: forward passes in a step.
+        aim_bytes: what the choice is made for: the limit, or less where an earlier plan has missed it.
+
+    Raises:
+        ValueError: the highest of ``peaks`` is above the limit.
+    """
+    highest = max(peaks.values())
+    if highest > limit_bytes:
+        least, short = highest / GIB, (highest - limit_bytes) / GIB
+        raise ValueError(
+            explain(
+                f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
+                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB more than that",
+                "Use smaller parts of the batch (MicroBatching), a loss without the logits (FusedLossHead, "
+                "linear_cross_entropy), or ActivationOffload",
+            )
+        )
+    choices = [_choices(cost) for cost in costs.values()]
+    # With no room every block is recomputed, which holds nothing and so always fits.
+    room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
+    prices = []
+    for options in choices:
+        prices.append([(held, ms) for _, held, ms in options])
+    chosen = place(prices, room)
+    assert chosen is not None, "recomputing every block is one of the choices, and it fits"
+    blocks, held, predicted = [], 0, peaks.get("", 0)
+    for (name, cost), options, index in zip(costs.items(), choices, chosen, strict=True):
+        action, holds, added = options[index]
+        blocks.append(BlockPlan(name, action, cost.saved_bytes, holds, cost.forward_ms, added))
+        held += holds
+        predicted = max(predicted, peaks.get(name, 0) + held)  # peak(i) + Σₖ≤ᵢ held(k), as the room in `place`
+    return CheckpointPlan(limit_bytes, tuple(blocks), passes, highest, predicted)
+
+
+def _choices(cost: BlockCost) -> list[tuple[str, int, float]]:
+    choices = [(KEPT, cost.saved_bytes, 0.0), (RECOMPUTED, 0, cost.forward_ms)]
+    if cost.expensive_bytes is not None and cost.expensive_bytes < cost.saved_bytes and cost.cheap_ms < cost.forward_ms:
+        choices.append((SELECTIVE, cost.expensive_bytes, cost.cheap_ms))
+    return choices

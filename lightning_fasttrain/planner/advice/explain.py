@@ -1,0 +1,110 @@
+"""What acts, or would act, on a model: the block that a fit begins with, whenever it is asked for."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.device import free_bytes
+from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
+from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique.explanation import Explanation, describe_acting, explain_run
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+
+
+def explain(
+    module: nn.Module | Factory | L.Trainer,
+    batch: Any = None,
+    techniques: Sequence[Technique] | None = None,
+    *,
+    trainer: L.Trainer | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    precision: str = "32-true",
+) -> Explanation:
+    """Say what techniques take hold of in a model, and how large the run is.
+
+    Every fit with techniques begins with this block, and ends with steps, time, tokens/s and what fell back. There the
+    predicted peak is told where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``): that runs
+    ``training_step`` on a copy, which nobody gets unasked. Both are quiet with ``Trainer(enable_model_summary=False)``
+    and ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
+    Loggers get the techniques as the hyper-parameter ``fasttrain/techniques``, unless
+    ``Trainer(enable_autolog_hparams=False)``.
+
+    Before a fit the techniques operate on a copy without memory, within one they are read from the model itself.
+
+    Args:
+        module: a model, or a function that builds it, left as it is; or a Trainer that has met its model.
+        batch: one rank's batch, as the loader gives it: adds the global batch, and the predicted peak of a step.
+        techniques: by default the Trainer's, and those that the module brings (``FastTrainMixin``).
+        trainer: says on how many devices, by which strategy and in which precision.
+        loss: (module, batch) → loss, for a module without ``training_step``.
+        optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
+        precision: where there is no Trainer.
+
+    Returns:
+        Print it for at most ten lines; its ``as_dict()`` is plain JSON, in bytes.
+
+    Raises:
+        TypeError, ValueError: what a fit would raise too: techniques that do not go together, or find nothing to take
+            hold of; a Trainer that has no model yet.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
+        >>> found = ft.planner.explain(net, techniques=[ft.ActivationCheckpointing(), ft.MicroBatching(4)])
+        >>> print(found)
+        2 techniques
+          ActivationCheckpointing: 4 blocks of Sequential recomputed
+          MicroBatching: each batch runs in 4 parts
+          16,640 of 16,640 parameters train (100.00%), in 32-true, on ...
+          memory: ... are free
+          exactness: exact, the same training as without them
+
+    Source:
+        Ours.
+    """
+    setting = find_setting(module, techniques, trainer, precision)
+    # In a fit the techniques are on the model already, and a copy would get them twice.
+    if setting.trainer is not None and setting.is_fitting:
+        found = explain_run(setting.trainer, setting.trainer.lightning_module, setting.techniques, batch)
+    else:
+        found = _explain_ahead(setting, batch)
+    if batch is None:
+        return found
+    try:
+        with quietly():
+            predicted = setting.predict(batch, loss, optimizer)
+    except (TypeError, ValueError) as error:
+        return replace(found, why_unpredicted=str(error).rstrip("."))
+    return replace(found, predicted_bytes=predicted.peak_bytes)
+
+
+def _explain_ahead(setting: Setting, batch: Any) -> Explanation:
+    planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
+    surgeons = setting.find_surgeons(planned)
+    strategy, ranks, accumulation = setting.as_trained
+    with quietly(), setting.copy_without_memory(surgeons) as copy:
+        acting = describe_acting(setting.techniques, copy)
+        trained, parameters = count_parameters(copy)
+    samples, tokens = count_batch(batch)
+    return Explanation(
+        techniques=acting,
+        trained=trained,
+        parameters=parameters,
+        precision=setting.precision,
+        strategy=strategy,
+        device=setting.device.type,
+        ranks=ranks,
+        samples=samples,
+        tokens=tokens,
+        accumulation=max(planned.window, accumulation),  # by a technique or by the Trainer
+        free_bytes=free_bytes(setting.device),
+    )

@@ -1,0 +1,136 @@
+"""What a question about techniques is asked of: a model, a Trainer if there is one, and the techniques in use."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.checks import one_of
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.predict.fake_model import Factory, fake_module
+from lightning_fasttrain.predict.memory_report import MemoryReport
+from lightning_fasttrain.predict.predict_memory import PRECISIONS, predict_memory
+from lightning_fasttrain.technique import Technique, apply, check_together
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+from lightning_fasttrain.technique.technique import techniques_of
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model and what it is trained with.
+
+    Args:
+        module: the model, or what builds it.
+        trainer: where there is one.
+        techniques: in use, or to be used.
+        precision: as the Trainer means it.
+        device: that is trained on.
+    """
+
+    module: nn.Module | Factory
+    trainer: L.Trainer | None
+    techniques: list[Technique]
+    precision: str
+    device: torch.device
+
+    @property
+    def is_fitting(self) -> bool:
+        """Whether the techniques act on the model right now."""
+        state = None if self.trainer is None else self.trainer.state
+        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
+
+    @property
+    def predicted_device(self) -> str:
+        """The kind of device that memory is predicted for."""
+        return "cuda" if self.device.type == "cuda" else "cpu"
+
+    @property
+    def as_trained(self) -> tuple[str, int, int]:
+        """The strategy's name, its ranks, and batches a step, as the Trainer is set."""
+        trainer = self.trainer
+        if trainer is None:
+            return "no Trainer", 1, 1
+        return type(trainer.strategy).__name__, trainer.world_size, trainer.accumulate_grad_batches
+
+    def find_surgeons(self, planned: PredictedStep) -> list[Technique]:
+        """The techniques that can operate on a copy; each writes into ``planned`` what it changes about a step."""
+        surgeons: list[Technique] = []
+        for technique in self.techniques:
+            with suppress(ValueError):  # one that decides by measuring says so
+                told = technique.predict(planned)
+                surgeons += [told] if told is not None else []
+        return surgeons
+
+    @contextmanager
+    def copy_without_memory(self, surgeons: Sequence[Technique] = ()) -> Iterator[nn.Module]:
+        """The model without memory, for the length of a block, with ``surgeons`` on it."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        with ExitStack() as undo:
+            copy = fake_module(self.module, mode)
+            undo.enter_context(mode)
+            undo.enter_context(apply(copy, surgeons))
+            yield copy
+
+    def predict(
+        self,
+        batch: Any,
+        loss: Loss | None,
+        optimizer: Callable[[Any], Optimizer] | None,
+        techniques: Sequence[Technique] | None = None,
+    ) -> MemoryReport:
+        """The peak of a step on this device, with other techniques if some are given."""
+        return predict_memory(
+            self.module,
+            batch,
+            loss=loss,
+            optimizer=optimizer,
+            techniques=self.techniques if techniques is None else techniques,
+            precision=self.precision,
+            device=self.predicted_device,
+        )
+
+
+def find_setting(
+    module: nn.Module | Factory | L.Trainer,
+    techniques: Sequence[Technique] | None,
+    trainer: L.Trainer | None,
+    precision: str,
+) -> Setting:
+    """Put together what a user gave and what that tells of the rest.
+
+    Raises:
+        TypeError, ValueError: techniques that are none, or do not go together; a Trainer that has no model yet.
+    """
+    if isinstance(module, L.Trainer):
+        trainer, held = module, module.lightning_module
+        if held is None:
+            why = "it gets its model when it begins to fit"
+            raise ValueError(explain("a Trainer without a model", why, "Give both: explain(model, trainer=trainer)"))
+        module = held
+    listed = _list_techniques(module, trainer) if techniques is None else techniques
+    if trainer is None:
+        one_of("precision", precision, tuple(PRECISIONS))
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Setting(module, None, check_together(listed), precision, device)
+    checked = check_together(listed, trainer.strategy)
+    return Setting(module, trainer, checked, str(trainer.precision), trainer.strategy.root_device)
+
+
+def _list_techniques(module: nn.Module | Factory, trainer: L.Trainer | None) -> list[Technique]:
+    """The Trainer's, and those that the module would bring to it."""
+    listed = [] if trainer is None else techniques_of(trainer)
+    brought: Any = module.configure_callbacks() if isinstance(module, L.LightningModule) else []
+    kinds = {type(technique) for technique in listed}  # a Trainer that has met the module has them already
+    for callback in brought if isinstance(brought, Sequence) else [brought]:
+        if isinstance(callback, Technique) and type(callback) not in kinds:
+            listed.append(callback)
+    return listed

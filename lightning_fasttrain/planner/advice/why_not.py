@@ -1,0 +1,170 @@
+"""Every technique that is not in use: why not, and what it would bring."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+from lightning.pytorch.strategies import Strategy
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.core.modules.parameters import count_parameters
+from lightning_fasttrain.core.modules.wrapped_forward import first_line
+from lightning_fasttrain.data import MicroBatching
+from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.model import LowPrecisionProducts
+from lightning_fasttrain.planner.advice.setting import Loss, Setting, find_setting
+from lightning_fasttrain.planner.advice.unused import Unused, UnusedReport
+from lightning_fasttrain.planner.catalogue import known_techniques
+from lightning_fasttrain.predict.fake_model import Factory
+from lightning_fasttrain.technique import Technique, check_together
+from lightning_fasttrain.technique.facts import Facts, facts_of_machine
+from lightning_fasttrain.technique.predicted_step import PredictedStep
+
+_REFUSED = (TypeError, ValueError, ModuleNotFoundError)
+
+
+def why_not(
+    module: nn.Module | Factory | L.Trainer,
+    batch: Any = None,
+    techniques: Sequence[Technique] | None = None,
+    *,
+    trainer: L.Trainer | None = None,
+    loss: Loss | None = None,
+    optimizer: Callable[[Any], Optimizer] | None = None,
+    precision: str = "32-true",
+) -> UnusedReport:
+    """Say of every technique that is not in use why it cannot, or need not, act here, and what it would bring.
+
+    Reasons are the techniques' own: of this machine, of the model, of how the Trainer is set, of what is in use beside
+    them, or what they would raise when they operate on the model, which is tried on a copy without memory.
+
+    Args:
+        module: a model, or a function that builds it, left as it is; or a Trainer that has met its model.
+        batch: one rank's batch, as the loader gives it: what changes a step's memory is then predicted, each in
+            seconds, with the arguments that its row names.
+        techniques: those in use; by default the Trainer's, and those that the module brings (``FastTrainMixin``).
+        trainer: says on how many devices, by which strategy and in which precision.
+        loss: (module, batch) → loss, for a module without ``training_step``.
+        optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
+        precision: where there is no Trainer.
+
+    Returns:
+        First what may be worth trying, by memory saved; print it for a table.
+
+    Raises:
+        TypeError, ValueError: techniques that are none, or do not go together; an unknown precision; a model that
+            cannot be copied; a Trainer that has no model yet.
+
+    Example:
+        >>> import lightning_fasttrain as ft
+        >>> net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 2))
+        >>> reasons = {row.name: row.why_not for row in ft.planner.why_not(net, techniques=[ft.QLoRA()]).rows}
+        >>> reasons["QuantizedBase"]
+        'QLoRA + QuantizedBase: QLoRA is QuantizedBase and LoRA already. Use QLoRA alone, or ...'
+
+    Source:
+        Ours.
+    """
+    setting = find_setting(module, techniques, trainer, precision)
+    with quietly():
+        asker = _Asker(setting, batch, loss, optimizer)
+        rows = [asker.ask(kind) for kind in known_techniques() if kind not in map(type, setting.techniques)]
+    rows.sort(key=lambda row: (row.why_not is not None, math.inf if row.factor is None else row.factor))
+    used = tuple(type(technique).__name__ for technique in setting.techniques)
+    return UnusedReport(tuple(rows), used, asker.peak_bytes, setting.device.type, setting.precision, tuple(asker.notes))
+
+
+class _Asker:
+    """Asks techniques about one setting.
+
+    Attributes:
+        peak_bytes: of a step with the techniques in use; None if it is not predicted.
+        notes: sentences on what is not.
+    """
+
+    def __init__(
+        self, setting: Setting, batch: Any, loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
+    ) -> None:
+        self.setting, self.step = setting, (batch, loss, optimizer)
+        self.notes: list[str] = []
+        self.peak_bytes: int | None = None
+        planned = PredictedStep(setting.precision, setting.predicted_device == "cuda")
+        with setting.copy_without_memory(setting.find_surgeons(planned)) as copy:
+            self.facts = _facts(setting, copy)
+        if batch is None:
+            return
+        try:
+            self.peak_bytes = setting.predict(*self.step).peak_bytes
+        except _REFUSED as error:
+            self.notes.append(f"Nothing is predicted: {error}")
+
+    def ask(self, kind: type[Technique]) -> Unused:
+        row = Unused(kind.__name__, kind.why_not(self.facts), kind.when)
+        if row.why_not is not None:
+            return row
+        try:
+            made = self._make(kind)
+            if made is None:
+                return row
+            check_together([*self.setting.techniques, made], self._strategy)
+            if self.peak_bytes is not None and self._changes_memory(made):
+                predicted = self.setting.predict(*self.step, [*self.setting.techniques, made])
+                return replace(row, tried=repr(made), factor=predicted.peak_bytes / self.peak_bytes)
+            if made.surgery is not None:
+                # Nothing is done with the copy: to operate on it shows whether the technique refuses.
+                with self.setting.copy_without_memory([made]):
+                    pass
+        except _REFUSED as error:
+            return replace(row, why_not=str(error))
+        except Exception as error:  # of the user's step, which runs with this technique for the first time
+            return replace(row, why_not=first_line(error))
+        return row
+
+    @property
+    def _strategy(self) -> Strategy | None:
+        return None if self.setting.trainer is None else self.setting.trainer.strategy
+
+    def _make(self, kind: type[Technique]) -> Technique | None:
+        """One as it would be tried first; None for those that need to be told more."""
+        if kind is MicroBatching:
+            return MicroBatching(4)
+        if kind is LowPrecisionProducts:
+            return LowPrecisionProducts("int8")
+        needed = [p for p in inspect.signature(kind).parameters.values() if p.default is inspect.Parameter.empty]
+        return None if needed else kind()
+
+    def _changes_memory(self, made: Technique) -> bool:
+        plain = PredictedStep(self.setting.precision, self.setting.predicted_device == "cuda")
+        planned = replace(plain, on_optimizer=[], notes=[])  # lists of its own, or `plain` would change too
+        operates = made.predict(planned) is not None
+        return operates or replace(planned, notes=[]) != plain  # a note alone changes nothing
+
+
+def _facts(setting: Setting, model: nn.Module) -> Facts:
+    trained, parameters = count_parameters(model)
+    trainer = setting.trainer
+    facts = replace(
+        facts_of_machine(),
+        device=setting.device.type,
+        blocks=_count_blocks(model),
+        heads=len(find_heads(model)),
+        trains=trained / max(parameters, 1),
+        precision=setting.precision,
+    )
+    if trainer is None:
+        return facts
+    clips = (trainer.gradient_clip_algorithm or "norm") if trainer.gradient_clip_val else "no"
+    return replace(facts, devices=trainer.world_size, accumulates=trainer.accumulate_grad_batches, clips=clips)
+
+
+def _count_blocks(model: nn.Module) -> int:
+    try:
+        return len(find_blocks(model))
+    except ValueError:
+        return 0

@@ -1,0 +1,92 @@
+"""The peak memory of choices, each predicted once; what differs in the size of a part alone, by a straight line."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import lightning as L
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.dry_run.verification.short_run import quietly
+from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.predict import predict_memory
+
+
+class PredictedMemory:
+    """Predicts peaks in bytes.
+
+    From two parts on, a step's peak is a constant and a multiple of what one part holds: two predictions tell both.
+
+    Args:
+        module: the model.
+        batch: one batch.
+        device: whose memory.
+        parts: the numbers of parts that may be asked for.
+        budget_bytes: to which a :func:`~lightning_fasttrain.planner.candidates.configuration.budget_word` keeps a step.
+    """
+
+    def __init__(
+        self, module: L.LightningModule, batch: Any, device: str, parts: list[int], budget_bytes: float = 0.0
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self.module, self.batch, self.device = module, batch, device
+        # From two parts on: in one part a step has another order, and its peak is not on the line.
+        self.ends = [parts[1], parts[-1]] if len(parts) > 1 else []
+        self.known: dict[Choice, float] = {}
+
+    def predict(self, choice: Choice) -> float:
+        """Peak bytes. What is compiled counts as it is eagerly, which is more.
+
+        Raises:
+            ValueError, TypeError: it cannot be predicted.
+        """
+        if is_budget(choice.recompute):
+            return self._within_budget(self.most_recomputed(choice), self.least_recomputed(choice))
+        key = replace(choice, compile="")
+        if key not in self.known:
+            self.known[key] = self._interpolate(key) if self._is_between(key) else float(self._predict(key))
+        return self.known[key]
+
+    def _within_budget(self, low: float, high: float) -> float:
+        """What is reached by keeping as many whole blocks as the budget has room for, if all are alike."""
+        blocks = len(find_blocks(self.module))
+        kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
+        return low + (high - low) * min(max(kept, 0), blocks) / blocks
+
+    def least_recomputed(self, choice: Choice) -> float:
+        """Peak bytes with nothing recomputed."""
+        return self.predict(replace(choice, recompute=""))
+
+    def most_recomputed(self, choice: Choice) -> float:
+        """Peak bytes with every block recomputed."""
+        return self.predict(replace(choice, recompute="all"))
+
+    def predict_exactly(self, choice: Choice) -> float:
+        """As :meth:`predict`, without the line."""
+        if is_budget(choice.recompute):
+            for recompute in ("", "all"):
+                self.predict_exactly(replace(choice, recompute=recompute))
+            return self.predict(choice)
+        key = replace(choice, compile="")
+        if self._is_between(key) or key not in self.known:
+            self.known[key] = float(self._predict(key))
+        return self.known[key]
+
+    def _is_between(self, choice: Choice) -> bool:
+        return bool(self.ends) and self.ends[0] < choice.parts < self.ends[1]
+
+    def _interpolate(self, choice: Choice) -> float:
+        few, many = (self.predict(replace(choice, parts=parts)) for parts in self.ends)
+        first, last, here = 1 / self.ends[0], 1 / self.ends[1], 1 / choice.parts  # peak = a + b / parts
+        return many + (few - many) * (here - last) / (first - last)
+
+    def _predict(self, choice: Choice) -> int:
+        with quietly():
+            report = predict_memory(
+                self.module,
+                self.batch,
+                techniques=choice.techniques(),
+                precision=choice.precision,
+                device=self.device,
+            )
+        return report.peak_bytes

@@ -1,0 +1,143 @@
+"""Which choices there are for a model on a machine, and why the others are none."""
+
+import itertools
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning as L
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_fasttrain.core.modules.blocks import find_blocks
+from lightning_fasttrain.core.modules.heads import find_heads
+from lightning_fasttrain.data.split_batch import batch_size
+from lightning_fasttrain.planner.candidates.configuration import SWITCHES, Choice, budget_word
+from lightning_fasttrain.predict.fake_model import fake_module
+from lightning_fasttrain.technique import Exactness, Technique, check_together
+from lightning_fasttrain.technique.facts import Facts
+
+_ORDER = list(Exactness)
+
+
+@dataclass
+class Axes:
+    """What may be chosen, axis by axis.
+
+    Attributes:
+        parts: numbers of parts.
+        precisions: the user's own first.
+        words: axis → its words, "" first.
+        left_out: what is left out → why.
+    """
+
+    parts: list[int]
+    precisions: list[str]
+    words: dict[str, list[str]]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def choices(self) -> Iterator[Choice]:
+        """Every combination of techniques that go together."""
+        names = list(self.words)
+        for words in itertools.product(*self.words.values()):
+            switched = replace(Choice(), **dict(zip(names, words, strict=True)))
+            for parts, precision in itertools.product(self.parts, self.precisions):
+                choice = replace(switched, parts=parts, precision=precision)
+                with suppress(ValueError):  # some techniques do not go together
+                    check_together(choice.techniques())
+                    yield choice
+
+    def drop(self, axis: str, why: str) -> None:
+        """Go on with the plain word of an axis alone."""
+        self.left_out[axis] = why
+        if axis == "parts":
+            self.parts = [1]
+        else:
+            self.words[axis] = [""]
+
+
+def find_axes(
+    module: L.LightningModule,
+    batch: Any,
+    facts: Facts,
+    keep: Exactness,
+    precision: str | None,
+    fast_bf16: bool,
+    limit_gib: float | None = None,
+) -> Axes:
+    """Find what may be chosen for ``module``.
+
+    Args:
+        module: the model; techniques are tried on a copy without memory.
+        batch: one batch.
+        facts: of the machine.
+        keep: how exact the choice must stay.
+        precision: the user's own, which stays; None if it may be chosen.
+        fast_bf16: whether the device multiplies bfloat16.
+        limit_gib: of memory, to which blocks may be recomputed one by one; None if they may not.
+    """
+    facts = replace(facts, blocks=_count_blocks(module), heads=len(find_heads(module)))
+    parts, reason = _find_parts(module, batch, keep)
+    axes = Axes(parts, [precision or "32-true"], {})
+    if reason:
+        axes.left_out["parts"] = reason
+    if precision is None:
+        _add_precision(axes, keep, fast_bf16)
+    for axis, words in SWITCHES.items():
+        axes.words[axis] = [""]
+        for word, switch in words.items():
+            technique = switch.make()
+            why = type(technique).why_not(facts)
+            if _ORDER.index(technique.exactness) > _ORDER.index(keep):
+                why = f"its exactness is {technique.exactness.value!r}, and keep={keep.value!r}"
+            elif why is None and technique.surgery is not None:
+                why = _why_not_on(module, technique)
+            if why is None:
+                axes.words[axis].append(word)
+            else:
+                axes.left_out[f"{axis} {word}"] = why
+    if limit_gib is not None and "all" in axes.words["recompute"]:
+        axes.words["recompute"].insert(-1, budget_word(limit_gib))  # before the leanest, which stays the last
+    return axes
+
+
+def _add_precision(axes: Axes, keep: Exactness, fast_bf16: bool) -> None:
+    if keep is Exactness.EXACT:
+        axes.left_out["bf16-mixed"] = "it rounds, and keep='exact'"
+    elif not fast_bf16:
+        axes.left_out["bf16-mixed"] = "this device does not multiply bfloat16 faster"
+    else:
+        axes.precisions.append("bf16-mixed")
+
+
+def _find_parts(module: nn.Module, batch: Any, keep: Exactness) -> tuple[list[int], str]:
+    """Powers of two up to one sample a part; else why one part alone."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+    if norms and keep is not Exactness.CHANGES_TRAINING:
+        return [1], "BatchNorm takes its statistics over a part, which would be another training"
+    try:
+        size = batch_size(batch)
+    except ValueError as error:
+        return [1], str(error)
+    return [2**power for power in range(size.bit_length()) if 2**power <= size], ""
+
+
+def _count_blocks(module: nn.Module) -> int:
+    try:
+        return len(find_blocks(module))
+    except ValueError:
+        return 0
+
+
+def _why_not_on(module: L.LightningModule, technique: Technique) -> str | None:
+    """Try it on a copy without memory."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    try:
+        net = fake_module(module, mode)
+        with mode, torch.random.fork_rng(devices=[]):  # adapters draw their first weights; nothing is on a GPU
+            technique.apply(net)
+    except (ValueError, TypeError, ModuleNotFoundError, RuntimeError, NotImplementedError) as error:
+        return str(error).partition("\n")[0]
+    return None

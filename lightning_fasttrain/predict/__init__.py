@@ -1,0 +1,17 @@
+"""Predict the memory and the operations of a training step before anything is allocated.
+
+The step runs on tensors that have shapes but no memory. What kernels allocate beside them is added where it is known.
+
+From the bottom up: ``data_dependent_values``, ``cuda_dispatch``, ``allocation_trace``, ``fake_model``,
+``cuda_workspace``, ``kernel_workspace``, ``memory_report``, ``predict_memory``, ``count_flops``.
+"""
+
+from lightning_fasttrain.predict.count_flops import count_flops
+from lightning_fasttrain.predict.memory_report import MemoryReport
+from lightning_fasttrain.predict.predict_memory import predict_memory
+
+__all__ = [
+    "MemoryReport",
+    "count_flops",
+    "predict_memory",
+]

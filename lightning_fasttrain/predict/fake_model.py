@@ -1,0 +1,112 @@
+"""Models and batches without their memory: the same shapes, types and ties, on the CPU."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.fabric.utilities.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensor, FakeTensorMode
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.finetune.quantized._quantized_layer import fake_parts, is_quantized
+from lightning_fasttrain.finetune.selection._float32_adapters import stays_in_float32
+from lightning_fasttrain.predict.data_dependent_values import AssumedNumbers
+
+Factory = Callable[[], nn.Module]
+
+
+def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
+    """Build a module without memory, or copy one that exists, which is left as it is.
+
+    Args:
+        module: what builds it, or the module itself, on any device (``"meta"`` too).
+        mode: whose tensors it gets.
+        dtype: of its floating-point parameters and buffers; None leaves them.
+
+    Raises:
+        TypeError: neither a module nor a function that returns one, or a module that cannot be copied.
+    """
+    exists = isinstance(module, nn.Module)  # perhaps without a parameter before its configure_model
+    if not isinstance(module, nn.Module):
+        with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
+            # Modules such as nn.TransformerEncoder copy their layers, and copying looks for an address.
+            warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+            built = module() if callable(module) else module
+        if not isinstance(built, nn.Module):
+            why = "a model is needed"
+            way_out = "Give an nn.Module, or a function without arguments that returns one"
+            raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", why, way_out))
+        module = built
+    if exists or any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
+        module = _copy_module(module, mode)
+    if isinstance(module, L.LightningModule):
+        with mode, AssumedNumbers(truth=False):
+            module.configure_model()  # which has to do nothing the second time, Lightning's docs say
+        module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
+    settle_(module, mode, dtype)
+    return module
+
+
+def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
+    """``batch`` with every tensor replaced by one of the same shape and strides without memory, on the CPU."""
+    return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
+
+
+def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_mode is mode
+
+
+def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
+    try:
+        with FakeCopyMode(mode):
+            # The second argument is deepcopy's memo: what is in it counts as copied already.
+            return copy.deepcopy(module, _quantized_parts(module, mode))
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+        way_out = "Give a function that builds it: lambda: MyModule(...)"
+        raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
+
+
+def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+    with mode:
+        return {key: part for m in module.modules() if is_quantized(m) for key, part in fake_parts(m).items()}
+
+
+def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
+    """Put what is elsewhere, or real, on the CPU without memory, and in ``dtype``; tied parameters stay tied.
+
+    Adapters stay in float32, as in the run.
+    """
+    settled: dict[Tensor, Tensor] = {}  # tensors hash by identity
+    unrounded = {inner for outer in module.modules() if stays_in_float32(outer) for inner in outer.modules()}
+    for owner in module.modules():
+        tables: tuple[Any, ...] = (owner._parameters, owner._buffers)
+        for table in tables:
+            for name, tensor in table.items():
+                if tensor is None:
+                    continue
+                rounded = tensor.is_floating_point() and owner not in unrounded
+                wanted = dtype if dtype is not None and rounded else tensor.dtype
+                if tensor not in settled:
+                    settled[tensor] = tensor
+                    if tensor.device.type != "cpu" or tensor.dtype != wanted or not _belongs(tensor, mode):
+                        settled[tensor] = _make_fake(tensor, mode, wanted)
+                table[name] = settled[tensor]
+
+
+def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
+    plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
+    if plain and not isinstance(tensor, nn.Parameter):
+        return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage stay so
+    with mode:
+        # With its strides: an expanded tensor takes no more memory than it did.
+        like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
+    return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
+
+
+def _say_nothing(*_: object, **__: object) -> None:
+    pass

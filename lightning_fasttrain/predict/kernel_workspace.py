@@ -1,0 +1,136 @@
+"""What kernels allocate where a fake run does not look, as far as it matters.
+
+From measuring single operations of oneDNN with AVX-512 and with AVX2, in float32 and bfloat16. Convolutions work on
+copies in a layout of their own, with the channels in blocks of 16, or of 8 with AVX2; of images with the channels last,
+only the weights are copied. With AVX2 alone bfloat16 is torch's own, which turns the images round instead. With AMX
+bfloat16 images with the channels last have a kernel of their own for the gradient of the weights.
+Left out are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
+bfloat16 matrix products, a few per cent of a step.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, backends, bfloat16, channels_last, cpu, get_num_threads, ops
+
+from lightning_fasttrain.predict.allocation_trace import Kept, Workspace
+
+_AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
+_AMX = cpu._is_amx_tile_supported()
+BLOCK = 8 if _AVX2 else 16
+# Of wider kernels, as of patches, the gradient in float32 is a product with each image's columns.
+_WIDEST = 13 if _AVX2 else 14
+_TILES = 20_000  # bytes of registers that AMX keeps for each thread
+
+
+def _blocked_bytes(image: Tensor) -> int:
+    """Bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
+    return image.nbytes * _in_blocks(image.shape[1]) // image.shape[1]
+
+
+def _has_channels_last(image: Tensor) -> bool:
+    return image.ndim == 4 and not image.is_contiguous() and image.is_contiguous(memory_format=channels_last)
+
+
+def _convolution(arguments: Sequence[Any], output: Tensor) -> int:
+    inputs, weight, transposed = arguments[0], arguments[1], arguments[6]
+    if _has_channels_last(inputs):
+        return 2 * weight.nbytes
+    inside = _blocked_bytes(output)
+    if transposed:
+        return 2 * inside
+    return max(
+        inside, weight.nbytes, (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0) + inside - output.nbytes
+    )
+
+
+def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
+    gradient, inputs, weight, stride, (for_inputs, *_rest) = *arguments[:3], arguments[4], arguments[-1]
+    groups = arguments[9]
+    if _has_channels_last(inputs):
+        if _AMX and weight.dtype is bfloat16 and weight.shape[1] > 1:
+            return _backward_in_tiles(inputs, gradient, weight, groups)
+        return 3 * weight.nbytes if groups == 1 else _grouped_backward(inputs, gradient, weight, groups)
+    if max(weight.shape[2:]) > _WIDEST and weight.dtype is not bfloat16:
+        columns = weight[0].nbytes * math.prod(gradient.shape[2:])
+        return get_num_threads() * (4 * weight.nbytes + columns)
+    both = _blocked_bytes(gradient) + (_blocked_bytes(inputs) if inputs.shape[1] >= BLOCK else 0)
+    return max(both, 2 * inputs.nbytes) if for_inputs and max(stride) > 1 else both
+
+
+def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
+    """Groups are summed up in whole blocks of channels, however few they have, and bfloat16 in float32 too."""
+    if _AVX2 and weight.dtype is bfloat16:
+        return inputs.nbytes + weight.nbytes
+    height, width = weight.shape[2:]
+    if weight.shape[:2] == (groups, 1) and height == width == 3:  # has a kernel of its own
+        if min(inputs.shape[2:]) >= 3:
+            return 3 * weight.nbytes
+        if _AVX2:
+            return 4 * inputs.nbytes + weight.nbytes
+    inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
+    padded = groups * inside * outside * height * width
+    if weight.dtype is not bfloat16:
+        return weight.nbytes + padded * weight.element_size()
+    images = groups * (inside * math.prod(inputs.shape[2:]) + outside * math.prod(gradient.shape[2:]))
+    return weight.nbytes + padded * (2 + 4) + 2 * images  # one image of each, turned round
+
+
+def _backward_in_tiles(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
+    """Sums in float32 and a copy in bfloat16 of whole blocks of channels, and one image of each, its rows padded."""
+    height, width = weight.shape[2:]
+    inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
+    sums = inside * outside * height * width * (8 if inside == BLOCK else 6)
+    columns = gradient.shape[3] + width - 1
+    images = inside * inputs.shape[2] * inputs.shape[3] + outside * gradient.shape[2] * (-(-columns // 32) * 32)
+    return groups * (sums + 2 * images) + get_num_threads() * _TILES
+
+
+def _in_blocks(channels: int) -> int:
+    return -(-channels // BLOCK) * BLOCK
+
+
+def _batch_norm_backward(arguments: Sequence[Any], _: object) -> int:
+    return arguments[1].nbytes
+
+
+def _lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> int:
+    gates = 0 if result[0].dtype is bfloat16 else 4 * result[0].nbytes
+    return gates + arguments[1].nbytes + arguments[2].nbytes
+
+
+def _lstm_backward(arguments: Sequence[Any], _: object) -> int:
+    return 5 * arguments[7].nbytes + 2 * (arguments[1].nbytes + arguments[2].nbytes)
+
+
+def _kept_by_lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> tuple[Tensor, int]:
+    """Gates and states of all times wait for the backward in a tensor that has no size in a fake run."""
+    inputs, outputs, kept = arguments[0], result[0], result[3]
+    numbers = 9.6 * outputs.numel() + 6 * max(inputs.numel(), outputs.numel())
+    return kept, int(numbers * (2.84 if outputs.dtype is bfloat16 else 4))
+
+
+CPU_WORKSPACE: dict[Any, Workspace] = {
+    ops.aten.convolution.default: _convolution,
+    ops.aten.convolution_backward.default: _convolution_backward,
+    ops.aten.native_batch_norm_backward.default: _batch_norm_backward,
+    ops.aten.mkldnn_rnn_layer.default: _lstm,
+    ops.aten.mkldnn_rnn_layer_backward.default: _lstm_backward,
+}
+
+
+def quantized_workspace() -> dict[Any, Workspace]:
+    """A product with weights in 4 bits makes a whole weight of them, and whole constants of its blocks."""
+    if sys.modules.get("bitsandbytes") is None:
+        return {}
+
+    def count_dequantized(arguments: Sequence[Any], _: object) -> int:
+        inputs, (rows, columns), block = arguments[0], arguments[2], arguments[4]
+        return inputs.element_size() * rows * columns + 4 * math.ceil(rows * columns / block)
+
+    return {ops.bitsandbytes.gemm_4bit.default: count_dequantized}
+
+
+KEPT: dict[Any, Kept] = {ops.aten.mkldnn_rnn_layer.default: _kept_by_lstm}

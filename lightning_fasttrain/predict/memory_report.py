@@ -1,0 +1,144 @@
+"""What a training step needs at its peak, for people and for programs."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from io import StringIO
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from lightning_fasttrain.core.messages import format_bytes
+from lightning_fasttrain.predict.allocation_trace import Allocation
+from lightning_fasttrain.run.profiling.memory_record import CATEGORIES
+
+LARGEST = 10  # holders that are listed
+
+
+@dataclass(frozen=True)
+class Holder:
+    """What is in memory at the peak on account of one module, or of its like in every block.
+
+    Args:
+        module: qualified name of a module or parameter, numbers written as ``*``; "" outside of all modules.
+        category: one of the six.
+        op: the operation that made it; "" for what was there before the step.
+        count: how many tensors.
+        nbytes: all of them together.
+    """
+
+    module: str
+    category: str
+    op: str
+    count: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of one training step, in bytes.
+
+    Args:
+        peak_bytes: the most that is in memory at once.
+        at_peak: category → bytes at that moment; they sum to ``peak_bytes``.
+        peaks: category → the most it takes at any moment of the step.
+        phase: when the peak is: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
+        module: qualified name of the module at work there; "" outside of all.
+        op: the operation that reaches it.
+        holders: what holds the most at the peak, largest first.
+        device: whose memory this is.
+        precision: as given.
+        notes: what was assumed or left out.
+    """
+
+    peak_bytes: int
+    at_peak: dict[str, int]
+    peaks: dict[str, int]
+    phase: str
+    module: str
+    op: str
+    holders: tuple[Holder, ...]
+    device: str
+    precision: str
+    notes: tuple[str, ...] = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """In plain JSON's kinds."""
+        return asdict(self)
+
+    def as_table(self) -> Table:
+        """For ``rich``: the categories, and what holds the most."""
+        where = f"{self.phase} of {self.module}" if self.module else self.phase
+        table = Table(
+            title=f"Peak {format_bytes(self.peak_bytes)} on {self.device}, {self.precision}, in the {where}: {self.op}",
+            caption="\n".join(self.notes) or None,
+            title_justify="left",
+            caption_justify="left",
+        )
+        table.add_column("")
+        table.add_column("at the peak", justify="right")
+        table.add_column("at most", justify="right")
+        for category in CATEGORIES:
+            table.add_row(category, format_bytes(self.at_peak[category]), format_bytes(self.peaks[category]))
+        table.add_section()
+        for holder in self.holders:
+            made_by = f" by {holder.op}" if holder.op else ""
+            name = f"{holder.module or 'outside of modules'}: {holder.count} {holder.category}{made_by}"
+            table.add_row(name, format_bytes(holder.nbytes), "")
+        return table
+
+    def __str__(self) -> str:
+        text = StringIO()
+        Console(file=text, width=120).print(self.as_table())
+        return text.getvalue().rstrip()
+
+
+def report(allocations: Sequence[Allocation], since: int, **about: Any) -> MemoryReport:
+    """Find the peak among ``allocations`` from the time ``since`` on.
+
+    Args:
+        allocations: of a trace that has ended.
+        since: a time of that trace; what was there then counts from the beginning.
+        about: ``device``, ``precision`` and ``notes`` of the report.
+    """
+    counted = [allocation for allocation in allocations if allocation.died > since]
+    births = [(max(a.born, since), a.nbytes, a) for a in counted]
+    deaths = [(a.died, -a.nbytes, a) for a in counted]
+    now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    peaks = dict(now)
+    total, peak_bytes, peak = 0, -1, (since, counted[0])
+    # Times differ, except at `since`; sorting is stable, so what was there then is counted first.
+    for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
+        category = allocation.category
+        now[category] += change
+        total += change
+        peaks[category] = max(peaks[category], now[category])
+        if total > peak_bytes:
+            peak_bytes, peak = total, (time, allocation)
+    time, last = peak
+    held = [a for a in counted if a.born <= time < a.died]
+    at_peak = dict.fromkeys(CATEGORIES, 0)
+    for allocation in held:
+        at_peak[allocation.category] += allocation.nbytes
+    return MemoryReport(
+        peak_bytes=peak_bytes,
+        at_peak=at_peak,
+        peaks=peaks,
+        phase=last.phase,
+        module=last.module,
+        op=last.op,
+        holders=_find_largest(held),
+        **about,
+    )
+
+
+def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for allocation in held:
+        module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)
+        # Parameters, gradients and states are put together, whichever operation made each of them.
+        op = allocation.op if allocation.category in ("activations", "temporaries") else ""
+        groups.setdefault((module, allocation.category, op), []).append(allocation.nbytes)
+    holders = [Holder(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]
+    return tuple(sorted(holders, key=lambda holder: -holder.nbytes)[:LARGEST])

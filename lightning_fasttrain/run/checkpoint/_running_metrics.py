@@ -1,0 +1,100 @@
+"""Metrics in the middle of an epoch, which Lightning and torchmetrics leave out of checkpoints."""
+
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.trainer.connectors.logger_connector.result import _Metadata, _ResultMetric, _Sync
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_fasttrain.core.state.metrics import MetricState, read_metric, write_metric_
+from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint
+
+# What a checkpoint can hold of Lightning's metadata. How to reduce and sync are functions, saved as words and flags.
+_META = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+_SUMS = ("value", "cumulated_batch_size")
+
+
+def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
+    """This process's: sums behind ``self.log``, states of the metrics in ``module``, values for callbacks."""
+    training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
+    # The hook that saves comes before Lightning resets these, so their sums must not come back after it.
+    resets = {SavePoint.EPOCH: training, SavePoint.VALIDATION: validation}.get(point, {})
+    about_to_be_reset = {id(result.value) for result in resets.values() if not result.is_tensor}
+    metrics = {}
+    for name, metric in module.named_modules():
+        if isinstance(metric, Metric) and id(metric) not in about_to_be_reset:
+            states, updates = read_metric(metric)
+            metrics[name] = {"states": _copy_value(states), "updates": updates}
+    return {
+        "callback_metrics": _copy_value(dict(trainer.callback_metrics)),
+        "logged": {} if point is SavePoint.EPOCH else _logged_values(training),
+        "metrics": metrics,
+    }
+
+
+def _logged_values(results: Any) -> dict[str, Any]:
+    logged = {}
+    for key, result in results.items():
+        meta = result.meta
+        # A result that was reset begins with its next value. A process group cannot be saved.
+        if result.has_reset or meta.sync.group is not None:
+            continue
+        kept = {name: getattr(meta, name) for name in _META}
+        sums = {name: _copy_value(torch.as_tensor(vars(result)[name])) for name in _SUMS if _has_sum(result, name)}
+        logged[key] = {
+            "meta": {**kept, "reduce_fx": meta.reduce_fx.__name__},
+            "sync": [meta.sync.should, meta.sync.rank_zero_only],
+            "sums": sums,
+        }
+    return logged
+
+
+def _has_sum(result: _ResultMetric, name: str) -> bool:
+    return result.is_tensor and (name == "value" or result.meta.is_mean_reduction)
+
+
+def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[str, Any]) -> None:
+    """Put back what :func:`metrics_state` returned."""
+    device = trainer.strategy.root_device
+    trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
+    metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
+    for name in metrics.keys() & state["metrics"].keys():
+        metric, saved = metrics[name], state["metrics"][name]
+        write_metric_(metric, MetricState(_copy_value(saved["states"], metric.device), saved["updates"]))
+    for key, saved in state["logged"].items():
+        meta = _Metadata(**saved["meta"])
+        if not saved["sums"] and meta.metric_attribute not in metrics:
+            continue
+        should, rank_zero_only = saved["sync"]
+        # As LightningModule.log makes it: the strategy reduces.
+        meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
+        result = _ResultMetric(meta, is_tensor=bool(saved["sums"]))
+        for name, value in _copy_value(saved["sums"], device).items():
+            setattr(result, name, value)
+        if not saved["sums"]:
+            result.value = metrics[str(meta.metric_attribute)]
+        result._update_count = 1  # a metric that was never updated warns when it is computed
+        trainer.fit_loop.epoch_loop._results[key] = result
+
+
+def _copy_value(value: Any, device: torch.device | str = "cpu") -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to(device).clone()
+    if isinstance(value, dict):
+        return {key: _copy_value(item, device) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_copy_value(item, device) for item in value]
+    return value

@@ -1,0 +1,330 @@
+"""A loader that can be stopped at any batch and continued, in another process, with the very next one."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
+
+from lightning_fasttrain.core.host.lightning import passes_of, set_passes_of, without_fabric
+from lightning_fasttrain.core.messages import explain, note_once, say, warn
+from lightning_fasttrain.core.state.rng import random_state, set_random_state
+from lightning_fasttrain.run.checkpoint.loader_rng import (
+    Generator,
+    generator_state,
+    generators_of,
+    set_generator_state,
+)
+
+_REMEMBERED = 6  # positions: more than anything between the loader and the training step fetches ahead
+
+
+def resumable(loader: Iterable[Any]) -> Any:
+    """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and continues where it was.
+
+    What a batch holds is decided by where the generators stood when the pass over the data began. So that is kept,
+    with the number of batches given out; the next pass after ``load_state_dict`` begins there, and passes over that
+    many batches: by their indices alone where a map-style dataset is read in this process, otherwise by reading
+    them again, which takes its time and is said. Then the random state is put back as it was found.
+
+    Kept are the generators of torch, Python and NumPy, those that the loader, its samplers and its dataset hold, and
+    with them the workers' seeds. ``persistent_workers`` are started again for each pass, since what they drew in
+    earlier ones could not be had back. Not kept is other state of a dataset or sampler. What is read in this process
+    and draws from the global generators all along, as an ``IterableDataset`` may, shares them with training and cannot
+    be replayed: give it a generator of its own. Of torch's there is a warning.
+
+    Args:
+        loader: a ``DataLoader``, what ``fabric.setup_dataloaders`` makes of it, or anything that can be iterated over
+            again and again. Its attributes shine through.
+
+    Returns:
+        The wrapped loader, to iterate over as before; ``loader`` itself if it has ``state_dict`` already.
+
+    Raises:
+        TypeError: an iterator, which ends with its first pass.
+        ValueError: ``persistent_workers`` under Fabric; on iterating: the state is one of another kind of loader.
+
+    Example:
+        A loop that goes on where its checkpoint was taken, bit for bit:
+
+        >>> from lightning_fasttrain.run import random_state, set_random_state
+        >>> def train(saved=None, stop=99):
+        ...     loader, seen, first = resumable(DataLoader(range(6), batch_size=2, shuffle=True)), [], 0
+        ...     if saved is not None:
+        ...         first, seen = saved["epoch"], list(saved["seen"])
+        ...         loader.load_state_dict(saved["loader"])
+        ...         set_random_state(saved["random"])  # last: from here on everything draws as it would have
+        ...     for epoch in range(first, 3):
+        ...         for batch in loader:
+        ...             seen.append(batch + torch.rand(2))
+        ...             if len(seen) == stop:
+        ...                 return {"epoch": epoch, "seen": seen, "loader": loader.state_dict(),
+        ...                         "random": random_state()}
+        ...     return seen
+        >>> _ = torch.manual_seed(3)
+        >>> whole = train()
+        >>> _ = torch.manual_seed(3)
+        >>> torch.equal(torch.stack(whole), torch.stack(train(train(stop=5))))
+        True
+
+    Source:
+        torchdata's ``StatefulDataLoader`` keeps the state of samplers and workers instead, with workers of its own.
+    """
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return loader
+    return ResumableLoader(loader)
+
+
+class ResumableLoader:
+    """See :func:`resumable`."""
+
+    def __init__(self, inner: Iterable[Any]) -> None:
+        if isinstance(inner, Iterator):
+            why = "an iterator ends with its first pass, so a later process cannot read up to where it was"
+            way_out = "Give a DataLoader, or an object whose __iter__ starts over"
+            raise TypeError(explain(f"loader={type(inner).__name__}", why, way_out))
+        self.inner: Any = inner
+        loader: Any = without_fabric(inner)
+        torchs = isinstance(loader, DataLoader)
+        if torchs and loader.persistent_workers and loader is not inner:
+            why = "what they drew in earlier passes cannot be had back, and Fabric starts them out of reach"
+            raise ValueError(explain("persistent_workers=True under Fabric", why, "Use persistent_workers=False"))
+        self._persistent = torchs and loader.persistent_workers
+        self._in_process = not torchs or loader.num_workers == 0
+        self._watched = self._in_process and torchs and isinstance(loader.dataset, IterableDataset)
+        self._handed_out = self._repeats = 0
+        self._positions: deque[tuple[int, dict[str, Any]]] = deque(maxlen=_REMEMBERED)
+        self._to_resume: dict[str, Any] | None = None
+        self._lazy = False  # after a load, workers start with the first batch: Lightning may iterate again before
+        self._workers_seed: int | None = None  # for the next pass of persistent workers; None until their first one
+
+    def __iter__(self) -> Iterator[Any]:
+        a_pass = _Pass(self)
+        if self._to_resume is None and not self._lazy:
+            a_pass.begin()
+        return a_pass
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader is, after the batch given out last; within the body of a loop, that is the one at hand."""
+        # A pass that ended is no place to go on from: the next one begins anew.
+        if self._positions and self._positions[-1][1]["ended"]:
+            return self.between_passes()
+        return {**self.position(self._handed_out), "random": []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from there; call it before iterating."""
+        self._positions.clear()
+        self._handed_out = 0
+        self._lazy = True
+        self._to_resume = None
+        if state["start"] is None:
+            _set_generators(generators_of(self.inner), state["generators"])
+            self._workers_seed, self._repeats = state["workers"], 0
+            self._set_calls(state["calls"])
+        else:
+            self._to_resume, self._repeats = state, state["repeats"]
+
+    @property
+    def handed_out(self) -> int:
+        """Batches given out since :meth:`count_from`."""
+        return self._handed_out
+
+    @property
+    def repeats(self) -> int:
+        """How often the data ended since :meth:`count_from` zero: where several loaders go together, some repeat."""
+        return self._repeats
+
+    def between_passes(self) -> dict[str, Any]:
+        """The state from which the next pass begins at its beginning."""
+        states = [generator_state(generator) for generator in generators_of(self.inner)]
+        return {"start": None, "generators": states, "workers": self._workers_seed, "calls": self._calls()}
+
+    def position(self, used: int) -> dict[str, Any]:
+        """The state after ``used`` batches since :meth:`count_from`, whatever has been fetched ahead of them."""
+        if not self._positions:  # nothing was asked for yet
+            return self._to_resume or self.between_passes()  # loaded, and not begun: what was loaded is still the state
+        ahead: list[Any] = []  # what was fetched ahead was fetched in these states
+        for handed_out, position in reversed(self._positions):
+            if position["random"] is not None:
+                ahead.insert(0, (position["start"], position["random"]))
+            if handed_out <= used:
+                # What was fetched of the next pass is no part of this position.
+                return {**position, "random": [random for start, random in ahead if start is position["start"]]}
+        raise RuntimeError(f"{self._handed_out} batches were fetched and {used} used: that is too far ahead.")
+
+    def count_from(self, used: int) -> None:
+        """What the batches given out so far count as, for :meth:`position`."""
+        self._handed_out, self._repeats = used, 0 if used == 0 else self._repeats
+
+    def _begin(self, seed: int | None) -> Iterator[Any]:
+        inner = self.inner
+        if not self._persistent:
+            return iter(inner)
+        note_once("ExactResume: persistent workers are started again for each pass, or their random numbers were lost")
+        if inner._iterator is not None:
+            # A DataLoader keeps the iterator of persistent workers and only resets it, so it would draw no new seed.
+            inner._iterator._shutdown_workers()
+            inner._iterator = None
+        # A DataLoader draws `_base_seed` from its generator when it makes an iterator, and seeds the workers with it.
+        theirs = inner.generator
+        if seed is not None:  # a later pass, for which persistent workers draw no seed from the common generator
+            inner.generator = torch.Generator().manual_seed(seed)
+        try:
+            batches = iter(inner)
+        finally:
+            inner.generator = theirs
+        # Follows from this pass alone, so a resumed run gets the same.
+        self._workers_seed = (batches._base_seed + 1) % 2**62
+        return batches
+
+    def _skip(self, batches: Iterator[Any], count: int) -> None:
+        if count == 0:
+            return
+        map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
+        if isinstance(batches, _SingleProcessDataLoaderIter) and map_style:
+            for _ in islice(batches._sampler_iter, count):  # indices only: nothing is loaded
+                pass
+            return
+        say("Resuming: %d batches are read again and dropped, up to where the run was", count)
+        for _ in islice(batches, count):
+            pass
+
+    def _calls(self) -> int:
+        """Fabric takes the number of passes so far for the epoch, which decides the order of a DistributedSampler."""
+        return passes_of(self.inner)
+
+    def _set_calls(self, calls: int) -> None:
+        set_passes_of(self.inner, calls)
+
+    def _data_generators(self) -> list[Generator]:
+        return generators_of(getattr(self.inner, "dataset", self.inner))
+
+    def __getattr__(self, name: str) -> Any:
+        # A copy asks for attributes before `inner` is there, which would never end. Protocols such as pickling must not
+        # see those of the loader inside.
+        if name == "inner" or (name.startswith("__") and name.endswith("__")):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        own = name == "inner" or (name.startswith("_") and name != "_iterator")
+        object.__setattr__(self if own else self.inner, name, value)  # Lightning sets worker_init_fn and _iterator
+
+
+class _Pass(Iterator[Any]):
+    """One pass over the data."""
+
+    def __init__(self, loader: ResumableLoader) -> None:
+        self.loader = loader
+        self.batches: Iterator[Any] | None = None
+        self.start: dict[str, Any] = {}
+        self.given = 0
+        self.position: dict[str, Any] = {}
+        self.data: list[Generator] = loader._data_generators()
+        self.ahead: list[dict[str, Any]] = []  # random states for batches that had been fetched ahead of the checkpoint
+
+    def begin(self) -> None:
+        loader = self.loader
+        state, loader._to_resume, loader._lazy = loader._to_resume, None, False
+        if state is not None:
+            self._resume(state)
+            return
+        self.start = {
+            "random": random_state(),
+            "generators": [generator_state(generator) for generator in generators_of(loader.inner)],
+            "workers": loader._workers_seed,
+            "calls": loader._calls(),
+            "first": None,
+        }
+        self.batches = loader._begin(loader._workers_seed)
+        self._note()
+
+    def _resume(self, state: dict[str, Any]) -> None:
+        loader = self.loader
+        self.start, self.given = dict(state["start"]), state["given"]
+        # Resuming must not move the random state that training draws from: it is put back below.
+        here = random_state()
+        set_random_state(self.start["random"])
+        _set_generators(generators_of(loader.inner), self.start["generators"])
+        loader._set_calls(self.start["calls"])
+        self.batches = loader._begin(self.start["workers"])
+        # Training draws between the start of a pass and its first fetch, which is when samplers draw.
+        if self.start["first"] is not None:
+            set_random_state(self.start["first"])
+        loader._skip(self.batches, self.given)
+        # Batches that were passed over by their indices alone drew nothing from the dataset's generators.
+        _set_generators(self.data, state["data"])
+        set_random_state(here)
+        self.ahead = list(state["random"])
+        self._note()
+
+    def __next__(self) -> Any:
+        if self.batches is None:
+            self.begin()
+        assert self.batches is not None
+        here = None
+        if self.ahead:
+            # The uninterrupted run fetched this batch earlier, in the state of that moment.
+            here = random_state()
+            set_random_state(self.ahead.pop(0))
+        before = self._before_fetching() if self.loader._in_process else None
+        try:
+            batch = next(self.batches)
+        except StopIteration:
+            self.position["ended"] = True  # the same dictionary is in _positions
+            self.loader._repeats += 1
+            raise
+        finally:
+            if here is not None:
+                set_random_state(here)
+        # What is drawn with the first batch comes again from `first`. What is drawn later is mixed with training's.
+        if self.loader._watched and self.given > 0 and here is None:
+            self.loader._watched = False
+            _warn_if_moved(before)
+        self.given += 1
+        self.loader._handed_out += 1
+        self._note()
+        return batch
+
+    def _before_fetching(self) -> dict[str, Any]:
+        """Samplers draw with their first index, datasets with every sample: both from the state at this moment."""
+        before = random_state()
+        if self.given == 0:
+            self.start["first"] = before
+        self.position["random"] = before
+        return before
+
+    def _note(self) -> None:
+        data = [generator_state(generator) for generator in self.data]
+        self.position = {
+            "start": self.start,
+            "given": self.given,
+            "ended": False,
+            "repeats": self.loader._repeats,
+            "random": None,
+            "data": data,
+        }
+        # By reference: `random` and `ended` are filled in when the next batch is asked for.
+        self.loader._positions.append((self.loader._handed_out, self.position))
+
+
+def _set_generators(generators: list[Generator], states: list[Any]) -> None:
+    if len(generators) != len(states):
+        what = f"the checkpoint has the state of {len(states)} generators of a loader, this one has {len(generators)}"
+        why = "the loader, its sampler or its dataset is another one"
+        raise ValueError(explain(what, why, "Make the loader as it was"))
+    for generator, state in zip(generators, states, strict=True):
+        set_generator_state(generator, state)
+
+
+def _warn_if_moved(before: dict[str, Any] | None) -> None:
+    if before is not None and not torch.equal(before["torch"], torch.get_rng_state()):
+        why = "training draws from the same, so a resumed run would read other samples"
+        way_out = "Give the dataset a torch.Generator of its own as an attribute, or use num_workers=1"
+        warn(explain("this IterableDataset draws from torch's global generator while it is read", why, way_out))

@@ -1,0 +1,237 @@
+"""Whether a checkpoint is one of this very run: what must agree for the run to go on as it would have."""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import lightning as L
+import numpy as np
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from torch import Tensor
+from torch.utils.data import ConcatDataset, RandomSampler, SequentialSampler, Subset
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.technique import Capability, Exactness, Technique
+from lightning_fasttrain.technique.arguments import settings_of
+from lightning_fasttrain.technique.technique import techniques_of
+
+_OPTIMIZERS, _TECHNIQUES = "optimizers", "techniques"
+_SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
+
+
+def read_settings(trainer: L.Trainer) -> dict[str, Any]:
+    """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
+    # These callbacks change accumulate_grad_batches during the run, so its value here says nothing.
+    scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
+    scheduled = scheduled or any(map(_sums_batches, techniques_of(trainer)))
+    clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
+    optimizers = [type(optimizer).__name__ for optimizer in trainer.optimizers]
+    return {
+        "processes": trainer.world_size,
+        "accumulate_grad_batches": None if scheduled else trainer.accumulate_grad_batches,
+        "precision": str(trainer.precision),
+        "gradient_clip_val": clip,
+        "gradient_clip_algorithm": str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
+        _OPTIMIZERS: optimizers or None,
+        _TECHNIQUES: _read_techniques(trainer),
+    }
+
+
+def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
+    """Name of each technique that a step's numbers depend on → its settings, and whether it trains differently."""
+    depends = [technique for technique in techniques_of(trainer) if not technique.bitwise]
+    found: dict[str, dict[str, Any]] = {}
+    for technique in depends:
+        changes = _trains_differently(technique, trainer.lightning_module)
+        found[type(technique).__name__] = {"settings": settings_of(technique), "changes training": changes}
+    return found
+
+
+def _trains_differently(technique: Technique, module: L.LightningModule) -> bool:
+    # Accumulation is as exact as a larger batch is, and another window is another batch.
+    return _sums_batches(technique) or technique.exactness_on(module) is Exactness.CHANGES_TRAINING
+
+
+def _sums_batches(technique: Technique) -> bool:
+    return technique.does(Capability.SUMS_BATCHES)
+
+
+def about_loader(loader: Any) -> dict[str, Any]:
+    """The same about one training loader, before it is read from."""
+    dataset = getattr(loader, "dataset", loader)
+    try:
+        samples = len(dataset)
+    except (TypeError, NotImplementedError):
+        samples = None
+    sampler = getattr(loader, "batch_sampler", None)
+    return {
+        "samples in the training data": samples,
+        # With a batch_sampler the loader's own batch_size is None.
+        "batch size": getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None),
+        "shuffle": _shuffles(getattr(loader, "sampler", None)),
+        "drop_last": getattr(sampler, "drop_last", None),
+        "training data": f"{type(dataset).__module__}.{type(dataset).__qualname__}",
+        **_hash_data(dataset, "training data"),
+    }
+
+
+def _shuffles(sampler: object) -> bool | str | None:
+    if sampler is None:
+        return None
+    told = getattr(sampler, "shuffle", None)  # DistributedSampler's
+    if isinstance(told, bool):
+        return told
+    if type(sampler) in (RandomSampler, SequentialSampler):
+        return isinstance(sampler, RandomSampler)
+    return type(sampler).__qualname__  # of others the name is compared
+
+
+def _hash_data(dataset: Any, where: str) -> dict[str, str]:
+    """Name of each table, list or tensor that a dataset holds → a hash of a few entries. No code of its own is run.
+
+    Its own ``__getitem__`` may draw random numbers or open files, so it is not asked for samples. Columns of strings
+    count by the last part of a path, since data may be moved.
+    """
+    if isinstance(dataset, Subset):
+        # The same base with other indices is other data, so both are hashed.
+        return {**_hash_values(dataset.indices, f"{where}.indices"), **_hash_data(dataset.dataset, where)}
+    if isinstance(dataset, ConcatDataset):
+        parts = enumerate(dataset.datasets)
+        return {name: value for i, part in parts for name, value in _hash_data(part, f"{where}[{i}]").items()}
+    if type(dataset) in (list, tuple):
+        return _hash_values(dataset, where)
+    held = vars(dataset) if hasattr(dataset, "__dict__") else {}
+    return {name: value for key, part in held.items() for name, value in _hash_values(part, f"{where}.{key}").items()}
+
+
+def _hash_values(values: Any, where: str) -> dict[str, str]:
+    # As TensorDataset holds its tensors.
+    if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
+        return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
+    if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
+        return {}
+    ends = np.linspace(0, len(values) - 1, _SAMPLES).astype(int)
+    data = _join([values[int(i)] for i in ends], b"|")
+    return {} if data is None else {where: hashlib.sha256(data).hexdigest()[:12]}
+
+
+def _is_array(value: Any) -> bool:
+    return type(value) in (Tensor, np.ndarray) and value.ndim > 0
+
+
+def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
+    parts: list[bytes] = []
+    for entry in entries:
+        data = _bytes_of(entry)
+        if data is None:
+            return None
+        parts.append(data)
+    return by.join(parts)
+
+
+def _bytes_of(entry: Any) -> bytes | None:
+    """The numbers and words of one sample; None if it holds anything else."""
+    if isinstance(entry, str):
+        return os.path.basename(entry).encode(errors="surrogatepass")
+    if isinstance(entry, bool | int | float | np.number):
+        return repr(float(entry)).encode()  # one form for numbers that are equal in Python, NumPy and torch
+    if type(entry) is np.ndarray and entry.dtype != object:
+        return np.ascontiguousarray(entry).tobytes()
+    if type(entry) is Tensor:
+        plain = entry.detach().cpu().contiguous()
+        # view(uint8): NumPy has no bfloat16.
+        return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
+    if isinstance(entry, Mapping):
+        entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
+    if isinstance(entry, list | tuple):
+        return _join(entry, b",")
+    return None
+
+
+def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """What to say of each setting of which both sides know another value."""
+    # Loaders are compared one by one, when this run makes them.
+    for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
+        if then[name] is not None and now[name] is not None and then[name] != now[name]:
+            what = f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}"
+            yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+    other = list_other_techniques(then, now, changing_training=True)
+    if other:
+        what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
+        yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+
+
+_AS_IT_WAS = "Make it as it was, or accept another run: ExactResume(strict=False)"
+
+
+def doubts(
+    checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
+) -> Iterator[str]:
+    """What to say of what may train differently, or not, and is no reason to stop: hyper-parameters, and rounding."""
+    hyper_parameters = _other_hyper_parameters(checkpoint, module)
+    if hyper_parameters is not None:
+        yield hyper_parameters
+    other = list_other_techniques(then, now, changing_training=False)
+    if not other:
+        return
+    what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
+    why = "the run goes on with the same training, but for the rounding of its sums, so maybe not bit for bit"
+    yield explain(what, why, "Where it has to be bit for bit, make it as it was")
+
+
+def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_training: bool) -> list[str]:
+    """What differs of each technique, of those that change the training or of the others.
+
+    Example:
+        >>> clipping = {"AdaptiveClipping": {"settings": {"clipping": "0.01"}, "changes training": True}}
+        >>> list_other_techniques({"techniques": clipping}, {"techniques": {}}, changing_training=True)
+        ['AdaptiveClipping then, and not now']
+    """
+    if _TECHNIQUES not in then or _TECHNIQUES not in now:  # a checkpoint of an older version
+        return []
+    before, after = then[_TECHNIQUES], now[_TECHNIQUES]
+    found: list[str] = []
+    for name in [*before, *(name for name in after if name not in before)]:
+        sides = [side[name] for side in (before, after) if name in side]
+        if any(side["changes training"] for side in sides) is not changing_training:
+            continue
+        if len(sides) < 2:
+            found.append(f"{name} then, and not now" if name in before else f"{name} now, and not then")
+            continue
+        was, is_now = (side["settings"] for side in sides)
+        # An argument that only one version of a technique has is left out.
+        differ = [key for key in was if key in is_now and was[key] != is_now[key]]
+        if differ:
+            changes = ", ".join(f"{key} = {was[key]} then, {is_now[key]} now" for key in differ)
+            found.append(f"{name} with {changes}")
+    return found
+
+
+def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse what not even a run that may differ can go on with: the state of another kind of optimizer.
+
+    Raises:
+        ValueError: names both.
+    """
+    saved, here = then.get(_OPTIMIZERS), now.get(_OPTIMIZERS)
+    if saved and here and saved != here:
+        what = f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {here}"
+        way_out = "Use the same, or load the weights alone: model.load_state_dict(torch.load(path)['state_dict'])"
+        raise ValueError(explain(what, "the state of one means nothing to the other", way_out))
+
+
+def _other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
+    """What to say where the module was made with other values than the saved one; None if it was not.
+
+    Only values that are plain on both sides are compared.
+    """
+    then, now = checkpoint.get("hyper_parameters") or {}, dict(module.hparams)
+    plain = (bool, int, float, str, type(None))
+    both = [name for name in then if name in now and isinstance(then[name], plain) and isinstance(now[name], plain)]
+    differ = [f"{name} = {then[name]!r} then, {now[name]!r} now" for name in both if then[name] != now[name]]
+    if not differ:
+        return None
+    what = f"{type(module).__name__} has other hyper-parameters than the checkpoint's"
+    return explain(what, "; ".join(differ[:5]), "Where they decide how the model trains, make them as they were")

@@ -1,0 +1,348 @@
+"""Steps with a loss or a gradient that is not finite are skipped, on all ranks alike, and the cause is named."""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.distributed import is_sharded
+from lightning_fasttrain.core.messages import explain, list_some, number_of, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.run.checkpoint._gathered_states import gather
+from lightning_fasttrain.run.guards._schedules import hold_schedules_
+from lightning_fasttrain.run.guards.locate_nan import first_layer_in_forward, is_unfinite, last_bad_gradient
+from lightning_fasttrain.run.guards.skip_step import (
+    agree,
+    device_of,
+    has_room_for_nan,
+    has_unfinite,
+    hold_steps_,
+    parameters_with_gradient,
+)
+from lightning_fasttrain.technique import Capability, Conflict, Technique
+
+
+class FiniteSteps:
+    """Skips steps whose gradients or losses are not finite, on all ranks alike; counts them, and stops after several.
+
+    The check is one largest-entry norm of the gradients on the device, and with several processes one all-reduce of a
+    single number. With torch's fused optimizers the device skips, and the host looks while the device is busy with the
+    update; with all others the host waits for the backward before the update.
+
+    Beside a loss scaler, gradients that overflow are the scaler's: it skips and halves its scale, and they are not
+    counted here. A loss that is not finite, and gradients that overflow though the scale is below 1, are counted.
+
+    The statistics that BatchNorm took of a bad batch are put back too.
+
+    Args:
+        stop_after: steps in a row that are skipped, before it is an error.
+
+    Attributes:
+        skipped: steps so far.
+        in_a_row: of them, since the last good one.
+        losses: of the coming step: the number of the batch → 1 if its loss is not finite, on the device.
+
+    Raises:
+        TypeError, ValueError: ``stop_after`` is no whole number of at least 1.
+        FloatingPointError: in ``optimizer.step()``: so many steps in a row were skipped.
+
+    Example:
+        >>> net = nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(net.parameters())
+        >>> steps = FiniteSteps(stop_after=3)
+        >>> undo = steps.guard_(optimizer, net)
+        >>> loss = net(torch.tensor([float("nan"), 1.0])).sum()
+        >>> loss.backward()
+        >>> steps.note_loss(loss)
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as told:
+        ...     warnings.simplefilter("always")
+        ...     optimizer.step()
+        >>> str(told[0].message)
+        'a step was skipped, since its loss or gradient is not finite (skipped so far: 1).'
+        >>> steps.skipped, optimizer.state_dict()["state"]
+        (1, {})
+
+    Source:
+        Loss scaling's own rule (Micikevicius et al. 2018, "Mixed Precision Training") for every precision.
+    """
+
+    def __init__(self, stop_after: int = 3) -> None:
+        self.stop_after = positive_int("stop_after", stop_after)
+        self.skipped = self.in_a_row = 0
+        self.name_cause: Callable[[], str] = lambda: ""
+        self.after_skip: Callable[[], None] = lambda: None
+        self.losses: list[tuple[int, Tensor]] = []
+        self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and what they were after the last good step
+
+    def guard_(self, optimizer: Optimizer, model: nn.Module, scaler: GradScaler | None = None) -> Undo:
+        """Take a place before the steps of ``optimizer``.
+
+        Args:
+            optimizer: the plain one, or what Fabric made of it; several may be guarded, one call each.
+            model: what it trains.
+            scaler: a loss scaler, where one is used.
+
+        Returns:
+            How to undo it.
+
+        Raises:
+            TypeError: no optimizer with one update a step.
+        """
+        self._statistics = [(buffer, buffer.clone()) for buffer in _statistics_of(model)]
+
+        def tell(values: list[float]) -> None:
+            bad, bad_loss = (value != 0 for value in values)
+            if not bad:
+                self.in_a_row = 0
+                self.keep_statistics()
+            # Below a scale of 1 the loss is not scaled up, so an overflow is not of the scaler's making.
+            elif bad_loss or scaler is None or scaler.get_scale() < 1:
+                self._count()
+            else:
+                self._put_back()  # an overflow, which the scaler has dealt with
+            self.losses = []
+
+        return hold_steps_(optimizer, self._look, tell, scaler)
+
+    def note_loss(self, loss: Tensor, batch: int = 0) -> None:
+        """Have a loss decide on the coming step too; call it once for each backward, with the number of the batch."""
+        self.losses.append((batch, has_unfinite([loss])))
+
+    def keep_statistics(self) -> None:
+        """The model is as it should be: called again where a checkpoint was loaded."""
+        for buffer, kept in self._statistics:
+            kept.copy_(buffer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped": self.skipped, "in_a_row": self.in_a_row}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+
+    def _look(self, optimizer: Optimizer) -> Tensor:
+        """[2]: whether the step is bad, and whether a loss is."""
+        parameters = parameters_with_gradient(optimizer)
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
+        bad = has_unfinite(gradients).to(device_of(optimizer))
+        losses = [flag.to(bad.device) for _, flag in self.losses]
+        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have noted no loss
+        return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both
+
+    def _put_back(self) -> None:
+        for buffer, kept in self._statistics:
+            buffer.copy_(kept)
+
+    def _count(self) -> None:
+        self.skipped += 1
+        self.in_a_row += 1
+        cause = self.name_cause()
+        self._put_back()
+        self.after_skip()
+        what = f"a step was skipped, since its loss or gradient is not finite{cause}"
+        if self.in_a_row < self.stop_after:
+            warn(f"{what} (skipped so far: {self.skipped}).")
+            return
+        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so it will not go away by itself"
+        way_out = "Look at that batch and layer, lower the learning rate, or go back to an older checkpoint"
+        raise FloatingPointError(explain(what, why, way_out))
+
+
+def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool = False) -> None:
+    """Refuse to publish weights or buffers that are not finite; for use before a save. Waits for the device.
+
+    Args:
+        model: what would be saved.
+        where: what would be written, for the message.
+        alone: do not ask the other ranks, since they may not come.
+
+    Raises:
+        FloatingPointError: on all ranks, if one has such a value; with the first names.
+
+    Example:
+        >>> refuse_unfinite(nn.Linear(2, 2))
+
+    Source:
+        None: a checkpoint that holds NaN cannot be trained on, and often takes the place of the last one that could.
+    """
+    everything = (*model.named_parameters(), *model.named_buffers())
+    named = [(name, value) for name, value in everything if has_room_for_nan(value)]
+    bad = has_unfinite(value for _, value in named)
+    if float(bad if alone else agree(bad)) == 0:
+        return
+    names = [name for name, value in named if is_unfinite(value)]
+    held = f"in {list_some(names)}" if names else "on another rank"
+    why = f"NaN or infinite values are {held}"
+    way_out = "Go on from the last checkpoint: it is as it was"
+    raise FloatingPointError(explain(f"{where} was not written", why, way_out))
+
+
+class FiniteGuard(Technique):
+    """Skip steps whose loss or gradient is not finite, name the cause, and publish no checkpoint that holds NaN.
+
+    A skipped step leaves weights, optimizer state, statistics of BatchNorm and schedules by step as they were, on all
+    ranks. ``global_step`` counts it, as it counts batches that were used. What is said names the batch and the rank of
+    the first bad loss, and the layer: the forward of that batch is repeated once without gradients, or, where the loss
+    was fine, the gradients are looked through. With sharded parameters only the gradients are. Gradients are shared
+    among ranks, so for those no rank can be named.
+
+    Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules, the
+    loss scaler's among them, and for when the host waits. A batch without samples or targets has a loss that is NaN, so
+    its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it counts nothing instead.
+    What the Trainer's ``save_checkpoint`` writes is looked through first.
+
+    Args:
+        stop_after: steps in a row that are skipped, before the run ends with an error on all ranks.
+
+    Raises:
+        TypeError, ValueError: ``stop_after`` is no whole number of at least 1.
+        FloatingPointError: in ``fit``: so many steps in a row; or a checkpoint would hold NaN.
+
+    Example:
+        >>> guard = FiniteGuard(stop_after=5)
+
+    Source:
+        See :class:`FiniteSteps`.
+    """
+
+    effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
+    when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own"
+    in_a_loop: ClassVar[str] = "run.FiniteSteps().guard_(optimizer, model)"
+    predicted: ClassVar[bool] = True
+
+    @classmethod
+    def conflicts(cls) -> tuple[Conflict, ...]:
+        return (
+            Conflict(
+                Capability.UPDATES_IN_BACKWARD,
+                "weights are updated during the backward, before all gradients are known",
+                "Use one of them",
+            ),
+            Conflict(
+                DeepSpeedStrategy,
+                "DeepSpeed's engine holds the gradients and steps by itself",
+                "Use FSDP2 or DDP, or DeepSpeed's check in float16",
+            ),
+        )
+
+    def __init__(self, stop_after: int = 3) -> None:
+        self.steps = FiniteSteps(stop_after)
+        self.stop_after = self.steps.stop_after
+        self._batch: tuple[Any, int] = (None, 0)
+        self._skipped_now = False
+        self._run = ExitStack()
+
+    @property
+    def skipped(self) -> int:
+        """Steps so far."""
+        return self.steps.skipped
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self._run = undo = ExitStack()
+        strategy = trainer.strategy
+        save = strategy.save_checkpoint
+
+        def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
+            # After an error the others may not come.
+            refuse_unfinite(pl_module, f"checkpoint {filepath}", alone=trainer.interrupted)
+            save(checkpoint, filepath, *args, **kwargs)
+
+        undo.callback(patch(strategy, "save_checkpoint", save_checkpoint))
+        return undo.close
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the first at which there is an optimizer."""
+        self.steps.name_cause = lambda: self._name_cause(trainer, pl_module)
+        self.steps.after_skip = self._note_skip
+        self._run.callback(self._forget)
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        for optimizer in trainer.optimizers:
+            self._run.callback(self.steps.guard_(optimizer, pl_module, scaler))
+        self._run.callback(hold_schedules_(trainer, pl_module, lambda: self._skipped_now))
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: all that a checkpoint holds is loaded."""
+        self.steps.keep_statistics()
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch may be one that has to be named."""
+        self._batch = batch, batch_idx
+        self._skipped_now = False
+
+    def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
+        """Hook: each loss, also those of parts of a batch."""
+        self.steps.note_loss(loss, self._batch[1])
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: nothing of the batch is kept."""
+        self._batch = None, batch_idx  # or it would stay in memory until the next one is there
+
+    def outcome(self, model: nn.Module) -> str:
+        return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.steps.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.steps.load_state_dict(state_dict)
+
+    def _note_skip(self) -> None:
+        self._skipped_now = True
+
+    def _forget(self) -> None:
+        self.steps.name_cause, self.steps.after_skip = lambda: "", lambda: None
+        self.steps.losses, self._batch = [], (None, 0)
+
+    def _name_cause(self, trainer: L.Trainer, module: L.LightningModule) -> str:
+        """Called on all ranks after a bad step. They say what they know, so that all can say the same."""
+        batch, batch_idx = self._batch
+        # Read on the host: the step was bad, so time does not matter any more.
+        bad = [number for number, flag in self.steps.losses if float(flag) != 0]
+        everyone = _share(f"{bad[0]}" if bad else "", trainer)
+        layer = ""
+        # The same on all ranks: a forward may hold collectives. Earlier batches of a window are not kept, so only a bad
+        # loss of the last one can be looked for.
+        if not is_sharded(module) and f"{batch_idx}" in everyone:
+            layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
+        layers = _share(layer or last_bad_gradient(module.named_parameters()), trainer)
+        ranks = [rank for rank, number in enumerate(everyone) if number]
+        if not ranks:
+            return f": epoch {trainer.current_epoch}, batch {batch_idx}, in the backward of a rank, {layers[0]}"
+        first = ranks[0]
+        return f": epoch {trainer.current_epoch}, batch {everyone[first]}, rank {first}, {layers[first]}"
+
+
+def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    """A training step past the strategy's wrapper. All ranks run it, since a layer may communicate."""
+    arguments = [batch]
+    if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
+        arguments.append(batch_idx)
+    with trainer.precision_plugin.train_step_context():
+        module.training_step(*arguments)
+
+
+def _share(text: str, trainer: L.Trainer) -> list[str]:
+    """What each rank says, in their order."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, which gather() takes; lengths may differ
+    return [bytes(said.tolist()).decode() for said in gather(mine, trainer.strategy.root_device)]
+
+
+def _statistics_of(model: nn.Module) -> list[Tensor]:
+    """What BatchNorm and its kin take of each batch in the forward, whatever becomes of the step."""
+    norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
+    return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

@@ -1,0 +1,157 @@
+"""A run that hangs ends: the rank that all others wait for is named, with its stack, and no process stays."""
+
+import ctypes
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.trainer.states import TrainerStatus
+
+from lightning_fasttrain.core.host.lightning import started_processes, surround_teardown
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.run.guards.watchdog import ProgressWatch, positive_times, write_to_stderr
+from lightning_fasttrain.technique import Technique
+
+
+class HangWatch(Technique):
+    """End a run that hangs, name the rank that the others wait for, show its stack; see :class:`ProgressWatch`.
+
+    Acts at the hooks in which a batch begins, its backward, the optimizer's step and the batch's end, in evaluation,
+    and when a checkpoint is taken: each shows a sign of life. Long validation is therefore no hang; a single batch, or
+    wait for data, of more than ``timeout_s`` is one, and so is a save of more than ``first_timeout_s``.
+
+    Where Lightning, or torchrun, launched this process as a rank, it ends when its launcher does; Lightning's main
+    process takes its children with it. When a rank of several fails, its error is shown at once, before anything else
+    that is called on an exception may wait for the other ranks, and the time limit holds for that waiting too.
+
+    Args:
+        timeout_s, first_timeout_s, folder: as of :class:`ProgressWatch`.
+
+    Raises:
+        ValueError: a time is not positive.
+
+    Example:
+        >>> watch = HangWatch(timeout_s=300)
+
+    Source:
+        See :class:`ProgressWatch`.
+    """
+
+    bitwise: ClassVar[bool] = True
+    effect: ClassVar[str] = "a run that hangs ends, and the rank that hangs is named with its stack"
+    when: ClassVar[str] = "a run has several processes, or nobody looks at it for hours"
+    in_a_loop: ClassVar[str] = "run.ProgressWatch(timeout_s).beat(phase)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        timeout_s: float = 600.0,
+        first_timeout_s: float | None = None,
+        folder: str | os.PathLike[str] | None = None,
+    ) -> None:
+        self.timeout_s, self.first_timeout_s = positive_times(timeout_s, first_timeout_s)
+        self.folder = folder
+        self._watch: ProgressWatch | None = None
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo:
+        children = started_processes(trainer.strategy)
+        is_child = children is not None and trainer.local_rank > 0
+        parent_rank = trainer.global_rank - trainer.local_rank if is_child else None
+        launched = parent_rank is not None or "TORCHELASTIC_RUN_ID" in os.environ
+        parent = os.getppid() if launched else None
+        watch = ProgressWatch(self.timeout_s, self.first_timeout_s, self.folder, children or (), parent, parent_rank)
+        self._watch = watch.__enter__()
+        if watch.parent is not None:
+            _die_with_parent(signal.SIGKILL)
+
+        def leave() -> None:
+            # A rank that failed is watched until the end of its teardown.
+            if trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1:
+                self._watch_the_end(trainer, watch)
+                return
+            _outlive_parent(watch)
+            self._watch = None
+            watch.__exit__()
+
+        return leave
+
+    def _watch_the_end(self, trainer: L.Trainer, watch: ProgressWatch) -> None:
+        """What else is called on an exception may wait for ranks that wait for this one."""
+        watch.fail(sys.exception() or RuntimeError("unknown"))
+
+        def end_watch(teardown: Callable[[], None]) -> None:
+            try:
+                teardown()
+            finally:
+                self._watch = None
+                watch.__exit__()
+
+        surround_teardown(trainer, end_watch)
+
+    def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
+        """Hook: the error is shown before any rank can be made to wait."""
+        ending = self._watch is not None and self._watch.ending  # then this is only what follows from it
+        # KeyboardInterrupt and SystemExit are no failures.
+        if trainer.world_size > 1 and isinstance(exception, Exception) and not ending:
+            write_to_stderr(f"rank {trainer.global_rank} failed:\n{''.join(traceback.format_exception(exception))}")
+        super().on_exception(trainer, pl_module, exception)
+
+    def _beat(self, phase: str) -> None:
+        if self._watch is not None:
+            self._watch.beat(phase)
+
+    def on_train_batch_start(self, *_: object) -> None:
+        """Hook, like all that follow: a sign of life."""
+        if self._watch is not None:
+            self._watch.begin_step()
+
+    def on_before_backward(self, *_: object) -> None:
+        self._beat("backward")
+
+    def on_before_optimizer_step(self, *_: object) -> None:
+        self._beat("optimizer step")
+
+    def on_train_batch_end(self, *_: object) -> None:
+        self._beat("next batch")
+
+    def on_validation_batch_start(self, *_: object) -> None:
+        self._beat("evaluation")
+
+    def on_validation_end(self, *_: object) -> None:
+        self._beat("after evaluation")
+
+    def on_save_checkpoint(self, *_: object) -> None:
+        self._beat("checkpoint")
+
+    def on_train_end(self, *_: object) -> None:
+        """Hook: what a rank does from here on, it may do after the others have ended."""
+        self._beat("end of training")
+        if self._watch is not None:
+            _outlive_parent(self._watch)
+
+    def on_test_batch_start(self, *_: object) -> None:
+        self._beat("evaluation")
+
+    def on_predict_batch_start(self, *_: object) -> None:
+        self._beat("prediction")
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_watch": None}  # a thread cannot be copied
+
+
+def _outlive_parent(watch: ProgressWatch) -> None:
+    if watch.parent is not None:
+        watch.parent = None
+        _die_with_parent(0)
+
+
+def _die_with_parent(number: int) -> None:
+    """Linux ends this process when its launcher ends, even if it is stopped; elsewhere the watching thread does."""
+    if sys.platform == "linux":
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).prctl(1, number)  # 1 is PR_SET_PDEATHSIG; signal 0 takes it back

@@ -1,0 +1,76 @@
+"""Where the first NaN of a step came from: looked for only after a bad step, when time does not matter."""
+
+import itertools
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from lightning_fasttrain.core.modules.wrapped_forward import first_line, patch
+from lightning_fasttrain.core.state.restore import remember
+from lightning_fasttrain.run.guards.skip_step import local_values
+
+
+def is_unfinite(values: Any) -> bool:
+    """Whether a tensor among ``values`` has an entry that is NaN or infinite. Waits for the device."""
+    tensors = [value for value in tree_iter(values) if isinstance(value, Tensor) and value.is_floating_point()]
+    return any(not bool(local_values(tensor).isfinite().all()) for tensor in tensors)
+
+
+def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
+    """The first module whose output is not finite though its inputs are, when the forward is repeated.
+
+    No gradients are taken, and what ``repeat`` changes about the model and the random states is put back. What it logs
+    is dropped.
+
+    Args:
+        model: its modules are watched.
+        repeat: runs the forward.
+
+    Returns:
+        Half a sentence.
+    """
+    found: list[str] = []
+    with ExitStack() as undo:
+        undo.callback(remember([model]))  # the repeated forward moves statistics and random states
+        for hook in ("log", "log_dict"):
+            if hasattr(model, hook):
+                undo.callback(patch(model, hook, lambda *args, **kwargs: None))
+        for name, module in model.named_modules():
+            undo.callback(module.register_forward_hook(_note(name, found), with_kwargs=True).remove)
+        try:
+            # The hooks of inner modules fire before those of the modules around them, so the first finding is the
+            # innermost.
+            with torch.no_grad():
+                repeat()
+        except Exception as error:  # the step itself ran: what fails here is looking at it
+            return f"its layer was not found ({first_line(error)})"
+    return found[0] if found else "not seen again when the forward was repeated"
+
+
+def _note(name: str, found: list[str]) -> Callable[..., None]:
+    def look(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if found or not is_unfinite(output):
+            return
+        where = f"{name or 'the model itself'} ({type(module).__name__})"
+        # Its own alone: an inner module's would have been found there.
+        own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
+        if is_unfinite((args, kwargs)):
+            found.append(f"in the input of {where}")
+        else:
+            found.append(f"in a weight of {where}" if is_unfinite(list(own)) else f"in the output of {where}")
+
+    return look
+
+
+def last_bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str:
+    """The parameter nearest to the loss whose gradient is not finite, as half a sentence; "" if all are finite.
+
+    The backward goes from the loss to the first layers, and takes a NaN with it. So of the bad ones the one that was
+    defined last is where it began, in models that define their layers in the order of the forward.
+    """
+    bad = [name for name, parameter in named if parameter.grad is not None and is_unfinite(parameter.grad)]
+    return f"in the gradient of {bad[-1]}" if bad else ""

@@ -1,0 +1,120 @@
+"""A memory record as files: a page to explore, the data, a picture and a table."""
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from lightning_fasttrain.core.checks import one_of, require
+from lightning_fasttrain.core.files.atomic_write import write_atomic
+from lightning_fasttrain.core.messages import UNITS, format_bytes
+from lightning_fasttrain.run.profiling.memory_page import COLOURS, memory_page
+from lightning_fasttrain.run.profiling.memory_record import MemoryRecord
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("html", "json", "png", "txt")
+INK, FAINT = "#22252b", "#70757f"
+
+
+def save_memory_record(
+    record: MemoryRecord,
+    folder: str | os.PathLike[str],
+    kinds: Sequence[str] = ("html", "json"),
+    name: str = "memory_timeline",
+) -> list[Path]:
+    """Write a record to ``folder``, in one file for each kind; each is whole or not there.
+
+    Args:
+        record: of :class:`~lightning_fasttrain.run.MemoryRecording`.
+        folder: is made if it is missing.
+        kinds: "html", a page to explore, which loads nothing from elsewhere; "json", everything, for
+            :meth:`MemoryRecord.from_json`; "png", a picture; "txt", the table.
+        name: of the files.
+
+    Returns:
+        The files, in the order of ``kinds``.
+
+    Raises:
+        ValueError: another kind.
+        ModuleNotFoundError: "png" without matplotlib, which the extra ``plots`` brings.
+        OSError: a file could not be written.
+
+    Example:
+        >>> record = MemoryRecord("cpu", [], end_ms=1.0)
+        >>> [file.name for file in save_memory_record(record, getfixture("tmp_path"), ["png", "txt"])]
+        ['memory_timeline.png', 'memory_timeline.txt']
+    """
+    check_kinds(kinds)
+    content: dict[str, Callable[[], str | Callable[[BinaryIO], object]]] = {
+        "html": lambda: memory_page(record),
+        "json": record.to_json,
+        "png": lambda: lambda file: draw_memory(record).savefig(file, dpi=160),
+        "txt": lambda: str(record),
+    }
+    return [write_atomic(Path(folder) / f"{name}.{kind}", content[kind]()) for kind in kinds]
+
+
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Refuse kinds of files that cannot be made, before there is anything to write."""
+    for kind in kinds:
+        one_of("kind", kind, KINDS)
+    if "png" in kinds:
+        require("matplotlib", extra="plots")
+
+
+def draw_memory(record: MemoryRecord) -> "Figure":
+    """The stacked timeline as a figure of matplotlib's, which is not registered with pyplot.
+
+    Raises:
+        ModuleNotFoundError: no matplotlib, which the extra ``plots`` brings.
+
+    Example:
+        >>> figure = draw_memory(MemoryRecord("cpu", [], end_ms=1.0))
+        >>> figure.axes[0].get_xlabel()
+        'ms'
+    """
+    require("matplotlib", extra="plots")
+    from matplotlib.figure import Figure
+
+    unit, size = next(((unit, size) for unit, size in UNITS if record.peak_bytes >= size), ("B", 1))
+    points = record.sample()
+    ms = [*(point.ms for point in points), record.end_ms]
+    layers = []
+    for i in range(len(COLOURS)):
+        layer = [point.nbytes[i] / size for point in points]
+        layers.append([*layer, layer[-1]])  # the last value lasts until the end
+    figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
+    axes = figure.add_subplot(facecolor="#fcfcfa")
+    # In steps: memory stays as it is until it changes.
+    axes.stackplot(ms, *layers, labels=COLOURS, colors=list(COLOURS.values()), step="post", linewidth=0)
+    peak = record.peak.ms, record.peak_bytes / size
+    # 12% of room above the peak, for the words.
+    axes.vlines(record.steps_ms, 0, peak[1] * 1.12, color="#c9c9c2", linewidth=0.8, zorder=0)
+    for i, at in enumerate(record.steps_ms):
+        axes.annotate(
+            f"step {i + 1}", (at, peak[1] * 1.12), (4, -9), textcoords="offset points", fontsize=9, color=FAINT
+        )
+    axes.plot(*peak, "o", color=INK, markersize=5, markeredgecolor="white", clip_on=False)
+    offset, alignment = (-8, "right") if record.peak.ms > 0.7 * record.end_ms else (8, "left")
+    axes.annotate(
+        f"peak {format_bytes(record.peak_bytes)}",
+        peak,
+        (offset, 5),
+        textcoords="offset points",
+        horizontalalignment=alignment,
+        fontweight="bold",
+        color=INK,
+    )
+    if record.failed_ms is not None:
+        axes.axvline(record.failed_ms, color=INK, linestyle=":")
+        axes.annotate("out of memory ", (record.failed_ms, peak[1] * 1.06), horizontalalignment="right", color=INK)
+    axes.set(xlim=(0, record.end_ms or 1), ylim=(0, peak[1] * 1.12 or 1), xlabel="ms", ylabel=unit)
+    axes.set_title(f"Peak memory on {record.device}, {record.where}", loc="left", fontsize=11, color=INK, pad=34)
+    axes.grid(axis="y", color="#e2e2dc", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(length=0, labelcolor=FAINT)
+    axes.legend(loc="lower left", bbox_to_anchor=(-0.01, 1), ncols=6, frameon=False, handlelength=1, handleheight=1)
+    return figure

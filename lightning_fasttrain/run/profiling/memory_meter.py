@@ -1,0 +1,123 @@
+"""Log the peak memory of a step."""
+
+import math
+from typing import Any, ClassVar
+
+import lightning as L
+import torch
+from lightning.pytorch.profilers import PyTorchProfiler
+
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers, step_goes_on
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo
+from lightning_fasttrain.core.peak_memory import PeakMemory
+from lightning_fasttrain.technique import Technique
+
+
+class MemoryMeter(Technique):
+    """Measures the peak memory of training steps; see :class:`PeakMemory`.
+
+    Acts between ``on_train_batch_start`` of a step's first batch and ``on_train_batch_end`` of its last, so that the
+    forward, the gradients that are alive during it, and the optimizer are all in. On CUDA every step is measured. On
+    the CPU a measured step is slow, so by default it is one, early; what is there at its start are the model, its
+    gradients, the optimizer's state and the batch. The result is in ``peak_bytes``, and is logged as
+    ``memory_meter/peak_mib``: the largest so far, of this process.
+
+    Args:
+        every_n_steps: on the CPU, measure again after so many steps; 0 for once.
+        warmup: steps at the start that are left out, because optimizer state and compiled code do not exist yet.
+
+    Attributes:
+        peak_bytes: None until a step has been measured.
+
+    Raises:
+        TypeError, ValueError: not a whole number of at least 0.
+
+    Example:
+        >>> meter = MemoryMeter()
+        >>> meter.peak_bytes  # bytes, after `Trainer(callbacks=[meter]).fit(model)`
+
+    Source:
+        Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU the whole machine's.
+    """
+
+    bitwise: ClassVar[bool] = True
+    effect: ClassVar[str] = "peak memory of a step"
+    when: ClassVar[str] = "you want to know what fits"
+    in_a_loop: ClassVar[str] = "run.PeakMemory(device, model, optimizer)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, every_n_steps: int = 0, warmup: int = 2) -> None:
+        self.every_n_steps = positive_int("every_n_steps", every_n_steps) if every_n_steps != 0 else 0
+        self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.peak_bytes: int | None = None
+        self._open: PeakMemory | None = None
+
+    def measurements(self) -> dict[str, float]:
+        return {} if self.peak_bytes is None else {"peak_bytes": self.peak_bytes}
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self.peak_bytes, self._step, self._in_step = None, -1, False
+        self._due: float = self.warmup
+        device = trainer.strategy.root_device.type
+        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may stand before it
+        if device not in ("cpu", "cuda"):
+            self._give_up(f"on {device} nobody counts memory", "Train on the CPU or on CUDA")
+        elif device == "cpu" and isinstance(profiler, PyTorchProfiler):
+            self._give_up("torch runs one profiler at a time", "Leave out Trainer(profiler=PyTorchProfiler())")
+        return self._abandon
+
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is in place, and the forward comes next."""
+        if self._in_step:
+            return
+        self._in_step, self._step = True, self._step + 1
+        device = trainer.strategy.root_device
+        busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # another meter of ours, maybe: wait
+        if self._step >= self._due and not busy:
+            # Held until on_train_batch_end, so no `with`.
+            self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the optimizer has stepped, or the step goes on with another batch."""
+        if step_goes_on(trainer):
+            return
+        self._in_step = False
+        if self._open is None:
+            return
+        peak, self._open = self._open, None
+        peak.__exit__()
+        self.peak_bytes = max(self.peak_bytes or 0, peak.peak_bytes)
+        on_cpu = peak.device.type == "cpu"
+        if on_cpu:
+            self._due = self._step + self.every_n_steps if self.every_n_steps else math.inf
+        if on_cpu or is_time_to_log(trainer):
+            for logger in trainer.loggers:
+                peak_mib = {"memory_meter/peak_mib": self.peak_bytes / 2**20}
+                logger.log_metrics(peak_mib, step=step_for_loggers(trainer))
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: validation amid an accumulating step is no part of it; the next whole step is measured."""
+        self._abandon()
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: say so if the fit was too short."""
+        if self.peak_bytes is None and self._due < math.inf:
+            why = "the fit ended within the first %d steps, or another torch profiler was active all the time"
+            say(f"MemoryMeter: nothing measured, {why}", self.warmup)
+
+    def _abandon(self) -> None:
+        peak, self._open = self._open, None
+        if peak is not None:
+            peak.__exit__()
+
+    def _give_up(self, why: str, way_out: str) -> None:
+        self._due = math.inf
+        warn(explain("MemoryMeter measures nothing", why, way_out))

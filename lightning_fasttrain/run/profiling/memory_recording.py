@@ -1,0 +1,317 @@
+"""Records every allocation of a few training steps, and what it was for."""
+
+import os
+import time
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from math import inf
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile
+
+from lightning_fasttrain.core.host.lightning import FabricModule
+from lightning_fasttrain.core.messages import explain, format_bytes, warn
+from lightning_fasttrain.core.modules.parameters import quantized_tensors
+from lightning_fasttrain.core.peak_memory import find_storages
+from lightning_fasttrain.run.profiling.memory_events import Change, Events, Place, name_forwards, read_events
+from lightning_fasttrain.run.profiling.memory_files import check_kinds, save_memory_record
+from lightning_fasttrain.run.profiling.memory_record import Allocation, MemoryRecord
+
+
+class MemoryRecording:
+    """Records what memory is used for in the steps of a ``with`` block: how much, when, by which module and operator.
+
+    Every allocation is in one of six categories, so these sum up to the whole at every moment:
+
+    - parameters, and buffers
+    - gradients: what is in ``.grad``, and what is about to be added to it
+    - optimizer state
+    - activations: taken by a forward or a recomputation, and still there when the backward goes on
+    - temporaries: all else, such as the gradients of activations
+    - inputs: the batches, and what a ``DataLoader`` takes in this process
+
+    Torch's profiler notes the allocations, on the CPU and on CUDA alike, and ranges are put around the forwards of
+    the modules; both end with the block, and slow it down. Times are the host's. As for
+    :class:`~lightning_fasttrain.run.PeakMemory`, of what was there before the CPU knows only what is given here; on
+    CUDA the rest is among the temporaries. What happens inside a compiled module is told of it as a whole.
+
+    When memory runs out, the record shows the moment of it, and the error's message gains the three largest holders.
+    They are in the message itself rather than in a note to the traceback, as job logs often keep nothing else.
+
+    Args:
+        model: whose parameters, gradients and modules are named.
+        optimizers: one or several, whose state is named.
+        batch: of the first step.
+        save_to: a folder for what :func:`~lightning_fasttrain.run.save_memory_record` writes at the end of the block.
+        kinds: of files, for the same.
+
+    Attributes:
+        record: a :class:`~lightning_fasttrain.run.MemoryRecord` once the block has ended, well or out of memory.
+
+    Raises:
+        ValueError: the model is neither on the CPU nor on CUDA.
+        RuntimeError: at entry, if another torch profiler is active.
+
+    Example:
+        >>> net, batch = nn.Linear(256, 256, bias=False), torch.ones(4, 256)
+        >>> adam = torch.optim.Adam(net.parameters())
+        >>> with MemoryRecording(net, adam, batch) as recording:
+        ...     net(batch).sum().backward()
+        ...     adam.step()
+        >>> peaks = recording.record.peaks
+        >>> peaks["parameters"], peaks["gradients"], peaks["inputs"]
+        (262144, 262144, 4096)
+
+    Source:
+        Ours. The categories are near to those of torch's own memory timeline, which infers them from the graph of all
+        tensors; here parameters, gradients, state and inputs are known by their addresses.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: Optimizer | Sequence[Optimizer] = (),
+        batch: Any = None,
+        save_to: str | os.PathLike[str] | None = None,
+        kinds: Sequence[str] = ("html", "json"),
+    ) -> None:
+        check_kinds(kinds)
+        while isinstance(model, FabricModule | DistributedDataParallel):  # or all names would begin with "module."
+            model = model.module
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        if self.device.type not in ("cpu", "cuda"):
+            why = "memory is recorded on the CPU and on CUDA"
+            raise ValueError(explain(f"a model on {self.device}", why, "Use one of these"))
+        self.record: MemoryRecord | None = None
+        self._model, self._batch, self._save_to, self._kinds = model, batch, save_to, kinds
+        self._profile: profile | None = None
+        self._optimizers = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+    def __enter__(self) -> "MemoryRecording":
+        if torch.autograd._profiler_enabled():
+            why = "another torch profiler is active, and torch runs one at a time"
+            raise RuntimeError(explain("MemoryRecording", why, "Record outside of it, or give it profile_memory=True"))
+        self._notes: list[_Seen | _Gone] = []
+        self._watches: list[weakref.finalize] = []
+        self._steps_ns: list[int] = []
+        with ExitStack() as undo:
+            for take_away in name_forwards(self._model):
+                undo.callback(take_away)
+            for name, parameter in self._model.named_parameters():
+                if parameter.requires_grad:
+                    # The hook sees the gradient that comes, before it is added; the other one sees the sum, which may
+                    # be new memory.
+                    undo.callback(parameter.register_hook(partial(self._see, "gradients", name)).remove)
+                    see_sum = partial(self._see_sum, name)
+                    undo.callback(parameter.register_post_accumulate_grad_hook(see_sum).remove)
+            on_cuda = self.device.type == "cuda"
+            self._before_bytes = torch.cuda.memory_allocated(self.device) if on_cuda else None
+            self._see_model(watch=True)
+            batch, self._batch = self._batch, None  # what the block frees must not be kept by us
+            self.next_step(batch)
+            # CPU activities alone: the allocations of CUDA are noted on the host as well.
+            started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
+            started.start()
+            self._profile, self._entry_ns = started, time.time_ns()
+            self._undo = undo.pop_all()  # what is above fails as a whole: until here `undo` takes it all away
+        return self
+
+    def next_step(self, batch: Any = None) -> None:
+        """Say that another step begins, and with which batch."""
+        self._steps_ns.append(time.time_ns())
+        self.see_batch(batch)
+
+    def see_batch(self, batch: Any) -> None:
+        """Show one more batch of the step, where it accumulates several."""
+        self._see("inputs", "batch", batch, watch=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        finished = self.stop()
+        if error is None or _is_out_of_memory(error):
+            events = read_events(finished, self.device)
+            self.record = self._make_record(events, out_of_memory=error is not None)
+            saved = self._save(self.record)
+            if error is not None:
+                error.args = (f"{error}\n{_what_filled_it(self.record, events)}{saved}",)
+
+    def stop(self) -> profile:
+        """End the block without making a record of it."""
+        finished, self._profile = self._profile, None
+        assert finished is not None
+        # Gradients and state that were made within the block get their names here, while their addresses are still
+        # theirs.
+        self._see_model()
+        self._end_ns = time.time_ns()
+        self._undo.close()
+        finished.stop()
+        for watch in self._watches:
+            watch.detach()
+        return finished
+
+    def _see_model(self, watch: bool = False) -> None:
+        """Of what is two things, such as a parameter in the batch, the first name that is said is kept."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        for parameter, name in names.items():
+            self._see("parameters", name, parameter, watch)
+        for name, tensor in (*self._model.named_buffers(), *quantized_tensors(self._model)):
+            self._see("parameters", name, tensor, watch)
+        for parameter, name in names.items():
+            self._see("gradients", name, parameter.grad, watch)
+        for optimizer in self._optimizers:
+            for parameter, state in optimizer.state.items():
+                self._see("optimizer state", names.get(parameter, "(another's)"), state, watch)
+
+    def _see_sum(self, name: str, parameter: nn.Parameter) -> None:
+        self._see("gradients", name, parameter.grad)
+
+    def _see(self, category: str, name: str, held: Any, watch: bool = False) -> None:
+        now = time.time_ns()  # the clock of the profiler's events
+        for storage in find_storages(held):
+            if storage.device == self.device and storage.nbytes():
+                address = storage.data_ptr()
+                self._notes.append(_Seen(now, address, storage.nbytes(), category, name, watch))
+                # On CUDA the profiler tells of each free. On the CPU it tells only of what it saw taken.
+                if watch and self.device.type == "cpu":
+                    self._watches.append(weakref.finalize(storage, self._see_end, address))
+
+    def _see_end(self, address: int) -> None:
+        self._notes.append(_Gone(time.time_ns(), address))
+
+    def _make_record(self, events: Events, out_of_memory: bool) -> MemoryRecord:
+        def ms(ns: int) -> float:
+            return max(0.0, (ns - self._entry_ns) / 1e6)
+
+        failed = events.failed if out_of_memory else None
+        failed_ms = None if failed is None else ms(failed.ns)
+        # What a failed forward holds waits for a backward that never comes; in a good step all backwards are known.
+        allocations = _allocations(events, self._notes, ms, self._before_bytes, inf if failed_ms is None else failed_ms)
+        return MemoryRecord(
+            str(self.device), allocations, [ms(ns) for ns in self._steps_ns], ms(self._end_ns), failed_ms
+        )
+
+    def _save(self, record: MemoryRecord) -> str:
+        if self._save_to is None:
+            return ""
+        try:
+            files = save_memory_record(record, self._save_to, self._kinds)
+        except OSError as error:  # no reason for the training to fail
+            warn(explain("the memory timeline was not saved", str(error), "Name another folder"))
+            return ""
+        return f"\nSee {files[0]}"
+
+
+_BEFORE = "(there before)"
+
+
+class _Seen(NamedTuple):
+    """At this address is memory of this category. Watched is what may have been there before, unseen."""
+
+    ns: int
+    address: int
+    nbytes: int
+    category: str
+    name: str
+    watched: bool
+
+
+class _Gone(NamedTuple):
+    """What was watched at this address has ended. The profiler may not know of it on the CPU, and does on CUDA."""
+
+    ns: int
+    address: int
+
+
+class _Addresses:
+    """Follows what is at each address, as changes and notes tell, in the order of time.
+
+    Attributes:
+        allocations: all that there were; ``phases`` has the phase in which each began.
+    """
+
+    def __init__(self, ms: Callable[[int], float], on_cuda: bool) -> None:
+        self.ms, self.on_cuda = ms, on_cuda
+        self.allocations: list[Allocation] = []
+        self.phases: list[str] = []
+        self._live: dict[int, Allocation] = {}
+
+    def read(self, it: Change | _Seen | _Gone) -> None:
+        match it:
+            case Change() if it.nbytes > 0:
+                self._take(*it)
+            case _Seen():
+                self._see(it)
+            case _ if it.address in self._live:
+                self._live.pop(it.address).end_ms = self.ms(it.ns)
+            case Change() if self.on_cuda:
+                # Freed, and never seen: it was there before, which only CUDA's profiler tells of.
+                self.allocations.append(Allocation(-it.nbytes, 0.0, self.ms(it.ns), name=_BEFORE))
+                self.phases.append("")
+
+    def _take(self, ns: int, address: int, nbytes: int, place: Place) -> None:
+        if address in self._live:  # given back where no profiler looks, by another thread
+            self._live[address].end_ms = self.ms(ns)
+        self._live[address] = Allocation(nbytes, self.ms(ns), category="", module=place.module, op=place.op)
+        self.allocations.append(self._live[address])
+        self.phases.append(place.phase)
+
+    def _see(self, it: _Seen) -> None:
+        if it.watched and it.address not in self._live:
+            # CUDA's allocator hands out multiples of 512 bytes.
+            self._take(it.ns, it.address, -(-it.nbytes // 512) * 512 if self.on_cuda else it.nbytes, Place())
+        if it.address in self._live and not self._live[it.address].category:
+            self._live[it.address].category, self._live[it.address].name = it.category, it.name
+
+
+def _allocations(
+    events: Events, notes: list[_Seen | _Gone], ms: Callable[[int], float], before_bytes: int | None, failed_ms: float
+) -> list[Allocation]:
+    """Follow what is at each address; ``before_bytes`` were in use at entry, which only CUDA knows."""
+    addresses = _Addresses(ms, on_cuda=before_bytes is not None)
+    # The sort is stable, so of one moment the allocation comes before the note that names it.
+    for it in sorted([*events.changes, *notes], key=lambda it: it.ns):
+        addresses.read(it)
+    allocations = addresses.allocations
+    backward_ms = [*map(ms, events.backward_ns), failed_ms]
+    for allocation, phase in zip(allocations, addresses.phases, strict=True):
+        if not allocation.category:
+            allocation.category = _category(allocation, phase, backward_ms)
+    rest = (before_bytes or 0) - sum(a.nbytes for a in allocations if a.begin_ms == 0)
+    if rest > 0:
+        allocations.append(Allocation(rest, 0.0, name=_BEFORE))
+    return sorted(allocations, key=lambda a: a.begin_ms)
+
+
+def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> str:
+    if phase == "loader":
+        return "inputs"
+    if phase in ("forward", "recomputation"):
+        goes_on = bisect_right(backward_ms, allocation.begin_ms)
+        if goes_on < len(backward_ms) and backward_ms[goes_on] < allocation.end_ms:
+            return "activations"
+    return "temporaries"
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """CUDA's allocator has an error of its own, the CPU's only a message."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+    )
+
+
+def _what_filled_it(record: MemoryRecord, events: Events) -> str:
+    place = events.failed.place if events.failed is not None else Place()
+    holders = record.holders(ms=record.failed_ms)
+    held = sum(holder.nbytes for holder in holders)
+    where = f" of {place.module}" if place.module else ""
+    largest = ", ".join(str(holder) for holder in holders[:3])
+    return f"Out of memory in {place.op or 'Python'}{where}, with {format_bytes(held)} in use. Largest: {largest}."

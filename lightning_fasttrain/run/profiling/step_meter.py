@@ -1,0 +1,232 @@
+"""Where the time of a training step goes, and how much data passes through it."""
+
+from collections import defaultdict
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import lightning as L
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
+
+from lightning_fasttrain.core.batch import count_batch
+from lightning_fasttrain.core.checks import positive_int
+from lightning_fasttrain.core.host.lightning import is_time_to_log, step_for_loggers
+from lightning_fasttrain.core.messages import explain, say, warn
+from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
+from lightning_fasttrain.run.profiling.peak_flops import dtype_of, peak_flops
+from lightning_fasttrain.run.profiling.slow_ranks import compare_ranks, phases_to_compare
+from lightning_fasttrain.run.profiling.step_timer import StepTimer, TimedPhase
+from lightning_fasttrain.technique import Technique
+
+
+class StepMeter(Technique):
+    """Shows where the time of a training step goes; see :class:`StepTimer`.
+
+    Acts through the Trainer's profiler, which Lightning calls around each phase: for the length of the fit a thin
+    one stands before the user's, forwards everything and is taken out again. A step is one optimizer step with all
+    the batches it accumulated, and runs until the next batch is asked for; validation is left out. Every
+    ``log_every_n_steps`` steps the medians since then go to the loggers as ``step_meter/step_ms`` and so on, and
+    one line is written to the package's log at the end. Under manual optimization Lightning does not mark the
+    backward, and its time is in ``forward_ms``.
+
+    Args:
+        warmup: steps at the start that are left out.
+        flops: floating-point operations of a whole step on one device, if steps are alike: those that
+            :func:`~lightning_fasttrain.predict.count_flops` counts for its batches. With them the summary has ``mfu``,
+            the share of :func:`~lightning_fasttrain.run.profiling.peak_flops` that they make use of.
+        compare_ranks_every: optimizer steps between two comparisons of the ranks, which warn of one that the others
+            wait for; see :func:`~lightning_fasttrain.run.compare_ranks`. 0 for none; the ranks wait for each one.
+
+    Raises:
+        TypeError, ValueError: no number of steps; no number of operations.
+
+    Example:
+        >>> meter = StepMeter(warmup=10)
+        >>> meter.summary()  # after `Trainer(callbacks=[meter]).fit(model)`: {'step_ms': ...}
+        {}
+
+    Source:
+        Ours; Lightning's own ``SimpleProfiler`` adds up host time by action, without subtracting what is nested.
+    """
+
+    bitwise: ClassVar[bool] = True
+    effect: ClassVar[str] = "ms per step by phase, samples/s, tokens/s"
+    when: ClassVar[str] = "you want to know where the time goes"
+    in_a_loop: ClassVar[str] = "run.StepTimer(device)"
+    predicted: ClassVar[bool] = True
+
+    def __init__(self, warmup: int = 5, flops: float | None = None, compare_ranks_every: int = 0) -> None:
+        self.warmup = positive_int("warmup", warmup) if warmup != 0 else 0
+        self.compare_ranks_every = compare_ranks_every
+        if compare_ranks_every != 0:
+            positive_int("compare_ranks_every", compare_ranks_every)
+        if flops is not None and not flops > 0:
+            raise ValueError(
+                explain(f"{flops=}", "a step computes something", "Use ft.predict.count_flops(module, batch)")
+            )
+        self.flops = flops
+        self._peak_flops: float | None = None
+        self._profiler: _StepProfiler | None = None
+        self._result: dict[str, float] = {}
+
+    def summary(self) -> dict[str, float]:
+        """The medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
+        found = self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
+        if self._peak_flops is None or self.flops is None or "step_ms" not in found:
+            return found
+        # FLOPs per second of the step over those of the device.
+        return {**found, "mfu": self.flops / (found["step_ms"] / 1e3) / self._peak_flops}
+
+    def measurements(self) -> dict[str, float]:
+        found = self.summary()
+        return {name: found[name] for name in ("step_ms", "tokens_per_s", "mfu") if name in found}
+
+    def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
+        if trainer.state.fn != "fit":
+            return None
+        self._profiler = _StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
+        # Lightning asks `trainer.profiler` at each call, so an instance attribute is enough.
+        restore = patch(trainer, "profiler", self._profiler)
+
+        def undo() -> None:
+            restore()
+            self._result = self.summary()  # while the profiler is still there
+            self._profiler = None
+
+        return undo
+
+    def on_train_batch_end(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Hook: the batch is over and known, and Lightning logs its own metrics next."""
+        profiler = self._profiler
+        if profiler is None:
+            return
+        samples, tokens = count_batch(batch)
+        profiler.samples += samples
+        profiler.tokens += tokens
+        if profiler.stepped and self.compare_ranks_every and trainer.global_step % self.compare_ranks_every == 0:
+            self._compare_ranks(profiler.timer, pl_module)
+        if profiler.stepped and trainer.loggers and is_time_to_log(trainer):
+            summary = profiler.timer.summary(last=int(trainer.log_every_n_steps), wait=False)
+            metrics = {f"step_meter/{name}": value for name, value in summary.items()}
+            for logger in trainer.loggers if metrics else ():
+                logger.log_metrics(metrics, step=step_for_loggers(trainer))
+
+    def _compare_ranks(self, timer: StepTimer, module: L.LightningModule) -> None:
+        since = timer.summary(last=self.compare_ranks_every, wait=False)
+        slow = compare_ranks(since, module.device, phases_to_compare(module))
+        if slow:
+            warn(f"StepMeter: {slow}.")
+
+    def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook, like ``on_train_epoch_end``: until the next training batch is asked for, nothing is timed."""
+        if self._profiler is not None:
+            self._profiler.leave_loop()
+
+    on_train_epoch_end = on_validation_start
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        """Hook: the last in which the device still has all it needs."""
+        if self._profiler is not None:
+            self._profiler.timer.summary()  # once the device has done what it was given
+            if self.flops is not None:
+                self._peak_flops = peak_flops(trainer.strategy.root_device, dtype_of(trainer.precision))
+            found = self.summary()
+            values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
+            say("StepMeter: %s", values or f"nothing measured, the fit ended within the first {self.warmup} steps")
+
+
+class _StepProfiler(Profiler):
+    """Forwards everything to the user's profiler, and tells the timer what begins and ends."""
+
+    def __init__(self, trainer: L.Trainer, timer: StepTimer) -> None:
+        self.inner, self.timer, self.trainer = trainer.profiler, timer, trainer
+        self.samples = self.tokens = 0
+        self.in_loop = self.stepped = False
+        # Profiler defines these four, so __getattr__ would never be asked for them.
+        self.setup, self.teardown = self.inner.setup, self.inner.teardown
+        self.summary, self.describe = self.inner.summary, self.inner.describe
+        timer.phase("pause").__enter__()  # until the first batch is asked for nothing is timed
+        strategy, module = type(trainer.strategy).__name__, type(trainer.lightning_module).__name__
+        self.actions: dict[str, _Action] = {
+            # Lightning's names of actions. They hold class names, so they are made for this run.
+            f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next": _Action(self, "data_wait"),
+            f"[Strategy]{strategy}.batch_to_device": _Action(self, "transfer"),
+            f"[Strategy]{strategy}.training_step": _Action(self, "forward"),
+            f"[Strategy]{strategy}.backward": _Action(self, "backward"),
+            f"[LightningModule]{module}.optimizer_step": _Action(self, "optimizer"),
+            "optimizer_step": _Action(self, "optimizer"),  # its name under manual optimization
+        }
+        if type(self.inner) is PassThroughProfiler:
+            # Lightning's default does nothing, but makes a generator for each hook of each callback to do it. A look
+            # into a dictionary gains back what the timing costs.
+            self.profile = defaultdict(nullcontext, self.actions).__getitem__
+
+    def enter_loop(self) -> None:
+        """A batch is asked for, so the step before is over, unless it is still accumulating."""
+        if not self.in_loop:
+            self.in_loop = True
+            self.timer.phase("pause").__exit__()
+        elif self.stepped:
+            self._end_step()
+
+    def leave_loop(self) -> None:
+        """What follows is no part of training."""
+        if self.in_loop:
+            if self.stepped:
+                self._end_step()
+            self.in_loop = False
+            self.timer.phase("pause").__enter__()
+
+    def _end_step(self) -> None:
+        self.timer.end_step(self.samples, self.tokens)
+        self.samples = self.tokens = 0
+        self.stepped = False
+
+    def start(self, action_name: str) -> None:
+        self.inner.start(action_name)
+        # Inside the user's profiler on both sides, so that its own work is not timed.
+        if action_name in self.actions:
+            self.actions[action_name].__enter__()
+
+    def stop(self, action_name: str) -> None:
+        if action_name in self.actions:
+            self.actions[action_name].__exit__()
+        self.inner.stop(action_name)
+
+    @contextmanager
+    def profile(self, action_name: str) -> Generator[str]:
+        with self.inner.profile(action_name), self.actions.get(action_name, nullcontext()):
+            yield action_name
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "inner":  # a copy under construction has none yet
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __del__(self) -> None:
+        """Nothing: the user's profiler is torn down by its owner."""
+
+
+class _Action(TimedPhase):
+    """What the Trainer does as a phase of the timer. Validation does some of it too, which is not timed."""
+
+    def __init__(self, profiler: _StepProfiler, name: str) -> None:
+        super().__init__(profiler.timer, name)
+        self.profiler = profiler
+        self.is_fetch, self.is_transfer, self.is_update = (name == n for n in ("data_wait", "transfer", "optimizer"))
+
+    def __enter__(self) -> None:
+        profiler = self.profiler
+        # A batch that was fetched ahead is not asked for again: its transfer is then the first sign of a new step.
+        is_over = profiler.stepped or (not profiler.in_loop and profiler.trainer.training)
+        if self.is_fetch or (self.is_transfer and is_over):
+            profiler.enter_loop()
+        if profiler.in_loop:
+            super().__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self.timer._current == self.name:  # it was entered in the loop
+            self.profiler.stepped |= self.is_update
+            super().__exit__()

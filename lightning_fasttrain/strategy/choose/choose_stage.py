@@ -1,0 +1,181 @@
+"""Chooses the stage of ZeRO: the first, from the cheapest to the most expensive, whose states fit."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.table import Table
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_fasttrain.core.messages import explain
+from lightning_fasttrain.strategy.choose._limits import check_limits, explain_shortage, gib, name_leaner_ways
+from lightning_fasttrain.strategy.choose._model_sizes import ZeROSizes, held_by
+from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer
+from lightning_fasttrain.strategy.choose.model_states import STAGES, ModelStates, states_of, usual_sizes
+
+
+@dataclass(frozen=True)
+class StageChoice:
+    """The stage chosen, and what the others would take.
+
+    Args:
+        stage: one of :data:`~lightning_fasttrain.strategy.STAGES`.
+        rows: the states of every stage looked at, in bytes on one rank.
+        why: one sentence.
+        activation_bytes: what activations take on each device beside the states.
+        usable_bytes: of each device, after the head-room.
+        sizes: of buckets, as predicted with; ``sizes.as_config()`` makes DeepSpeed keep to them.
+    """
+
+    stage: str
+    rows: tuple[ModelStates, ...]
+    why: str
+    activation_bytes: int
+    usable_bytes: int
+    sizes: ZeROSizes
+
+    @property
+    def states(self) -> ModelStates:
+        """Those of the chosen stage."""
+        return next(row for row in self.rows if row.stage == self.stage)
+
+    def as_table(self) -> Table:
+        """For ``rich``: every stage, in GiB on one rank; 80 columns hold it."""
+        caption = (
+            f"{self.why}\nOn each device {gib(self.usable_bytes)} GiB are usable; "
+            f"activations take {gib(self.activation_bytes)} GiB at every stage."
+        )
+        table = Table(title="ZeRO, GiB on one rank", caption=caption, title_justify="left", caption_justify="left")
+        table.add_column("stage", no_wrap=True)
+        headings = ["params", "grads", "optimizer", "buffers", "device", "host"]
+        if any(row.nvme for row in self.rows):
+            headings.append("disk")
+        for heading in headings:
+            table.add_column(heading, justify="right", no_wrap=True)
+        for row in self.rows:
+            on_device = (row.parameters, row.gradients, row.optimizer, row.buffers, row.device + self.activation_bytes)
+            figures = (*on_device, row.host, row.nvme)[: len(headings)]
+            chosen = row.stage == self.stage
+            name = f"{row.stage} ←" if chosen else row.stage
+            table.add_row(name, *map(gib, figures), style="bold" if chosen else None)
+        return table
+
+
+def choose_stage(
+    module: nn.Module | Callable[[], nn.Module],
+    optimizer: Optimizer | MakeOptimizer | None = None,
+    *,
+    world_size: int,
+    free_bytes: int,
+    host_bytes: int | None = None,
+    nvme_path: str | os.PathLike | None = None,
+    activation_bytes: int = 0,
+    precision: str = "32-true",
+    headroom: float = 0.1,
+    sizes: ZeROSizes | None = None,
+) -> StageChoice:
+    """Choose the first stage of ZeRO, from the cheapest in communication to the most expensive, that fits.
+
+    It fits if its states and the activations stay below (1 - ``headroom``) · ``free_bytes``, and what it keeps in
+    host memory below as much of ``host_bytes``.
+
+    Args:
+        module, optimizer: as for :func:`~lightning_fasttrain.strategy.predict_model_states`.
+        world_size: ranks.
+        free_bytes: of the device of the rank that has least.
+        host_bytes: of host memory for each rank, so the machine's by its ranks; None means enough.
+        nvme_path: folder on a fast disk; without one nothing goes to disk.
+        activation_bytes: what forward and backward need beside the states, on each device.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``.
+        headroom: part of the memory left for what is not predicted: fragmentation, workspaces, the optimizer's own
+            temporaries.
+        sizes: of buckets.
+
+    Raises:
+        ValueError: nothing fits; the message has the shortfall and the cheapest way out. Or memory that is not
+            positive, a head-room outside [0, 1), a folder that is not there, and what ``predict_model_states`` refuses.
+
+    Example:
+        >>> import torch
+        >>> net = nn.Linear(1000, 1000, bias=False)
+        >>> adam = torch.optim.AdamW(net.parameters())
+        >>> choose_stage(net, adam, world_size=4, free_bytes=40_000_000).stage
+        '0'
+        >>> print(choose_stage(net, adam, world_size=4, free_bytes=15_000_000).why)
+        Stage 3 is the first that fits: ... GiB of ... GiB on each device; stage 2 would be ... GiB over.
+
+    Source:
+        Ours.
+    """
+    _check(free_bytes, host_bytes, nvme_path, activation_bytes, headroom)
+    stages = [stage for stage in STAGES if stage != "3+nvme" or nvme_path is not None]
+    held = held_by(module, optimizer, world_size, precision)
+    sizes = sizes or usual_sizes(held)
+    rows = states_of(held, stages, sizes)
+    usable = int(free_bytes * (1 - headroom))
+    usable_host = None if host_bytes is None else int(host_bytes * (1 - headroom))
+    over = [_shortfall(row, usable - activation_bytes, usable_host) for row in rows]
+    for i, row in enumerate(rows):
+        if over[i] == (0, 0):
+            why = _explain_choice(row, rows[i - 1].stage if i else None, over[i - 1], activation_bytes, usable)
+            return StageChoice(row.stage, tuple(rows), why, activation_bytes, usable, sizes)
+    looked_at = {row.stage: (row, missing) for row, missing in zip(rows, over, strict=True)}
+    raise ValueError(_nothing_fits(looked_at, world_size, precision, activation_bytes, usable, usable_host))
+
+
+def _check(
+    free_bytes: int, host_bytes: int | None, nvme_path: str | os.PathLike | None, activations: int, headroom: float
+) -> None:
+    for name, value, least in (("free_bytes", free_bytes, 1), ("activation_bytes", activations, 0)):
+        if value < least:
+            raise ValueError(explain(f"{name}={value}", f"it must be at least {least}", f"Give {name} in bytes"))
+    if host_bytes is not None and host_bytes < 0:
+        raise ValueError(explain(f"host_bytes={host_bytes}", "it cannot be negative", "Give bytes for each rank"))
+    check_limits(headroom)
+    if nvme_path is not None and not Path(nvme_path).is_dir():
+        raise ValueError(explain(f"nvme_path={str(nvme_path)!r}", "there is no such folder", "Create it first"))
+
+
+def _shortfall(row: ModelStates, device: int, host: int | None) -> tuple[int, int]:
+    """Bytes that are missing on the device, and in the host's memory."""
+    return max(0, row.device - device), 0 if host is None else max(0, row.host - host)
+
+
+def _explain_choice(
+    row: ModelStates, before: str | None, missed: tuple[int, int], activations: int, usable: int
+) -> str:
+    fits = f"{gib(row.device + activations)} GiB of {gib(usable)} GiB on each device"
+    if before is None:
+        return f"Stage {row.stage} fits, and sends least: {fits}."
+    lacks = f"{gib(missed[0])} GiB over" if missed[0] else f"{gib(missed[1])} GiB over in host memory"
+    return f"Stage {row.stage} is the first that fits: {fits}; stage {before} would be {lacks}."
+
+
+def _nothing_fits(
+    looked_at: dict[str, tuple[ModelStates, tuple[int, int]]],
+    world_size: int,
+    precision: str,
+    activations: int,
+    usable: int,
+    usable_host: int | None,
+) -> str:
+    nearest, (device, host) = min(looked_at.values(), key=lambda pair: (pair[1][0] > 0, sum(pair[1])))
+    if not device and "3+nvme" not in looked_at and usable_host is not None:
+        way_out = "Give nvme_path=, a folder on a fast disk"
+    # DeepSpeed's default buckets can be larger than a small model.
+    elif nearest.buffers > nearest.device - nearest.buffers:
+        way_out = "Use smaller buckets: sizes=ZeROSizes(...), or reduce_bucket_size= in ZeROStrategy"
+    else:
+        leaner = ["AdamW8bit"] if nearest.optimizer > nearest.parameters else []
+        way_out = name_leaner_ways(leaner, precision, world_size)
+    return explain_shortage(
+        f"No stage fits, the nearest is {nearest.stage}",
+        nearest.device,
+        (device, host),
+        "for each rank",
+        activations,
+        usable,
+        way_out,
+    )

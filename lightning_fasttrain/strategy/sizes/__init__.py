@@ -1,6 +1,0 @@
-"""Counts what parameters, gradients and optimizer state take on a rank.
-
-Nothing is allocated for it.
-
-From the bottom up: ``_limits``, ``_optimizer_state``, ``_model_sizes``, ``model_states``, ``choose_stage``.
-"""

@@ -1,0 +1,73 @@
+import io
+import re
+import shutil
+
+from rich.console import Console
+
+from lightning_fasttrain.cli import doctor
+from lightning_fasttrain.core.machine import hardware, versions
+
+
+def named(findings):
+    return {finding.name: finding for finding in findings}
+
+
+def test_it_looks_for_everything_and_says_how_to_get_what_is_missing():
+    findings = named(doctor.examine())
+    looked_for = {"GPU", "bf16", "fp8", "attention back ends", "C++ compiler", "bitsandbytes", "deepspeed", "torchao"}
+    assert looked_for <= set(findings)
+    for finding in findings.values():
+        assert finding.detail
+        assert bool(finding.fix) == (finding.status == "missing")
+
+
+def test_a_missing_package_names_its_extra(monkeypatch):
+    monkeypatch.setattr(doctor, "package_version", lambda name: None if name == "torchao" else "1.0")
+    assert named(doctor.examine())["torchao"].fix == "pip install 'lightning-fasttrain[ao]'"
+
+
+def test_a_missing_compiler_is_reported(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    finding = named(doctor.examine())["C++ compiler"]
+    assert (finding.status, "apt-get install g++" in finding.fix) == ("missing", True)
+
+
+def test_a_cpu_build_beside_a_driver_is_reported(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor.torch.version, "cuda", None)
+    finding = named(doctor.examine())["GPU"]
+    assert finding.status == "missing"
+    assert "pytorch.org" in finding.fix
+
+
+def test_bf16_units_of_the_processor_are_named(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "bf16_units", lambda: ["avx512_bf16", "amx_bf16"])
+    finding = named(doctor.examine())["bf16"]
+    assert (finding.status, "avx512_bf16, amx_bf16" in finding.detail) == ("ok", True)
+
+
+def test_without_bf16_units_it_measures_what_bf16_costs(monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(doctor, "bf16_units", list)
+    finding = named(doctor.examine())["bf16"]
+    assert finding.status == "not here"
+    slower = re.search(r"a matrix product takes (\S+) times as long as in fp32", finding.detail)
+    assert slower
+    assert float(slower[1]) > 0
+
+
+def test_the_table_shows_commands_whole():
+    finding = doctor.Finding("torchao", "missing", "for float8", "pip install 'lightning-fasttrain[ao]'")
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(doctor.as_table([finding]))
+    assert "pip install 'lightning-fasttrain[ao]'" in console.export_text()
+
+
+def test_hardware_and_versions_are_filled_in():
+    machine = hardware()
+    assert machine["cpu"]
+    assert machine["cores"] >= 1
+    assert machine["ram_gib"] > 0
+    assert {"python", "torch", "lightning"} <= set(versions())

@@ -1,0 +1,183 @@
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_fasttrain.bench.reference_models import gpt
+from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.strategy.choose_strategy import CANDIDATES, choose_strategy
+from lightning_fasttrain.strategy.fsdp2.sharded_checkpoint import save_sharded
+from tests.ranks import run_code
+
+ROOT = Path(__file__).parents[2]
+
+MODULE = """
+import lightning as L, torch
+from torch import nn
+
+class Net(L.LightningModule):
+    def __init__(self, width=8, kind="SGD"):
+        super().__init__()
+        self.net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(3)])
+        self.width, self.kind = width, kind
+
+    def training_step(self, batch):
+        return self.net(batch).sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(12, self.width), batch_size=4)
+
+    def configure_optimizers(self):
+        return getattr(torch.optim, self.kind)(self.parameters(), lr=0.1)
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """A module that is found because it lies in the current folder; every test has its own name for it."""
+    name = f"subject_of_{tmp_path.name.replace('-', '_')}"
+    (tmp_path / f"{name}.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    return name
+
+
+def chosen(capsys, *arguments):
+    assert main(["shard", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def states(found, name):
+    return next(row["states"] for row in found["candidates"] if row["name"] == name)
+
+
+def refusal(capsys, command, *arguments):
+    assert main([command, *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"fasttrain {command}: ")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+def test_a_reference_size_is_what_the_function_finds(capsys):
+    found = chosen(capsys, "--size", "gpt2-small", "--devices", "4", "--memory", "2")
+    with torch.device("meta"):
+        net = gpt("gpt2-small").module()
+    assert found == json.loads(json.dumps(choose_strategy(net, None, 4, memory_gib=2).as_dict()))
+    assert found["activation_bytes"] is None
+
+
+def test_a_class_with_arguments_its_optimizer_and_its_batch(module, capsys):
+    found = chosen(capsys, f"{module}:Net", "--arg", "width=32", "--devices", "2", "--memory", "1")
+    assert states(found, "ddp")["parameters"] == 3 * 32 * 32 * 4
+    assert states(found, "ddp")["optimizer"] == 0
+    assert found["activation_bytes"] > 4 * 32 * 4
+
+
+def test_another_optimizer(module, capsys):
+    arguments = [f"{module}:Net", "--arg", "width=64", "--devices", "2", "--memory", "1", "--optimizer"]
+    numbers = 3 * 64 * 64
+    assert states(chosen(capsys, *arguments, "AdamW"), "ddp")["optimizer"] == 8 * numbers + 12
+    assert states(chosen(capsys, *arguments, "sgd-momentum"), "ddp")["optimizer"] == 4 * numbers
+    muon = chosen(capsys, *arguments, "muon")
+    assert states(muon, "ddp")["optimizer"] == 4 * numbers
+    assert states(muon, "fsdp2")["optimizer"] == 4 * numbers / 2
+    assert {row["name"] for row in muon["candidates"]} == {"ddp", "fsdp2", "fsdp2+offload"}
+    assert any("ZeRO is left out: MuonAdamW needs whole matrices" in note for note in muon["notes"])
+    pytest.importorskip("bitsandbytes")
+    eight = states(chosen(capsys, *arguments, "adamw8bit"), "ddp")["optimizer"]
+    assert 2 * numbers < eight < 3 * numbers
+
+
+def test_activations_of_a_batch_or_as_given(capsys):
+    size = ["--size", "nano", "--devices", "2", "--memory", "8"]
+    assert chosen(capsys, *size, "--batch", "4")["activation_bytes"] > 2**20
+    assert chosen(capsys, *size, "--activations", "0.5")["activation_bytes"] == 2**29
+
+
+def test_it_prints_a_table(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "170")
+    size = ["--size", "gpt2-small", "--devices", "16", "--nodes", "2", "--memory", "24", "--precision", "bf16-mixed"]
+    assert main(["shard", *size]) == 0
+    printed = capsys.readouterr().out
+    assert "16 devices in 2 nodes, bf16-mixed" in printed
+    assert all(name in printed for name in CANDIDATES)
+
+
+def test_any_number_of_devices_without_the_memory(tmp_path):
+    """A thousand GPUs and 1.5 billion parameters, in a process that may not have 4 GiB."""
+    code = (
+        "import resource; resource.setrlimit(resource.RLIMIT_DATA, (4 * 2**30, 4 * 2**30))\n"
+        "from lightning_fasttrain.cli.main import main\n"
+        "raise SystemExit(main(['shard', '--size', 'gpt2-xl', '--devices', '1024', '--memory', '8', '--json']))"
+    )
+    found = json.loads(run_code(code, folder=tmp_path))
+    assert found["devices"] == 1024
+    numbers = states(found, "ddp")["parameters"] // 4
+    assert numbers > 1_500_000_000
+    assert states(found, "zero-2")["optimizer"] == pytest.approx(12 * numbers / 1024, rel=0.01)
+
+
+def test_the_stored_table_is_what_the_command_prints(capsys):
+    stored = json.loads((ROOT / "examples" / "results" / "shard_gpt2_xl.json").read_text())
+    assert chosen(capsys, "--size", "gpt2-xl", "--devices", "8", "--memory", "24") == stored
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give either TARGET or --size"),
+        (["{module}:Net", "--size", "nano"], "give either TARGET or --size"),
+        (["{module}:Net", "--batch", "2"], "TARGET brings its own batch"),
+        (["--size", "huge"], "size='huge'"),
+        (["--size", "nano", "--batch", "0"], "batch=0"),
+        (["--size", "nano", "--devices", "0"], "devices=0"),
+        (["--size", "nano", "--devices", "-2"], "devices=-2"),
+        (["--size", "nano", "--nodes", "3"], "devices=8 in nodes=3"),
+        (["--size", "nano", "--memory", "0"], "memory_gib=0"),
+        (["--size", "nano", "--memory", "-1"], "memory_gib=-1"),
+        (["--size", "nano", "--host", "0"], "host_gib=0"),
+        (["--size", "nano", "--precision", "fp8"], "precision='fp8'"),
+        (["--size", "nano", "--optimizer", "magic"], "optimizer='magic'"),
+        (["--size", "nano", "--optimizer", "adafactor"], "Adafactor with ZeRO"),
+        (["--size", "gpt2-small", "--memory", "0.01"], "Nothing fits, the nearest is"),
+        (["{module}:Absent"], "has no attribute 'Absent'"),
+        (["{module}:Net", "--arg", "width"], "not of the form key=value"),
+        (["{module}:Net", "--arg", "kind=LBFGS"], "LBFGS with ZeRO"),
+    ],
+)
+def test_bad_input_is_one_line(module, capsys, arguments, says):
+    given = [argument.format(module=module) for argument in arguments]
+    for name, usual in (("--devices", "8"), ("--memory", "24")):
+        if name not in given:
+            given += [name, usual]
+    assert says in refusal(capsys, "shard", *given)
+
+
+@pytest.mark.parametrize("missing", ["--devices", "--memory"])
+def test_what_must_be_given(capsys, missing):
+    given = {"--size": "nano", "--devices": "8", "--memory": "24"}
+    given.pop(missing)
+    with pytest.raises(SystemExit, match="2"):
+        main(["shard", *[word for pair in given.items() for word in pair]])
+    assert missing in capsys.readouterr().err
+
+
+def test_consolidate_refuses_what_is_no_checkpoint_in_one_line(tmp_path, capsys):
+    assert "no such checkpoint" in refusal(capsys, "consolidate", str(tmp_path / "absent"))
+    assert "no sharded checkpoint" in refusal(capsys, "consolidate", str(tmp_path), "--out", str(tmp_path / "x.st"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_consolidate_writes_one_file(tmp_path, capsys):
+    safetensors = pytest.importorskip("safetensors.torch")
+    net = nn.Linear(3, 2)
+    for folder, file in (("step=5.ckpt", "step=5.safetensors"), ("loss=0.25", "loss=0.25.safetensors")):
+        save_sharded(tmp_path / folder, net.state_dict())
+        assert main(["consolidate", str(tmp_path / folder)]) == 0
+        assert "2 tensors, 8 numbers" in capsys.readouterr().out
+        written = safetensors.load_file(tmp_path / file)
+        assert all(torch.equal(written[name], tensor) for name, tensor in net.state_dict().items())

@@ -1,0 +1,66 @@
+"""The card of each technique, and code on it that runs."""
+
+import signal
+from dataclasses import replace
+
+import peft
+import pytest
+import torch
+import yaml
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.cli.main import BAD_INPUT, main
+from lightning_fasttrain.planner.catalogue import known_techniques, public_path
+from lightning_fasttrain.technique.facts import Facts
+from tests.run_example import ROOT
+
+
+@pytest.mark.parametrize("technique", list(known_techniques()), ids=lambda technique: technique.__name__)
+def test_each_technique_has_a_card_whose_code_runs(technique, capsys):
+    assert main(["techniques", technique.__name__]) == 0
+    said = capsys.readouterr().out
+    lines = {line[:11].strip(): line[11:] for line in said.splitlines()[2:] if line[:1].strip()}
+    assert technique.when in " ".join(said.split())
+    made = lines["Trainer"].removeprefix("L.Trainer(callbacks=[").removesuffix("])")
+    if "teacher" not in made:  # a model, which only the docstring makes
+        assert type(eval(made, {"ft": ft, "peft": peft, "signal": signal})) is technique
+    if "YAML" in lines:
+        spec = yaml.safe_load(lines["YAML"].removeprefix("trainer: "))["callbacks"][0]
+        assert spec["class_path"] == f"lightning_fasttrain.{public_path(technique)}"
+        assert type(technique(**spec.get("init_args", {}))) is technique
+
+
+def test_a_card_names_both_sides_of_a_conflict_and_what_was_measured(capsys):
+    assert main(["techniques", "MicroBatching", "--ladder", str(ROOT / "examples/results/ladder_cpu.json")]) == 0
+    said = capsys.readouterr().out
+    assert "CompileBlocks: CUDA graphs" in said
+    assert "OptimizerInBackward: each gradient is used" in said
+    assert ": time, peak memory" in said
+
+
+def test_an_unknown_technique_lists_the_known(capsys):
+    assert main(["techniques", "MicroBatch"]) == BAD_INPUT
+    assert "MicroBatching" in capsys.readouterr().err
+
+
+NOTHING = {"device": "cpu", "devices": 2, "compiler": False, "blocks": 0, "heads": 0, "trains": 1.0}
+
+
+def test_what_cannot_act_says_so_and_the_rest_says_nothing():
+    idle = {kind.__name__ for kind in known_techniques() if kind.why_not(Facts(**NOTHING))}
+    assert idle == {
+        *("DevicePrefetch", "ActivationCheckpointing", "ActivationOffload", "CompileBlocks", "GradualUnfreezing"),
+        *("QuantizedBase", "FusedLossHead", "OptimizerInBackward", "MatmulPrecision", "LowPrecisionProducts"),
+    }
+    able = Facts("cuda", 2, True, blocks=4, heads=1, trains=0.5)
+    assert {kind.__name__ for kind in known_techniques() if kind.why_not(able)} == {"OptimizerInBackward"}
+    alone = replace(able, devices=1)
+    assert {kind.__name__ for kind in known_techniques() if kind.why_not(alone)} == {"EvenEpochs"}
+    unknown = replace(Facts("cuda"), devices=2)  # what is not known rules nothing out
+    assert not [kind for kind in known_techniques() if kind.why_not(unknown) and kind is not ft.OptimizerInBackward]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_card_says_that_there_is_nothing_to_do_here(capsys):
+    assert main(["techniques", "DevicePrefetch"]) == 0
+    assert "not here   batches are on the CPU already" in capsys.readouterr().out

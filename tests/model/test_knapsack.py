@@ -1,0 +1,77 @@
+"""The placement is the best there is: brute force says so."""
+
+import itertools
+import random
+
+import pytest
+
+from lightning_fasttrain.model.memory_budget import knapsack
+from lightning_fasttrain.model.memory_budget.knapsack import place
+
+
+def best_by_trying_all(options, room):
+    best = None
+    for choice in itertools.product(*[range(len(o)) for o in options]):
+        taken, fits = 0, True
+        for block, index in enumerate(choice):
+            taken += options[block][index][0]
+            fits = fits and taken <= room[block]
+        cost = sum(options[block][index][1] for block, index in enumerate(choice))
+        if fits and (best is None or cost < best):
+            best = cost
+    return best
+
+
+def cost_of(options, choice):
+    return sum(o[index][1] for o, index in zip(options, choice, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_as_good_as_trying_all(seed):
+    draw = random.Random(seed)
+    blocks = draw.randint(1, 7)
+    options = [
+        [(draw.randint(50, 400), 0.0), (draw.randint(10, 50), draw.uniform(0.1, 2)), (0, draw.uniform(2, 9))]
+        for _ in range(blocks)
+    ]
+    room = [draw.randint(0, 250 * blocks) for _ in range(blocks)]
+    choice = place(options, room)
+    assert cost_of(options, choice) == pytest.approx(best_by_trying_all(options, room))
+    taken = list(itertools.accumulate(o[index][0] for o, index in zip(options, choice, strict=True)))
+    assert all(t <= r for t, r in zip(taken, room, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_many_blocks_of_all_sizes_are_placed_within_the_room_and_nearly_as_well_as_can_be(seed, monkeypatch):
+    draw = random.Random(seed)
+    gib = 2**30
+    options = [[(draw.randint(gib // 2, gib), 0.0), (0, draw.uniform(1, 2))] for _ in range(14)]
+    room = [6 * gib] * 14
+    exact = cost_of(options, place(options, room))
+    assert exact == pytest.approx(best_by_trying_all(options, room))
+    monkeypatch.setattr(knapsack, "MOST", 256)
+    choice = place(options, room)
+    assert sum(o[index][0] for o, index in zip(options, choice, strict=True)) <= 6 * gib
+    assert exact <= cost_of(options, choice) <= 1.05 * exact
+
+
+def test_a_hundred_blocks_are_placed_at_once_and_an_exact_fit_is_found():
+    options = [[(13_817_600, 0.0), (9_000_001, 1.0 + i / 1000), (0, 5.0)] for i in range(100)]
+    choice = place(options, [40 * 13_817_600 + 20 * 9_000_001] * 100)
+    taken = sum(o[index][0] for o, index in zip(options, choice, strict=True))
+    assert taken <= 40 * 13_817_600 + 20 * 9_000_001
+    assert cost_of(options, choice) <= cost_of(options, [0] * 40 + [1] * 20 + [2] * 40)
+
+
+def test_the_room_of_early_blocks_counts():
+    keep_or_not = [(10, 0.0), (0, 1.0)]
+    assert place([keep_or_not] * 3, [0, 10, 20]) == [1, 0, 0]
+    assert place([keep_or_not] * 3, [30, 30, 10]).count(0) == 1
+
+
+def test_everything_nothing_and_none():
+    assert place([[(5, 0.0), (0, 1.0)]] * 2, [10, 10]) == [0, 0]
+    assert place([[(5, 0.0), (0, 1.0)]] * 2, [0, 0]) == [1, 1]
+    assert place([[(5, 0.0)]], [4]) is None
+    assert place([[(0, 0.0)]], [-1]) is None
+    assert place([], []) == []

@@ -1,0 +1,391 @@
+"""A limit in GiB is kept, predicted, and met at the least time, while the training stays the same bit for bit."""
+
+import copy
+import gc
+import itertools
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+import lightning_fasttrain as ft
+from lightning_fasttrain import ActivationCheckpointing, MemoryBudget
+from lightning_fasttrain.bench import reference_models
+from lightning_fasttrain.bench.gpt import GPTConfig, GPTModule
+from lightning_fasttrain.core.device import GIB
+from lightning_fasttrain.model import EveryBlock
+from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
+from lightning_fasttrain.model.memory_budget.block_cost import BlockCost, measure_block
+from lightning_fasttrain.model.memory_budget.checkpoint_plan import make_plan
+from lightning_fasttrain.run import PeakMemory
+from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights
+
+
+def tokens():
+    return torch.randint(256, (2, 128))
+
+
+SMALL = {
+    "gpt": lambda: reference_models.Specimen(
+        lambda: GPTModule(GPTConfig(context=128, layers=3)), lambda: (tokens(), tokens())
+    ),
+    "llama": lambda: reference_models.llama(layers=3, width=64, batch=2, length=128, vocabulary=512),
+    "encoder": lambda: reference_models.encoder(layers=3, width=64, batch=8, length=64),
+    "resnet": lambda: reference_models.resnet(layers=1, width=8, batch=8, pixels=32),
+    "uneven": lambda: reference_models.uneven(layers=4, width=64, batch=4, length=64),
+}
+STEPS = 8  # costs, peaks, check, time; and room to decide again
+
+
+def train(specimen, policy=None, sizes=(None,) * STEPS):
+    """Weights and the peak of the last step; the policy's plan is in the policy. ``sizes``: of the batches, in rows."""
+    torch.manual_seed(0)
+    module = specimen.module()
+    optimizer = module.configure_optimizers()
+    with ft.apply(module, [ActivationCheckpointing(policy)] if policy is not None else []):
+        for step, size in enumerate(sizes, 1):
+            batch = [part[:size] for part in specimen.batch()] if size else specimen.batch()
+            with PeakMemory("cpu", module, optimizer, batch) if step == len(sizes) else nullcontext() as peak:
+                optimizer.zero_grad()
+                module.loss(batch).backward()
+                optimizer.step()
+    return [p.detach().clone() for p in module.parameters()], peak.peak_bytes
+
+
+@pytest.fixture(scope="module", params=SMALL)
+def ends(request):
+    """A specimen, its weights after training, and the peaks of a step with everything kept and recomputed."""
+    specimen = SMALL[request.param]()
+    expected, kept = train(specimen)
+    _, recomputed = train(specimen, EveryBlock(), sizes=(None,) * 2)
+    return specimen, expected, kept, recomputed
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.2])
+def test_the_peak_is_within_the_limit_and_near_the_prediction_and_nothing_else_changes(ends, share):
+    specimen, expected, kept, recomputed = ends
+    assert recomputed < kept
+    limit = int(recomputed + share * (kept - recomputed))
+    policy = MemoryBudget(limit / GIB)
+    trained, peak = train(specimen, policy)
+    assert all(map(torch.equal, expected, trained))
+    assert peak <= limit
+    assert policy.plan.predicted_bytes == pytest.approx(peak, rel=0.05)
+    assert policy.plan.measured_bytes == pytest.approx(peak, rel=0.01)
+    assert policy.plan.measured_ms is not None
+    actions = [block.action for block in policy.plan.blocks]
+    if share > 1:
+        assert set(actions) == {"kept"}
+        assert peak == pytest.approx(kept, rel=0.01)
+    else:
+        assert set(actions) != {"kept"}
+        assert policy.plan.predicted_ms <= sum(block.forward_ms for block in policy.plan.blocks)
+
+
+def test_no_plan_fits_says_how_much_is_missing_and_what_helps(ends):
+    specimen, _, _, recomputed = ends
+    with pytest.raises(ValueError, match=r"GiB more than that\. Use smaller parts.*MicroBatching.*FusedLossHead"):
+        train(specimen, MemoryBudget(0.9 * recomputed / GIB))
+
+
+# --- what is measured of a block, and what follows from it -------------------------------------------------------
+
+
+class Chain(nn.Module):
+    """Of known sizes: tanh saves its result, linear its input, and the parameter does not count."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)))
+
+
+def test_a_blocks_bytes_by_hand():
+    block, x = Chain(8), torch.randn(5, 8, requires_grad=True)
+    fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    policy = MemoryBudget(1)
+    forward = next(iter(policy_forwards(policy, block)))
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (x,), {})
+    assert cost.saved_bytes == 4 * 5 * 32  # tanh(up); x is the block's input
+    assert cost.expensive_bytes == 4 * 5 * 32  # up; down is the block's output
+    assert cost.cheap_ms >= 0
+    assert cost.forward_ms > 0
+
+
+def policy_forwards(policy, *blocks):
+    model = nn.ModuleList(blocks)
+    policy.wrap(model, dict(model.named_children()))
+    return [vars(block)["forward"] for block in blocks]
+
+
+def test_measuring_leaves_random_states_and_buffers_alone():
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    before, state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
+    (forward,) = policy_forwards(MemoryBudget(1), block)
+    measure_block(forward, ft.model.SelectiveOps().keeps, set(), (torch.randn(6, 4),), {})
+    assert all(torch.equal(before[key], value) for key, value in block.state_dict().items())
+    with torch.random.fork_rng():
+        torch.set_rng_state(state)
+        torch.randn(6, 4)
+        expected = torch.get_rng_state()
+    assert torch.equal(torch.get_rng_state(), expected)
+
+
+def test_a_result_that_is_changed_in_place_cannot_be_kept():
+    block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
+    (forward,) = policy_forwards(MemoryBudget(1), block)
+    fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
+    cost = measure_block(forward, ft.model.SelectiveOps().keeps, fixed, (torch.randn(6, 4),), {})
+    assert cost.expensive_bytes is None
+    assert cost.saved_bytes == 4 * 6 * 4
+
+
+COSTS = {
+    "a": BlockCost(100, 30, forward_ms=5.0, cheap_ms=1.0),
+    "b": BlockCost(1000, None, forward_ms=7.0, cheap_ms=0.0),
+    "c": BlockCost(400, 150, forward_ms=3.0, cheap_ms=2.5),
+    "d": BlockCost(50, 60, forward_ms=2.0, cheap_ms=0.5),  # keeping the expensive results is no gain
+}
+
+
+@pytest.mark.parametrize("limit", range(700, 2400, 100))
+def test_the_plan_is_the_best_of_all(limit):
+    peaks = {"": 500, "a": 700, "b": 650, "c": 300, "d": 640}
+    plan = make_plan(COSTS, peaks, limit, passes=3, aim_bytes=limit)
+    best = None
+    for actions in itertools.product(("kept", "selective", "recomputed"), repeat=4):
+        held, ms, peak = 0, 0.0, peaks[""]
+        for action, (name, cost) in zip(actions, COSTS.items(), strict=True):
+            if action == "selective" and cost.expensive_bytes is None:
+                break
+            held += {"kept": cost.saved_bytes, "selective": cost.expensive_bytes, "recomputed": 0}[action]
+            ms += {"kept": 0.0, "selective": cost.cheap_ms, "recomputed": cost.forward_ms}[action]
+            peak = max(peak, peaks[name] + held)
+        else:
+            if peak <= limit and (best is None or ms < best):
+                best = ms
+    assert plan.predicted_ms == pytest.approx(3 * best)
+    assert plan.predicted_bytes <= limit
+    assert plan.everything_bytes == 700
+
+
+def test_a_limit_below_the_peak_with_everything_recomputed():
+    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB more than that"):
+        make_plan(COSTS, {"": GIB, "a": 2 * GIB}, int(1.5 * GIB), passes=1, aim_bytes=int(1.5 * GIB))
+
+
+def test_a_limit_of_just_that_peak_can_be_kept(ends):
+    specimen, expected, _, recomputed = ends
+    policy = MemoryBudget(recomputed / GIB)
+    trained, peak = train(specimen, policy)
+    assert all(map(torch.equal, expected, trained))
+    assert peak <= recomputed + 16  # scalars
+
+
+def test_a_plan_reads_well():
+    plan = make_plan(COSTS, {"": 0, "a": 0}, GIB, passes=2, aim_bytes=GIB).with_measured(GIB // 2, 1.5)
+    assert str(plan).startswith("4 blocks: 4 kept | peak 1.44e-06 GiB predicted, 0.5 measured, limit 1 | +0.0 ms")
+    assert plan.table().row_count == 4
+
+
+# --- hosts and company -------------------------------------------------------------------------------------------
+
+BATCHES = lm_batches(8, size=64, length=32)
+
+
+def limit_between(share=0.5):
+    """In GiB: what a Trainer step of the TinyLM takes with everything recomputed, and a share of the way up."""
+    peaks = []
+    for callbacks in ([], [ActivationCheckpointing()]):
+        meter = ft.MemoryMeter()
+        fit([*callbacks, meter])
+        peaks.append(meter.peak_bytes)
+    kept, recomputed = peaks
+    return (recomputed + share * (kept - recomputed)) / GIB
+
+
+def fit(callbacks, net=TinyLM, **settings):
+    torch.manual_seed(11)
+    module = net(dropout=0.1)
+    t = trainer(callbacks, **settings)
+    t.fit(module, as_loader(BATCHES))
+    return weights(module)
+
+
+def same(a, b):
+    return all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_in_a_trainer_and_a_mixin_the_same_weights_bit_for_bit():
+    gib, expected = limit_between(), fit([])
+
+    class WithMixin(ft.FastTrainMixin, TinyLM):
+        def configure_techniques(self):
+            return [ActivationCheckpointing(mixed)]
+
+    policy, mixed, meter = MemoryBudget(gib), MemoryBudget(gib), ft.MemoryMeter(every_n_steps=1, warmup=5)
+    assert same(expected, fit([ActivationCheckpointing(policy), meter]))
+    assert same(expected, fit([], net=WithMixin))
+    for plan in (policy.plan, mixed.plan):
+        assert {block.action for block in plan.blocks} != {"kept"}
+        assert plan.measured_bytes <= plan.limit_bytes
+    assert meter.peak_bytes <= policy.plan.limit_bytes
+
+
+def test_a_batch_that_the_loader_keeps_counts_towards_the_limit():
+    class Wide(TinyLM):
+        def loss(self, batch):
+            return super().loss(batch) + batch["pixels"].mean() * 0
+
+    batches = [{**batch, "pixels": torch.zeros(32, 2**13)} for batch in lm_batches(7, size=32, length=16)]
+
+    def peak(policy=None):
+        meter = ft.MemoryMeter(every_n_steps=1, warmup=5)
+        torch.manual_seed(11)
+        trainer([*([ActivationCheckpointing(policy)] if policy else []), meter]).fit(Wide(), as_loader(batches))
+        return meter.peak_bytes
+
+    kept, recomputed = peak(), peak(EveryBlock())
+    policy = MemoryBudget((kept + recomputed) / 2 / GIB)
+    assert peak(policy) <= policy.plan.limit_bytes
+    assert policy.plan.measured_bytes == pytest.approx(peak(policy), rel=0.01)
+    assert {block.action for block in policy.plan.blocks} != {"kept"}
+
+
+@pytest.mark.parametrize(
+    "company",
+    [
+        lambda: [ft.MicroBatching(2)],
+        lambda: [ft.CompileBlocks(backend="aot_eager")],
+        lambda: [ft.OptimizerInBackward()],
+        lambda: [ft.EagerGradientRelease(), ft.MemoryMeter()],
+        lambda: [ft.TokenWeightedAccumulation(2)],
+    ],
+    ids=lambda make: "+".join(type(t).__name__ for t in make()),
+)
+def test_with_other_techniques(company):
+    torch._dynamo.reset()
+    policy = MemoryBudget(1.0)
+    module_weights = fit([ActivationCheckpointing(policy), *company()], max_epochs=2)
+    expected = fit(company(), max_epochs=2)
+    compiled = any(isinstance(t, ft.CompileBlocks) for t in company())
+    for name, value in expected.items():
+        assert torch.allclose(module_weights[name], value, rtol=1e-5, atol=1e-6 if compiled else 0)
+    assert policy.plan.measured_bytes is not None
+    assert policy.plan.passes == (2 if isinstance(company()[0], ft.MicroBatching | ft.TokenWeightedAccumulation) else 1)
+
+
+def test_everything_is_taken_away_again_and_a_second_fit_plans_anew():
+    technique = ActivationCheckpointing(MemoryBudget(1.0))
+    hooks = len(_global_optimizer_post_hooks)
+    for _ in range(2):
+        torch.manual_seed(11)
+        module = TinyLM()
+        t = trainer([technique])
+        t.fit(module, as_loader(BATCHES))
+        first, technique.policy.plan = technique.policy.plan, None
+        assert first is not None
+        assert all("forward" not in vars(block) and not block._forward_pre_hooks for block in module.blocks)
+        assert "step" not in vars(t.optimizers[0])
+    assert len(_global_optimizer_post_hooks) == hooks
+
+
+@pytest.mark.parametrize("steps", [1, 2, 6])
+def test_a_model_that_is_copied_amid_the_training_trains_by_itself(steps):
+    specimen = reference_models.uneven(layers=2, width=8, batch=2, length=8)
+    module, batch = specimen.module(), specimen.batch()
+    optimizer = module.configure_optimizers()
+    with ft.apply(module, [ActivationCheckpointing(MemoryBudget(1.0))]):
+        for _ in range(steps):
+            optimizer.zero_grad()
+            module.loss(batch).backward()
+            optimizer.step()
+        other = copy.deepcopy(module)
+        for net in (module, other):
+            net.zero_grad()
+            net.loss(batch).backward()
+    for a, b in zip(module.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+        assert a is not b
+
+
+def test_a_run_too_short_for_a_plan_says_so(caplog):
+    policy = MemoryBudget(1.0)
+    fit([ActivationCheckpointing(policy)], max_steps=1)
+    assert policy.plan is None
+    assert "no plan was made" in caplog.text
+
+
+def test_a_larger_batch_is_measured_too_and_the_limit_still_holds():
+    specimen = reference_models.uneven(layers=4, width=64, batch=16, length=64)
+    expected, kept = train(specimen)
+    _, recomputed = train(specimen, EveryBlock())
+    limit = (kept + recomputed) // 2
+    early, policy = MemoryBudget(limit / GIB), MemoryBudget(limit / GIB)
+    train(specimen, early, sizes=[4] * 6)
+    assert {block.action for block in early.plan.blocks} == {"kept"}
+    sizes = [4] * 6 + [16] * 8
+    expected, _ = train(specimen, sizes=sizes)
+    trained, peak = train(specimen, policy, sizes=sizes)
+    assert all(map(torch.equal, expected, trained))
+    assert recomputed < peak <= limit
+    assert {block.action for block in policy.plan.blocks} != {"kept"}
+
+
+@pytest.mark.parametrize("gib", [0, -1, "all", True, None])
+def test_the_limit_is_checked(gib):
+    with pytest.raises(ValueError, match="budget_gib="):
+        MemoryBudget(gib)
+
+
+def test_fit_takes_what_the_machine_has():
+    policy = MemoryBudget()
+    fit([ActivationCheckpointing(policy)])
+    assert 2**26 < policy.plan.limit_bytes < 2**50
+    assert {block.action for block in policy.plan.blocks} == {"kept"}
+
+
+def test_nothing_that_was_measured_stays_in_memory():
+    class Attention(nn.Module):
+        def forward(self, x):
+            out = F.scaled_dot_product_attention(x, x, x)
+            made.append(weakref.ref(out.untyped_storage()))
+            return out
+
+    made, block = [], Attention()
+    x = torch.randn(2, 2, 8, 8, requires_grad=True)
+    measure_block(CheckpointedForward(block), ft.model.SelectiveOps().keeps, set(), (x,), {})
+    gc.collect()
+    assert made
+    assert all(storage() is None for storage in made)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
+def test_on_cuda_the_allocators_own_peak_is_within_the_limit(share):
+    def run(policy):
+        torch.manual_seed(0)
+        module = reference_models.gpt(batch=8).module().cuda()
+        batch = [part.cuda() for part in reference_models.gpt(batch=8).batch()]
+        with ft.apply(module, [ActivationCheckpointing(policy)] if policy else []):
+            optimizer = module.configure_optimizers()
+            for _ in range(STEPS):
+                with PeakMemory("cuda") as peak:
+                    optimizer.zero_grad()
+                    module.loss(batch).backward()
+                    optimizer.step()
+        return peak.peak_bytes
+
+    kept, recomputed = run(None), run(EveryBlock())
+    limit = recomputed + share * (kept - recomputed)
+    policy = MemoryBudget(limit / GIB)
+    peak = run(policy)
+    assert peak <= limit
+    assert policy.plan.predicted_bytes == pytest.approx(peak, rel=0.1)

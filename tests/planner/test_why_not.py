@@ -1,0 +1,137 @@
+"""Every technique that is not in use, with the reason from its own class."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import lightning_fasttrain as ft
+from lightning_fasttrain.cli.main import main
+from lightning_fasttrain.planner.catalogue import known_techniques
+from tests.nets import TinyLM, lm_batches, trainer
+
+BATCH = lm_batches(1)[0]
+HERE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reasons(module=None, techniques=None, **settings):
+    found = ft.planner.why_not(module or TinyLM(), techniques=techniques, **settings)
+    return {row.name: row.why_not for row in found.rows}
+
+
+def test_each_technique_is_in_use_or_has_a_row():
+    in_use = [ft.MicroBatching(2), ft.ActivationCheckpointing()]
+    found = ft.planner.why_not(TinyLM(), techniques=in_use)
+    assert found.used == ("MicroBatching", "ActivationCheckpointing")
+    names = [row.name for row in found.rows]
+    assert sorted([*names, *found.used]) == sorted(kind.__name__ for kind in known_techniques())
+    untried = [row.why_not is not None for row in found.rows]
+    assert untried == sorted(untried)  # what may be worth trying comes first
+
+
+def test_reasons_are_of_the_model_of_what_is_in_use_and_of_what_they_would_raise():
+    of_layers = reasons(torch.nn.Linear(4, 4), [ft.EagerGradientRelease()])
+    assert "no repeated blocks" in of_layers["ActivationCheckpointing"]
+    assert "there is no Hugging Face model in it" in of_layers["PromptTuning"]
+    beside = reasons(techniques=[ft.OptimizerInBackward()])
+    assert "OptimizerInBackward + MicroBatching: each gradient is used and freed" in beside["MicroBatching"]
+    assert beside["StepMeter"] is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "name", "why"),
+    [
+        ({"accumulate_grad_batches": 4}, "EagerGradientRelease", "summed over 4 batches"),
+        ({"accumulate_grad_batches": 4}, "OptimizerInBackward", "summed over 4 batches"),
+        ({"gradient_clip_val": 1.0}, "OptimizerInBackward", "clips by the norm"),
+        ({"precision": "bf16-mixed"}, "FusedClipping", "clips nothing"),
+        ({}, "FusedClipping", "in bf16-mixed alone; this is 32-true"),
+        ({}, "TokenWeightedAccumulation", "a step is one batch on one device"),
+        ({}, "DevicePrefetch", "on the CPU already"),
+    ],
+)
+def test_reasons_are_of_how_the_trainer_is_set(settings, name, why):
+    assert why in reasons(trainer=trainer(**settings))[name]
+
+
+def test_nothing_speaks_against_what_the_trainer_has_use_for():
+    found = reasons(trainer=trainer(gradient_clip_val=0.5, precision="bf16-mixed", accumulate_grad_batches=2))
+    assert found["FusedClipping"] is found["TokenWeightedAccumulation"] is found["MicroBatching"] is None
+
+
+def test_a_package_that_is_missing_is_a_reason(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    assert "lightning-fasttrain[finetune]" in reasons()["LoRA"]
+
+
+def test_what_changes_memory_is_predicted_beside_what_is_in_use():
+    in_use = [ft.EagerGradientRelease()]
+    found = ft.planner.why_not(TinyLM(), BATCH, in_use)
+    rows = {row.name: row for row in found.rows}
+    plain = ft.predict_memory(TinyLM(), BATCH, techniques=in_use, device=HERE).peak_bytes
+    for tried in (ft.MicroBatching(4), ft.finetune.IA3(), ft.ActivationCheckpointing()):
+        row = rows[type(tried).__name__]
+        expected = ft.predict_memory(TinyLM(), BATCH, techniques=[*in_use, tried], device=HERE).peak_bytes / plain
+        assert (row.tried, row.factor) == (repr(tried), expected)
+    assert found.peak_bytes == plain
+    assert rows["StepMeter"].factor is rows["CompileBlocks"].factor is None
+    factors = [row.factor for row in found.rows if row.factor is not None]
+    assert factors == sorted(factors)
+    assert "MicroBatching(n=4)" in str(found)
+
+
+def test_where_nothing_can_be_predicted_the_reasons_stand_alone():
+    found = ft.planner.why_not(TinyLM(), BATCH, [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))])
+    assert {row.factor for row in found.rows} == {None}
+    assert "Nothing is predicted: " in found.notes[0]
+
+
+MODULE = """
+import lightning as L, torch
+from torch import nn
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+    def training_step(self, batch):
+        return self.net(batch).sum()
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(12, 8), batch_size=4)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+"""
+
+
+def test_the_command_prints_a_table_or_json(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "subject_of_why_not.py").write_text(MODULE)
+    arguments = ["why-not", "subject_of_why_not:Net", "--techniques", "MicroBatching=2"]
+    assert main([*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["used"] == ["MicroBatching"]
+    assert found["peak_bytes"] > 0
+    of_fused = next(row["why_not"] for row in found["rows"] if row["name"] == "FusedLossHead")
+    assert ".sum of deferred logits" in of_fused  # the step's own loss is none that it knows
+    assert main(arguments) == 0
+    assert "in use: MicroBatching" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "give either TARGET or --size"),
+        (["--size", "nano", "--techniques", "MicroBatching=2,OptimizerInBackward"], "each gradient is used and freed"),
+        (["--size", "nano", "--precision", "fp7"], "precision='fp7'"),
+    ],
+)
+def test_bad_input_is_one_line(capsys, arguments, says):
+    assert main(["why-not", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert says in captured.err
+    assert captured.err.count("\n") == 1
