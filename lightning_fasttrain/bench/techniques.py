@@ -168,8 +168,8 @@ The table lists every technique of the package; below it, a card for each gives 
 technique has any effect on this machine. [Exactness](exactness.md) defines the three classes.
 """
 _MEASURED = """\
-The column "measured" is from a run of `fasttrain ladder`, which [Results](results.md) describes: time and peak memory as
-factors of the rung below. Times marked ≈ are within the variation of the same program there, {noise:.0%}.
+The column "measured" is from a run of `fasttrain ladder`, which [Results](results.md) describes: time and peak memory
+as factors of the rung below. Times marked ≈ are within the variation of the same program there, {noise:.0%}.
 """
 
 
