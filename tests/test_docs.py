@@ -27,7 +27,7 @@ ROOM_NAMES = {module.split(".")[1] for module in ROOMS.values()} - {"core", "mix
 
 
 def test_the_page_of_techniques_is_what_the_command_writes(capsys):
-    """To update it: ``fasttrain techniques --markdown --ladder examples/results/ladder_cpu.json > docs/techniques.md``"""
+    """To update it, see ``CONTRIBUTING.md``."""
     assert main(["techniques", "--markdown", "--ladder", str(LADDER)]) == 0
     assert (DOCS / "techniques.md").read_text() == capsys.readouterr().out
 
