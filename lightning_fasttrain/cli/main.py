@@ -182,12 +182,15 @@ def _add_techniques(commands: Commands) -> None:
     parser = commands.add_parser("techniques", help="the table of techniques, as Markdown, or all about one of them")
     parser.add_argument("name", nargs="?", metavar="NAME", help="of one: when to use it, how exact it is, its code")
     parser.add_argument("--ladder", metavar="JSON", help="a ladder.json, whose measurements are shown too")
+    parser.add_argument(
+        "--markdown", action="store_true", help="write Markdown: the page docs/techniques.md, or one card"
+    )
     parser.set_defaults(run=_techniques)
 
 
 def _techniques(options: argparse.Namespace) -> int:
     from lightning_fasttrain.bench.ladder.results import Climbed
-    from lightning_fasttrain.cli.technique_table import card, markdown_table
+    from lightning_fasttrain.cli.technique_table import card, markdown_card, markdown_page, markdown_table
     from lightning_fasttrain.core.checks import one_of
     from lightning_fasttrain.planner.catalogue import known_techniques
     from lightning_fasttrain.technique.facts import facts_of_machine
@@ -203,7 +206,9 @@ def _techniques(options: argparse.Namespace) -> int:
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not what `fasttrain ladder` writes"
         return refuse("techniques", f"{options.ladder}: {reason}")
-    if options.name is None:
+    if options.markdown:
+        print(markdown_card(known[options.name], measured) if options.name else markdown_page(measured).rstrip("\n"))
+    elif options.name is None:
         print(markdown_table(measured))
     else:
         print(card(known[options.name], measured, facts_of_machine()))

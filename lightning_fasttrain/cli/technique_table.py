@@ -2,7 +2,10 @@
 
 import ast
 import doctest
+import importlib
 import inspect
+import itertools
+import re
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +15,7 @@ import yaml
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.bench.ladder.verdict import TIME_WORTH
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
-from lightning_fasttrain.technique import Technique
+from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.facts import Facts
 
 
@@ -49,7 +52,7 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
 
     Example:
         >>> from lightning_fasttrain.model import ActivationOffload
-        >>> print(card(ActivationOffload))
+        >>> print(card(ActivationOffload).partition("source")[0])
         ActivationOffload: saved activations wait in host memory, or on disk
         <BLANKLINE>
         when       activations of long sequences do not fit, and recomputing them would cost more than moving them; not
@@ -61,12 +64,10 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]
         loop       with offload_activations(model): ...
         YAML       trainer: {callbacks: [{class_path: lightning_fasttrain.ActivationOffload, init_args: {min_mib: 4}}]}
+        <BLANKLINE>
     """
-    name = technique.__name__
-    example = _example(technique)
-    path = public_path(technique)
-    made = f"ft.{path.removesuffix(name)}{ast.unparse(example)}"
-    measured = _measured_factors(ladder).get(name) if ladder is not None else None
+    made, in_yaml = _written_out(technique)
+    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
     lines = [("when", technique.when), ("exactness", technique.exactness.value.replace("_", " "))]
     idle = technique.why_not(facts) if facts is not None else None
     lines += [("not here", idle)] if idle is not None else []
@@ -77,19 +78,146 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
         ("mixin", f"class Net(ft.FastTrainMixin, L.LightningModule): techniques = [{made}]"),
         ("loop", technique.in_a_loop),
     ]
-    settings = _settings(technique, example)
-    if settings is not None:
-        spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
+    if in_yaml is not None:
         # So wide that yaml never breaks the line, which is to be pasted as it is.
-        in_yaml = yaml.safe_dump({"callbacks": [spec]}, default_flow_style=True, sort_keys=False, width=1000)
-        lines.append(("YAML", f"trainer: {in_yaml.strip()}"))
+        flow = yaml.safe_dump(in_yaml["trainer"], default_flow_style=True, sort_keys=False, width=1000)
+        lines.append(("YAML", f"trainer: {flow.strip()}"))
+    lines.append(("source", source_of(technique)))
     code = ("Trainer", "mixin", "loop", "YAML")  # not to be broken
-    shown = [f"{name}: {technique.effect}", ""]
+    shown = [f"{technique.__name__}: {technique.effect}", ""]
     for head, text in lines:
         # 11 columns for the head and 109 for the text make 120.
         folded = text if head in code else textwrap.fill(text, 109, subsequent_indent=" " * 11)
         shown.append(f"{head:<11}{folded}")
     return "\n".join(shown)
+
+
+def markdown_card(technique: type[Technique], ladder: Climbed | None = None) -> str:
+    """Everything that a technique states about itself, as a section of a Markdown page.
+
+    Args:
+        technique: a technique's class.
+        ladder: as for :func:`markdown_table`.
+
+    Example:
+        >>> from lightning_fasttrain.run import StepMeter
+        >>> print(markdown_card(StepMeter).partition("**Source:**")[0])
+        ### StepMeter
+        <BLANKLINE>
+        Shows where the time of a training step goes; see `StepTimer`.
+        <BLANKLINE>
+        **Effect:** ms per step by phase, samples/s, tokens/s.
+        <BLANKLINE>
+        **When it pays:** you want to know where the time goes.
+        <BLANKLINE>
+        **Exactness:** exact, bitwise.
+        <BLANKLINE>
+        ```python
+        trainer = L.Trainer(callbacks=[ft.StepMeter(warmup=10)])
+        <BLANKLINE>
+        class Net(ft.FastTrainMixin, L.LightningModule):
+            techniques = [ft.StepMeter(warmup=10)]
+        ```
+        <BLANKLINE>
+        In a Fabric or bare loop: `run.StepTimer(device)`
+        <BLANKLINE>
+        ```yaml
+        trainer:
+          callbacks:
+          - class_path: lightning_fasttrain.StepMeter
+            init_args:
+              warmup: 10
+        ```
+        <BLANKLINE>
+        **Cannot be combined with:** nothing.
+        <BLANKLINE>
+        <BLANKLINE>
+    """
+    made, in_yaml = _written_out(technique)
+    summary = " ".join((inspect.getdoc(technique) or "").partition("\n\n")[0].split())
+    measured = _measured_factors(ladder).get(technique.__name__) if ladder is not None else None
+    excluded = [f"- `{other}`: {why}. {way_out}." for other, why, way_out in conflicts_of(technique)]
+    paragraphs = [
+        f"### {public_path(technique)}",
+        _as_markdown(summary),
+        f"**Effect:** {technique.effect}.",
+        f"**When it pays:** {technique.when}.",
+        f"**Exactness:** {_exactness_in_words(technique)}.",
+        "```python\n"
+        f"trainer = L.Trainer(callbacks=[{made}])\n\n"
+        f"class Net(ft.FastTrainMixin, L.LightningModule):\n    techniques = [{made}]\n```",
+        f"In a Fabric or bare loop: {_as_code(technique.in_a_loop)}",
+    ]
+    if in_yaml is not None:
+        paragraphs.append(f"```yaml\n{yaml.safe_dump(in_yaml, sort_keys=False, width=1000)}```")
+    paragraphs.append("**Cannot be combined with:**" + ("" if excluded else " nothing."))
+    paragraphs += ["\n".join(excluded)] if excluded else []
+    if ladder is not None:
+        paragraphs.append(f"**Measured (time, peak memory):** {measured or 'the ladder does not measure it'}.")
+    paragraphs.append(f"**Source:** {_as_markdown(source_of(technique))}")
+    return "\n\n".join(paragraphs)
+
+
+_PAGE = """\
+<!-- Generated: fasttrain techniques --markdown --ladder examples/results/ladder_cpu.json > docs/techniques.md -->
+
+# Techniques
+
+The table lists every technique of the package; below it, a card for each gives details. In the code examples `ft` is
+`lightning_fasttrain` and `L` is `lightning`. `fasttrain techniques NAME` prints one card, and says whether the
+technique has any effect on this machine. [Exactness](exactness.md) defines the three classes.
+"""
+_MEASURED = """\
+The column "measured" is from a run of `fasttrain ladder`, which [Results](results.md) describes: time and peak memory
+as factors of the rung below. Times marked ≈ are within the variation of the same program there, {noise:.0%}.
+"""
+
+
+def markdown_page(ladder: Climbed | None = None) -> str:
+    """The table of techniques followed by one card for each, as a Markdown page.
+
+    Args:
+        ladder: as for :func:`markdown_table`.
+
+    Returns:
+        The page, with a trailing newline.
+    """
+    # The anchor is the one that both GitHub and MkDocs derive from a card's heading.
+    table = re.sub(
+        r"^\| `([\w.]+)`",
+        lambda name: f"| [`{name[1]}`](#{name[1].replace('.', '').lower()})",
+        markdown_table(ladder),
+        flags=re.MULTILINE,
+    )
+    page = [_PAGE]
+    if ladder is not None:
+        page.append(_MEASURED.format(noise=_time_noise(ladder)))
+    page.append(f"<!-- techniques -->\n{table}\n<!-- /techniques -->\n")
+    for room, members in itertools.groupby(known_techniques(), lambda technique: technique.__module__.split(".")[1]):
+        page.append(f"## Techniques in `{room}`\n")
+        page += [f"{markdown_card(technique, ladder)}\n" for technique in members]
+    return "\n".join(page)
+
+
+def source_of(technique: type[Technique]) -> str:
+    """The paper or reference implementation that the docstring names; "See" another docstring is followed.
+
+    Example:
+        >>> from lightning_fasttrain.finetune import QLoRA
+        >>> source_of(QLoRA)
+        'Dettmers et al. 2023, https://arxiv.org/abs/2305.14314.'
+    """
+    source, described = _written_source(technique), technique
+    while (reference := re.match(r"See :\w+:`~?([\w.]+)`\. ?", source)) is not None:
+        module, _, name = reference[1].rpartition(".")
+        described = getattr(importlib.import_module(module or described.__module__), name)
+        source = f"{_written_source(described)} {source[reference.end() :]}".strip()
+    return source
+
+
+def _written_source(described: Any) -> str:
+    _, _, source = (inspect.getdoc(described) or "").partition("\nSource:\n")
+    return " ".join(source.partition("\n\n")[0].split())
 
 
 def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
@@ -134,14 +262,53 @@ def _settings(technique: type[Technique], example: ast.Call) -> dict[str, Any] |
         return None
 
 
+def _written_out(technique: type[Technique]) -> tuple[str, dict[str, Any] | None]:
+    """The docstring's example as Python and as a configuration of LightningCLI; None if YAML cannot hold it."""
+    example, path = _example(technique), public_path(technique)
+    made = f"ft.{path.removesuffix(technique.__name__)}{ast.unparse(example)}"
+    settings = _settings(technique, example)
+    if settings is None:
+        return made, None
+    spec = {"class_path": f"lightning_fasttrain.{path}", **({"init_args": settings} if settings else {})}
+    return made, {"trainer": {"callbacks": [spec]}}
+
+
+def _exactness_in_words(technique: type[Technique]) -> str:
+    """The class of exactness with its bound.
+
+    Example:
+        >>> from lightning_fasttrain.model import ActivationCheckpointing
+        >>> _exactness_in_words(ActivationCheckpointing)
+        'exact'
+    """
+    word = technique.exactness.value.replace("_", " ")
+    if technique.exactness is Exactness.TOLERANCE:
+        return f"{word}: loss and gradients of a float32 step differ by at most {technique.bound:g}, relative"
+    return f"{word}, bitwise" if technique.bitwise else word
+
+
+def _as_markdown(text: str) -> str:
+    """reStructuredText's roles and literals of a docstring, as Markdown.
+
+    Example:
+        >>> _as_markdown("see :func:`~lightning_fasttrain.data.split_batch` and ``n``")
+        'see `split_batch` and `n`'
+    """
+    return re.sub(r":\w+:`(?:~[\w.]*\.)?([\w.]+)`", r"`\1`", text).replace("``", "`")
+
+
 def _as_code(text: str) -> str:
     return text if text.startswith("nothing") else f"`{text}`"
+
+
+def _time_noise(ladder: Climbed) -> float:
+    return max(TIME_WORTH, ladder.noise["time"] or 0.0)
 
 
 def _measured_factors(ladder: Climbed) -> dict[str, str]:
     """For each technique that a rung added or changed alone: its time and memory as factors of the state below it."""
     found: dict[str, dict[str, str]] = {}
-    noise = max(TIME_WORTH, ladder.noise["time"] or 0.0)
+    noise = _time_noise(ladder)
     below = ladder.rungs[0]
     for rung in ladder.rungs[1:]:
         before = below.state["callbacks"]

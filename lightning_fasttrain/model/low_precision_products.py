@@ -227,7 +227,7 @@ class LowPrecisionProducts(Technique):
         >>> techniques = [ft.LowPrecisionProducts("int8"), ft.CompileBlocks()]
 
     Source:
-        As the function's.
+        See :func:`multiply_in_low_precision_`.
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE

@@ -115,7 +115,7 @@ class MatmulPrecision(Technique):
         'ieee'
 
     Source:
-        As the function's. Lightning only advises to set it, and reads it by its old name (its issue 21256).
+        See :func:`matmul_precision_`. Lightning only advises to set it, and reads it by its old name (its issue 21256).
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE

@@ -15,6 +15,7 @@ from lightning_fasttrain.strategy.choose._optimizer_state import MakeOptimizer, 
 # and each backward. Offload adds the host's link, which is slower than the one between devices, and a disk is slower
 # still.
 STAGES = ("0", "1", "2", "3", "2+offload", "3+offload", "3+nvme")
+"""Stages of ZeRO and their offload variants, from the cheapest to the most expensive."""
 
 _ALL_REDUCE_BUCKET = 500_000_000  # elements, fixed in DeepSpeed's engine for stage 0
 _SWAP_BUFFERS = 4  # of a sub-group each, in host memory
