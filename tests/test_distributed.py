@@ -44,7 +44,7 @@ def test_a_window_over_ranks_with_unequal_targets_is_one_concatenated_batch(foun
 def test_rank_zero_alone_says_what_acts_on_the_run_and_how_it_went(found):
     first, second = (rank["said"] for rank in found)
     assert second == []
-    assert "a step is 24 samples, 120 tokens: 2 ranks × 6 samples × 2 batches" in first[0]
+    assert "24 samples (120 tokens) = 2 ranks × 6 samples × 2 accumulated batches" in first[0]
     assert first[-1].startswith("3 steps, ")
 
 

@@ -3,7 +3,7 @@
 import functools
 import logging
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from lightning.fabric.utilities.rank_zero import rank_zero_only
 from rich.console import Console
@@ -105,3 +105,17 @@ def number_of(count: int, thing: str, things: str = "") -> str:
         ('1 rank', '1,200 ranks', '2 batches')
     """
     return f"{count:,} {thing if count == 1 else things or f'{thing}s'}"
+
+
+def align(title: str, rows: Iterable[tuple[str, str]]) -> str:
+    """Format labelled facts, one a line, with the facts in one column.
+
+    Example:
+        >>> print(align("2 steps", [("Time", "12 ms/step"), ("Peak memory", "1.50 GiB")]))
+        2 steps
+          Time         12 ms/step
+          Peak memory  1.50 GiB
+    """
+    listed = list(rows)
+    width = max([len(label) for label, _ in listed], default=0)
+    return "\n".join([title, *[f"  {label:<{width}}  {fact}" for label, fact in listed]])

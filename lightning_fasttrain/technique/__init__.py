@@ -3,8 +3,8 @@
 All rooms build on this one. What a technique is asked about is a :class:`Facts`, and what it predicts for is a
 :class:`PredictedStep`.
 
-From the bottom up: ``arguments``, ``batch_watch``, ``declarations``, ``duration``, ``explanation``, ``facts``,
-``predicted_step``, ``run_report``, ``technique``, ``run_length``.
+From the bottom up: ``arguments``, ``declarations``, ``duration``, ``explanation``, ``facts``, ``predicted_step``,
+``run_summary``, ``technique``, ``run_length``.
 """
 
 from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery

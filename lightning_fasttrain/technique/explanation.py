@@ -1,4 +1,4 @@
-"""What acts on a training run, and how large the run is, in at most ten lines."""
+"""Describe which techniques act on a training run, and how large the run is, in at most twelve lines."""
 
 import math
 from collections.abc import Sequence
@@ -10,15 +10,15 @@ from torch import nn
 
 from lightning_fasttrain.core.batch import count_batch
 from lightning_fasttrain.core.device import free_bytes
-from lightning_fasttrain.core.messages import format_bytes, number_of
+from lightning_fasttrain.core.messages import align, format_bytes, number_of
 from lightning_fasttrain.core.modules.parameters import count_parameters
 
-_LINES = 4  # for single techniques; the rest share one, so that all of it are ten at most
+_ROWS = 4  # for single techniques; the others share one, so that there are eleven lines at most
 _WEAKEST_FIRST = ("changes_training", "tolerance", "exact")
 
 
 class SaysWhatItHolds(Protocol):
-    """What is asked of a technique here."""
+    """The methods of a technique that an explanation calls."""
 
     surgery: ClassVar[Any]
 
@@ -29,12 +29,12 @@ class SaysWhatItHolds(Protocol):
 
 @dataclass(frozen=True)
 class Acting:
-    """One technique.
+    """A technique that acts on a run.
 
     Args:
-        name: of its class.
+        name: name of its class.
         made: the call that makes it.
-        holds: half a sentence on what it took hold of; "" where it has nothing to add to how it was made.
+        holds: what it acts on, in half a sentence; empty where ``made`` says enough.
         exactness: ``"exact"``, ``"tolerance"`` or ``"changes_training"``.
     """
 
@@ -46,22 +46,22 @@ class Acting:
 
 @dataclass(frozen=True)
 class Explanation:
-    """What acts on a run, and how large it is; print it for at most ten lines.
+    """The techniques that act on a run, and its size; ``print`` shows at most twelve lines.
 
     Args:
-        techniques: those that operate on the model in the order in which they do, then the others as listed.
-        trained: numbers that train.
-        parameters: all numbers of the model.
-        precision: as Lightning means it.
-        strategy: its class.
-        device: the kind of it.
-        ranks: that train on different batches.
-        samples: in one rank's batch; 0: not known. So are the following.
-        tokens: in one rank's batch.
+        techniques: those that change the model, in the order in which they do, then the others as listed.
+        trained: number of parameters that train.
+        parameters: number of all parameters.
+        precision: the Trainer's precision.
+        strategy: name of the strategy's class.
+        device: type of the device.
+        ranks: number of ranks that train on different batches.
+        samples: samples in the batch of one rank; 0 if unknown.
+        tokens: tokens in the batch of one rank; 0 if unknown.
         accumulation: batches of a rank whose gradients are summed in a step.
-        free_bytes: of this rank's device, beside what is in use.
-        predicted_bytes: the peak of a step on one rank.
-        why_unpredicted: half a sentence, if a prediction was tried.
+        free_bytes: free memory of this rank's device.
+        predicted_bytes: predicted peak of a step on one rank.
+        why_unpredicted: why a prediction failed, in half a sentence; empty if none was tried.
     """
 
     techniques: tuple[Acting, ...]
@@ -80,74 +80,77 @@ class Explanation:
 
     @property
     def exactness(self) -> str:
-        """That of the whole run: the weakest of all."""
+        """The weakest class of exactness among the techniques."""
         found = {one.exactness for one in self.techniques}
         return next((kind for kind in _WEAKEST_FIRST if kind in found), "exact")
 
     @property
     def samples_per_step(self) -> int:
-        """The global batch: ranks × batch × accumulation."""
+        """Samples in the global batch: ranks × batch × accumulation."""
         return self.ranks * self.samples * self.accumulation
 
     @property
     def tokens_per_step(self) -> int:
-        """The same in tokens; 0 where batches hold none, or it is not known."""
+        """Tokens in the global batch; 0 if unknown."""
         return self.ranks * self.tokens * self.accumulation
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values, for JSON."""
         derived = {name: getattr(self, name) for name in ("exactness", "samples_per_step", "tokens_per_step")}
         return {**asdict(self), **derived}
 
     def __str__(self) -> str:
-        lines = [number_of(len(self.techniques), "technique"), *self._lines_of_techniques()]
         share = self.trained / max(self.parameters, 1)
-        lines.append(
-            f"{self.trained:,} of {self.parameters:,} parameters train ({share:.2%}), in {self.precision}, on "
-            f"{self.device}, {self.strategy}"
-        )
-        lines += [self._batch_line(), self._memory_line(), self._exactness_line()]
-        return "\n  ".join(line for line in lines if line)
+        rows = [
+            *self._rows_of_techniques(),
+            ("Parameters", f"{self.trained:,} of {self.parameters:,} train ({share:.2%})"),
+            ("Runs on", f"{self.device}, {self.strategy}, precision {self.precision}"),
+            ("Global batch", self._describe_batch()),
+            ("Memory", self._describe_memory()),
+            ("Exactness", self._describe_exactness()),
+        ]
+        title = f"lightning_fasttrain: {number_of(len(self.techniques), 'technique')}"
+        return align(title, [row for row in rows if row[1]])
 
-    def _lines_of_techniques(self) -> list[str]:
-        told = [f"{one.name}: {one.holds}" for one in self.techniques if one.holds]
+    def _rows_of_techniques(self) -> list[tuple[str, str]]:
+        described = [(one.name, one.holds) for one in self.techniques if one.holds]
         others = [one.made for one in self.techniques if not one.holds]
-        rest = [*told[_LINES:], *others]
-        return [*told[:_LINES], f"also {'; '.join(rest)}"] if rest else told
+        rest = [*[f"{name}: {holds}" for name, holds in described[_ROWS:]], *others]
+        return [*described[:_ROWS], ("Also", "; ".join(rest))]
 
-    def _batch_line(self) -> str:
+    def _describe_batch(self) -> str:
         if not self.samples:
             return ""
-        tokens = f", {self.tokens_per_step:,} tokens" if self.tokens else ""
+        tokens = f" ({self.tokens_per_step:,} tokens)" if self.tokens else ""
         factors = (
             number_of(self.ranks, "rank"),
             number_of(self.samples, "sample"),
-            number_of(self.accumulation, "batch", "batches"),
+            number_of(self.accumulation, "accumulated batch", "accumulated batches"),
         )
-        return f"a step is {number_of(self.samples_per_step, 'sample')}{tokens}: {' × '.join(factors)}"
+        return f"{number_of(self.samples_per_step, 'sample')}{tokens} = {' × '.join(factors)}"
 
-    def _memory_line(self) -> str:
-        parts: list[str] = []
+    def _describe_memory(self) -> str:
+        facts: list[str] = []
         if self.predicted_bytes is not None:
-            parts.append(f"a step is predicted to take {format_bytes(self.predicted_bytes)}")
+            facts.append(f"a step is predicted to take {format_bytes(self.predicted_bytes)}")
         if self.why_unpredicted:
-            parts.append(f"no prediction, since {self.why_unpredicted}")
+            facts.append(f"not predicted, since {self.why_unpredicted}")
         if self.free_bytes is not None:
-            parts.append(f"{format_bytes(self.free_bytes)} are free")
-        return f"memory: {'; '.join(parts)}" if parts else ""
+            facts.append(f"{format_bytes(self.free_bytes)} free")
+        return "; ".join(facts)
 
-    def _exactness_line(self) -> str:
+    def _describe_exactness(self) -> str:
         kinds: list[str] = []
-        for kind in _WEAKEST_FIRST[:-1]:  # nobody is told which ones are exact
+        for kind in _WEAKEST_FIRST[:-1]:
             names = [one.name for one in self.techniques if one.exactness == kind]
             if names:
                 kinds.append(f"{kind.replace('_', ' ')} ({', '.join(names)})")
-        return f"exactness: {', '.join(kinds) or 'exact, the same training as without them'}"
+        return ", ".join(kinds) or "exact: the same training as without techniques"
 
 
 @runtime_checkable
 class PredictsPeak(Protocol):
-    """A callback that knows, before the first batch, the bytes that a step will take on its rank; or None."""
+    """A callback that may know the peak memory of a step on its rank, in bytes, before the first batch."""
 
     @property
     def predicted_bytes(self) -> int | None: ...
@@ -156,13 +159,15 @@ class PredictsPeak(Protocol):
 def explain_run(
     trainer: L.Trainer, module: nn.Module, techniques: Sequence[SaysWhatItHolds], batch: Any
 ) -> Explanation:
-    """What acts on a run that is going on, read from its model; nothing waits for the device.
+    """Explain a run in progress from its model, without waiting for the device.
 
-    A peak is told where a callback has predicted it. It is never predicted unasked: that runs the user's own
-    ``training_step`` once more, with all that it prints, counts and sends elsewhere.
+    A peak is stated where a callback has predicted it. Nothing is predicted here, since that would run the user's own
+    ``training_step`` once more, with everything it prints, counts and sends elsewhere.
     """
     known = [callback.predicted_bytes for callback in trainer.callbacks if isinstance(callback, PredictsPeak)]
-    peaks = [nbytes for nbytes in known if isinstance(nbytes, int)]  # a stranger may mean something else
+    peaks = [
+        nbytes for nbytes in known if isinstance(nbytes, int)
+    ]  # another package's attribute of this name may mean something else
     samples, tokens = count_batch(batch)
     trained, parameters = count_parameters(module)
     device = trainer.strategy.root_device
@@ -183,7 +188,7 @@ def explain_run(
 
 
 def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> tuple[Acting, ...]:
-    """Each of ``techniques`` on ``model``: in the order of surgery, then those that only act in the loop."""
+    """Describe each technique on ``model``: in the order of surgery, then those that act in the loop alone."""
     # Sorting is stable, so those without surgery stay as they were listed.
     in_order = sorted(techniques, key=lambda technique: technique.surgery or math.inf)
     acting: list[Acting] = []
@@ -193,6 +198,6 @@ def describe_acting(techniques: Sequence[SaysWhatItHolds], model: nn.Module) -> 
 
 
 def _ranks(trainer: L.Trainer) -> int:
-    """Ranks that train on different batches, which those that share a layer do not."""
+    """Return the number of ranks that train on different batches; those that share a layer do not."""
     shares: Any = getattr(trainer.strategy, "distributed_sampler_kwargs", None)
     return shares["num_replicas"] if shares else trainer.world_size

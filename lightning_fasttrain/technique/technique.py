@@ -15,11 +15,10 @@ from lightning_fasttrain.core.host.late_parameters import LateParameters
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique.arguments import describe, remember_arguments
-from lightning_fasttrain.technique.batch_watch import BatchWatch
 from lightning_fasttrain.technique.declarations import Capability, Conflict, Exactness, Setting, Surgery
 from lightning_fasttrain.technique.facts import Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
-from lightning_fasttrain.technique.run_report import RunReport, is_empty_hook
+from lightning_fasttrain.technique.run_summary import RunSummary, is_empty_hook
 
 
 class Technique(L.Callback):
@@ -152,12 +151,8 @@ class Technique(L.Callback):
         undo = ExitStack()
         self._undo = undo
         if stage == "fit":
-            report = RunReport(self, techniques)
-            own = None if is_empty_hook(self, "on_train_batch_end") else self.on_train_batch_end
-            divides = trainer.accumulate_grad_batches > 1  # before a technique changes it that does it right
-            watch = BatchWatch(self, own, report.find_idle, divides)
-            undo.callback(patch(self, "on_train_batch_end", watch))
-            undo.callback(report.install())
+            divides = trainer.accumulate_grad_batches > 1  # before a technique that does not divide changes it
+            undo.callback(RunSummary(self, techniques, divides).install())
         for technique in techniques:
             technique.acting = True
             _push(undo, technique.attach(trainer, pl_module))

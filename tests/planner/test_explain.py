@@ -17,20 +17,20 @@ def some_techniques():
 
 
 @pytest.mark.parametrize("net", [TinyLM, LazyLM])
-def test_ahead_of_a_fit_it_is_what_the_fit_will_say(net):
+def test_an_explanation_before_a_fit_is_that_of_the_fit(net):
     t = trainer(some_techniques(), enable_model_summary=True, accumulate_grad_batches=3)
     module = net()
     ahead = ft.planner.explain(module, BATCH, trainer=t)
     with heard() as said:
         t.fit(module, as_loader([BATCH] * 3))
-    block = next(text for text in said if text.startswith("4 techniques"))
+    block = next(text for text in said if text.startswith("lightning_fasttrain: 4 techniques"))
     assert without_memory(str(ahead)) == without_memory(block)
     assert ahead.exactness == "changes_training"
     assert (ahead.samples_per_step, ahead.tokens_per_step) == (18, 90)
 
 
 def without_memory(block):
-    return [line for line in block.splitlines() if "memory:" not in line]
+    return [line for line in block.splitlines() if "  Memory " not in line]
 
 
 def test_the_model_and_the_techniques_are_left_as_they_were():
@@ -59,10 +59,10 @@ def test_with_a_batch_the_peak_is_predicted():
     ],
     ids=["no loss", "measures"],
 )
-def test_where_nothing_can_be_predicted_it_says_why(module, techniques, why):
+def test_an_explanation_states_why_nothing_was_predicted(module, techniques, why):
     found = ft.planner.explain(module, BATCH, techniques)
     assert why in found.why_unpredicted
-    assert f"no prediction, since {found.why_unpredicted}" in str(found)
+    assert f"not predicted, since {found.why_unpredicted}" in str(found)
 
 
 def test_within_a_fit_the_trainer_is_enough():
@@ -99,8 +99,8 @@ def test_wrong_input_is_refused():
         ft.planner.explain(nn.Linear(2, 2), techniques=[ft.ActivationCheckpointing()])
 
 
-def test_it_is_plain_json_with_what_follows_from_it():
+def test_an_explanation_converts_to_plain_json():
     found = Explanation((), 1, 2, "32-true", "DDPStrategy", "cpu", ranks=2, samples=3, tokens=12, accumulation=4)
     assert found.as_dict()["samples_per_step"] == 24
     assert found.as_dict()["tokens_per_step"] == 96
-    assert "24 samples, 96 tokens: 2 ranks × 3 samples × 4 batches" in str(found)
+    assert "24 samples (96 tokens) = 2 ranks × 3 samples × 4 accumulated batches" in str(found)

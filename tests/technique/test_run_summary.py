@@ -1,4 +1,4 @@
-"""What a run says at its start and at its end: where, when, to whom, and what is left of it in between."""
+"""The summaries at the start and at the end of a run, and the hooks that print them."""
 
 import copy
 import logging
@@ -12,7 +12,7 @@ from tensorboardX.proto import event_pb2
 
 import lightning_fasttrain as ft
 from lightning_fasttrain.core.messages import format_bytes, log
-from lightning_fasttrain.technique.run_report import KEY
+from lightning_fasttrain.technique.run_summary import KEY
 from tests.cases import CASES
 from tests.nets import TinyLM, as_loader, heard, lm_batches, trainer
 
@@ -38,43 +38,44 @@ def run(callbacks, net=TinyLM, batches=BATCHES, **settings):
 
 
 def start_of(said):
-    return next(text for text in said if " techniques" in text or "1 technique" in text)
+    return next(text for text in said if " technique" in text.partition("\n")[0])
 
 
 def end_of(said):
-    return next(text for text in said if " steps, " in text.partition("\n")[0])
+    return next(text for text in said if text.partition("\n")[0].endswith(" steps"))
 
 
-def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
+def test_the_summary_lists_techniques_in_the_order_in_which_they_change_the_model():
     techniques = [ft.MicroBatching(3), ft.EagerGradientRelease(), ft.ActivationCheckpointing(), ft.LoRA(rank=2)]
     lines = start_of(run(techniques, accumulate_grad_batches=2)[0]).splitlines()
     assert lines[:5] == [
-        "4 techniques",
-        "  LoRA: rank 2 beside 6 layers",
-        "  ActivationCheckpointing: 3 blocks of Block recomputed",
-        "  MicroBatching: each batch runs in 3 parts",
-        "  also EagerGradientRelease()",
+        "lightning_fasttrain: 4 techniques",
+        "  LoRA                     rank 2 beside 6 layers",
+        "  ActivationCheckpointing  3 blocks of Block recomputed",
+        "  MicroBatching            each batch runs in 3 parts",
+        "  Also                     EagerGradientRelease()",
     ]
     trained, total = (sum(p.numel() for p in net.parameters()) for net in (lora_alone(), with_lora()))
-    assert lines[5].startswith(f"  {trained:,} of {total:,} parameters train")
-    assert lines[5].endswith("in 32-true, on cpu, SingleDeviceStrategy")
-    assert lines[6] == "  a step is 12 samples, 60 tokens: 1 rank × 6 samples × 2 batches"
-    assert lines[-1] == "  exactness: changes training (LoRA)"
+    assert lines[5] == f"  Parameters               {trained:,} of {total:,} train ({trained / total:.2%})"
+    assert lines[6] == "  Runs on                  cpu, SingleDeviceStrategy, precision 32-true"
+    samples = "12 samples (60 tokens) = 1 rank × 6 samples × 2 accumulated batches"
+    assert lines[7] == f"  Global batch             {samples}"
+    assert lines[-1] == "  Exactness                changes training (LoRA)"
 
 
 @pytest.mark.parametrize(
     "predicts", [lambda: ft.dry_run.Rehearsal(seconds=1), ft.AutoBatchSize], ids=["rehearsal", "auto"]
 )
-def test_a_peak_that_a_callback_has_predicted_stands_beside_what_is_free(predicts):
+def test_a_predicted_peak_is_shown_beside_the_free_memory(predicts):
     callback, meter = predicts(), ft.MemoryMeter()
     said, _ = run([callback, ft.EagerGradientRelease(), meter])
-    line = next(text for text in start_of(said).splitlines() if "memory: " in text)
-    assert line.startswith(f"  memory: a step is predicted to take {format_bytes(callback.predicted_bytes)}; ")
-    assert line.endswith(" are free")
+    line = next(text for text in start_of(said).splitlines() if "  Memory " in text)
+    assert f" a step is predicted to take {format_bytes(callback.predicted_bytes)}; " in line
+    assert line.endswith(" free")
     assert callback.predicted_bytes == pytest.approx(meter.peak_bytes, rel=0.1)
 
 
-def test_nothing_is_predicted_unasked():
+def test_no_step_is_run_for_a_prediction():
     runs = []
 
     class Net(TinyLM):
@@ -97,7 +98,7 @@ def lora_alone():
     return torch.nn.ParameterList([p for name, p in with_lora().named_parameters() if "lora_" in name])
 
 
-def test_it_comes_before_the_first_step_and_once_a_fit():
+def test_the_summary_comes_before_the_first_step_and_once_a_fit():
     with heard() as said:
         probe = Probe(lambda net: list(said))
         t = trainer([ft.ActivationCheckpointing(), probe], enable_model_summary=True, max_epochs=2)
@@ -106,11 +107,11 @@ def test_it_comes_before_the_first_step_and_once_a_fit():
         t.fit_loop.max_epochs = 3
         t.fit(net, as_loader(BATCHES))
     assert probe.seen[0] == [start_of(said)]
-    assert sum("1 technique" in text for text in said) == 2
+    assert sum("1 technique" in text.partition("\n")[0] for text in said) == 2
 
 
 @pytest.mark.parametrize("count", [1, 4, 5, 11])
-def test_it_has_at_most_ten_lines(count):
+def test_the_summary_has_at_most_twelve_lines(count):
     cases = [
         case
         for case in CASES
@@ -118,13 +119,13 @@ def test_it_has_at_most_ten_lines(count):
     ]
     techniques = [case.make() for case in cases if not case.settings][:count]
     said = start_of(run(techniques)[0])
-    assert said.count("\n") < 10
+    assert said.count("\n") < 12
     assert all(type(technique).__name__ in said for technique in techniques)
 
 
 @pytest.mark.filterwarnings("ignore:.*barebones")
 @pytest.mark.parametrize("switch", ["enable_model_summary", "barebones", "level"])
-def test_the_usual_switches_keep_it_quiet(switch):
+def test_lightnings_switches_silence_the_summary(switch):
     settings = {"enable_model_summary": False} if switch != "level" else {}
     if switch == "barebones":
         settings = {"barebones": True, "enable_model_summary": None, "logger": None}
@@ -137,7 +138,7 @@ def test_the_usual_switches_keep_it_quiet(switch):
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.make().surgery], ids=lambda case: case.name)
-def test_what_operates_on_a_model_says_what_it_took_hold_of_there_and_nothing_of_another_model(case):
+def test_a_technique_describes_the_model_it_changed_and_no_other(case):
     technique = case.make()
     probe = Probe(technique.took_hold)
     run([technique, probe])
@@ -145,7 +146,7 @@ def test_what_operates_on_a_model_says_what_it_took_hold_of_there_and_nothing_of
     assert technique.took_hold(torch.nn.Linear(2, 2)) == ""
 
 
-def test_nothing_of_it_is_left_between_the_first_batch_and_the_end_or_after():
+def test_no_hook_is_left_after_the_first_batch_or_after_the_run():
     technique = ft.ActivationCheckpointing()
     release = ft.EagerGradientRelease()  # has no on_train_batch_start of its own
     probe = Probe(lambda net: release.on_train_batch_start)
@@ -154,7 +155,7 @@ def test_nothing_of_it_is_left_between_the_first_batch_and_the_end_or_after():
     assert not {name for name in vars(release) if name.startswith("on_")}
 
 
-def test_a_copy_made_in_mid_run_reports_on_its_own_run():
+def test_a_copy_made_during_a_run_reports_on_its_own_run():
     class Copies(L.Callback):
         def on_train_batch_end(self, trainer, *_):
             self.copied = copy.deepcopy(next(one for one in trainer.callbacks if isinstance(one, ft.Technique)))
@@ -163,33 +164,33 @@ def test_a_copy_made_in_mid_run_reports_on_its_own_run():
     run([ft.ActivationCheckpointing(), copies])
     said, t = run([copies.copied], batches=lm_batches(2))
     assert (len(said), t.global_step) == (2, 2)
-    assert end_of(said).startswith("2 steps, ")
+    assert end_of(said).startswith("lightning_fasttrain: 2 steps\n")
 
 
-def test_the_end_has_time_and_what_was_measured_anyway():
+def test_the_end_states_time_throughput_and_what_meters_measured():
     said = end_of(run([ft.StepMeter(warmup=0), ft.MemoryMeter(warmup=1)])[0])
-    assert said.startswith("5 steps, ")
-    assert " ms each (median), " in said
-    assert " tokens/s on each rank, peak " in said
+    assert said.startswith("lightning_fasttrain: 5 steps\n  Time         ")
+    assert " ms/step (median)\n  Throughput   " in said
+    assert " tokens/s on each rank\n  Peak memory  " in said
     said = end_of(run([ft.EagerGradientRelease()], accumulate_grad_batches=2)[0])
-    assert said.startswith("3 steps, ")
-    assert "if all batches are as the first" in said
-    assert "peak" not in said
+    assert said.startswith("lightning_fasttrain: 3 steps\n")
+    assert " ms/step, including data loading and callbacks" in said
+    assert said.endswith(" tokens/s, assuming batches like the first")
 
 
-def test_what_fell_back_and_what_gained_nothing_is_in_the_end(recwarn):
+def test_the_end_states_what_fell_back_and_what_gained_nothing(recwarn):
     def broken(graph, inputs):
         raise RuntimeError("no such kernel")
 
     torch._dynamo.reset()
     techniques = [ft.CompileBlocks(backend=broken), ft.MicroBatching("auto"), ft.DevicePrefetch()]
     lines = end_of(run(techniques)[0]).splitlines()
-    assert lines[1].startswith("  CompileBlocks: 3 of 3 blocks and pieces ran uncompiled: ")
-    assert "no such kernel" in lines[1]
-    assert lines[2] == "  MicroBatching: batches of this size fit in 1 part"
-    assert lines[3] == "  DevicePrefetch: gained nothing, since batches are on the CPU already"
+    assert lines[-3].startswith("  CompileBlocks   3 of 3 blocks and pieces ran uncompiled: ")
+    assert "no such kernel" in lines[-3]
+    assert lines[-2] == "  MicroBatching   batches of this size fit in 1 part"
+    assert lines[-1] == "  DevicePrefetch  gained nothing, since batches are on the CPU already"
     idle = end_of(run([ft.MicroBatching(4)], batches=lm_batches(3, size=1))[0])
-    assert "MicroBatching did nothing: the loader's batches are one sample each" in idle
+    assert "MicroBatching  did nothing: the loader's batches are one sample each" in idle
 
 
 class WithSettings(TinyLM):
@@ -203,7 +204,7 @@ MADE = "MicroBatching(n=2), EagerGradientRelease()"
 
 @pytest.mark.parametrize("net", [TinyLM, WithSettings])
 @pytest.mark.parametrize("kind", [CSVLogger, TensorBoardLogger])
-def test_techniques_are_hyper_parameters_beside_the_users_own(net, kind, tmp_path):
+def test_techniques_are_logged_as_hyperparameters_beside_the_users_own(net, kind, tmp_path):
     run([ft.MicroBatching(2), ft.EagerGradientRelease()], net, logger=kind(tmp_path, name="", version=""))
     users = {"width": 3} if net is WithSettings else {}
     written = L.pytorch.core.saving.load_hparams_from_yaml(next(tmp_path.rglob("hparams.yaml")))
@@ -257,7 +258,7 @@ class KeepsAll(CSVLogger):
     ],
     ids=["alone", "with the user's", "switched off"],
 )
-def test_they_are_logged_in_one_call(net, settings, calls, tmp_path):
+def test_hyperparameters_are_logged_in_one_call(net, settings, calls, tmp_path):
     logger = KeepsAll(tmp_path)
     run([ft.MicroBatching(2), ft.EagerGradientRelease()], net, logger=logger, **settings)
     assert logger.calls == calls
