@@ -1,4 +1,4 @@
-"""Roof: the mixin that lets a ``LightningModule`` bring its techniques along."""
+"""A mixin with which a ``LightningModule`` brings its techniques along."""
 
 import functools
 from collections.abc import Sequence
@@ -113,7 +113,7 @@ def _refuse_hidden(cls: type) -> None:
 
 def _with_techniques(module: FastTrainMixin, callbacks: Sequence[L.Callback] | L.Callback | None) -> list[L.Callback]:
     listed = [callbacks] if isinstance(callbacks, L.Callback) else list(callbacks or [])
-    # By identity: two that are alike but not the same are a mistake of the user's, which check_together tells.
+    # By identity: two that are equal but not the same object are a mistake of the user's, which check_together reports.
     there = {id(callback) for callback in listed}
     missing = [technique for technique in module.configure_techniques() if id(technique) not in there]
     return [*listed, *missing]

@@ -153,7 +153,7 @@ class GPT(nn.Module):
                 nn.init.zeros_(parameter)
 
     def hidden(self, idx: Tensor) -> Tensor:
-        """What the head reads: token numbers [B, T] → hidden states [B, T, D]."""
+        """Map token ids (B, T) to the hidden states (B, T, D) that the head reads."""
         length = idx.size(1)
         if length > self.config.context:
             why = f"the model has {self.config.context} learned positions"
@@ -184,7 +184,7 @@ def matrices_and_others(module: nn.Module, weight_decay: float) -> list[dict[str
 
 
 class GPTModule(L.LightningModule):
-    """Trains a :class:`GPT` on batches of (inputs, targets), each [B, T] of token numbers.
+    """Trains a :class:`GPT` on batches of (inputs, targets), each of token ids (B, T).
 
     Args:
         config: the shape of the model.

@@ -16,7 +16,7 @@ class Size:
     Args:
         model: the shape of the GPT.
         batch: sequences per optimizer step, each as long as the model's context.
-        tokens: ``"bytes"`` or ``"bpe"``, how text becomes token numbers.
+        tokens: ``"bytes"`` or ``"bpe"``, how text becomes token ids.
         steps: timed steps per rung.
         micro_batches: parts that its batch is split into.
         minutes: that a ladder may take before it stops to run rungs again for the sake of their times.

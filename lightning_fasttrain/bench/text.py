@@ -1,4 +1,4 @@
-"""Real text without a download: bytes from this machine, token numbers, and windows of them."""
+"""Real text without a download: bytes from this machine, token ids, and windows of them."""
 
 import itertools
 import os
@@ -83,7 +83,7 @@ def _first_bytes(files: Iterator[Path], limit: int) -> Iterator[bytes]:
 
 
 def encode_text(data: bytes, tokens: str, vocabulary: int) -> np.ndarray:
-    """Turn text into token numbers.
+    """Turn text into token ids.
 
     Args:
         data: UTF-8 bytes.
@@ -120,7 +120,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
     """Pairs of (inputs, targets): ``context`` tokens from a place drawn by ``seed``, and the same one token later.
 
     Args:
-        tokens: token numbers, one-dimensional.
+        tokens: token ids, one-dimensional.
         context: length of each window, T.
         count: how many windows.
         seed: draws the places; equal seeds give equal windows.
@@ -150,7 +150,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         start = self.starts[index]
-        # A copy, since the tokens may lie in a file or in bytes that nobody may write to.
+        # A copy, since the tokens may lie in a file or in read-only bytes.
         window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
         return window[:-1], window[1:]
 

@@ -1,4 +1,4 @@
-"""What this machine offers for fast training, and what is missing with the command to install it."""
+"""Check what this machine offers for fast training, and give the command to install what is missing."""
 
 import platform
 import shutil

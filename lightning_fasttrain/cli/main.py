@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _add_ladder(commands: Commands) -> None:
     parser = commands.add_parser(
         "ladder",
-        help="measure on this machine what each optimisation buys",
+        help="measure on this machine what each technique gains",
         description="Train a reference GPT on real text, with one optimisation after the other; "
         "print a table, write ladder.json and ladder.png.",
     )
@@ -67,7 +67,7 @@ def _add_ladder(commands: Commands) -> None:
         type=int,
         metavar="N",
         default=2,
-        help="how often rungs whose times are too near to tell are run again, in turn; default: 2",
+        help="how often rungs whose times are too near to decide are run again, in turn; default: 2",
     )
     parser.add_argument("--minutes", type=float, metavar="M", help="run nothing again after; default: the size's own")
     parser.add_argument("--each", action="store_true", help="also run each rung alone")

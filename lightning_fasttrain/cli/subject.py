@@ -1,4 +1,4 @@
-"""What a command line names: a model with a batch, and techniques. Its values are literals; nothing is evaluated."""
+"""Load what a command line names: a model with a batch, and techniques. Values are literals; nothing is evaluated."""
 
 import ast
 import importlib
@@ -88,7 +88,7 @@ def techniques_named(text: str) -> list[Technique]:
     """The techniques in a list such as ``"ActivationCheckpointing,MicroBatching=8"``; after ``=`` the first argument.
 
     Raises:
-        ValueError: there is no technique of that name.
+        ValueError: no technique has this name.
         TypeError, ValueError: it refuses the argument.
 
     Example:

@@ -1,4 +1,4 @@
-"""What subcommands share: the model that is asked about, how they refuse, and how they show what they found."""
+"""Share among subcommands: options that name a model, refusals, and the printing of reports."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ BAD_INPUT = 2
 
 
 class Commands(Protocol):
-    """What ``argparse`` returns where subcommands are added, as far as they ask for it."""
+    """The part of ``argparse``'s subparsers that the subcommands use."""
 
     def add_parser(self, name: str, *, help: str, description: str = "") -> argparse.ArgumentParser: ...
 
@@ -91,7 +91,7 @@ def _reference(size: str, batch: int) -> Any:
 
 
 class Report(Protocol):
-    """What a subcommand finds."""
+    """A report that a subcommand prints."""
 
     def as_dict(self) -> dict[str, Any]: ...
 

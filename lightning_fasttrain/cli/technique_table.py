@@ -193,8 +193,10 @@ def markdown_page(ladder: Climbed | None = None) -> str:
     if ladder is not None:
         page.append(_MEASURED.format(noise=_time_noise(ladder)))
     page.append(f"<!-- techniques -->\n{table}\n<!-- /techniques -->\n")
-    for room, members in itertools.groupby(known_techniques(), lambda technique: technique.__module__.split(".")[1]):
-        page.append(f"## Techniques in `{room}`\n")
+    for subpackage, members in itertools.groupby(
+        known_techniques(), lambda technique: technique.__module__.split(".")[1]
+    ):
+        page.append(f"## Techniques in `{subpackage}`\n")
         page += [f"{markdown_card(technique, ladder)}\n" for technique in members]
     return "\n".join(page)
 
@@ -221,7 +223,7 @@ def _written_source(described: Any) -> str:
 
 
 def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
-    """What it cannot be used beside, by its own word or the other's: name, why, way out.
+    """Yield the techniques it cannot be combined with, declared by either of the two: name, reason, alternative.
 
     Example:
         >>> from lightning_fasttrain.data import MicroBatching
@@ -243,7 +245,7 @@ def conflicts_of(technique: type[Technique]) -> Iterator[tuple[str, str, str]]:
 
 
 def _example(technique: type[Technique]) -> ast.Call:
-    """How its docstring makes one."""
+    """Return the call in its docstring that makes one."""
     for example in doctest.DocTestParser().get_examples(inspect.getdoc(technique) or ""):
         for node in ast.walk(ast.parse(example.source)):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == technique.__name__:

@@ -1,4 +1,4 @@
-"""What every room stands on: no technique, and nothing of one, is in here.
+"""The foundation of all subpackages. Nothing in here belongs to a single technique.
 
 ``modules`` finds and wraps parts of a model, ``state`` saves and restores what a step changes, ``files`` writes and
 reads without trust, ``host`` is the door to what Lightning keeps to itself.

@@ -1,4 +1,4 @@
-"""What is in a batch: samples, tokens, bytes, and the labels that its loss averages over."""
+"""Count samples, tokens and bytes of a batch, and find the labels that its loss averages over."""
 
 import dataclasses
 from collections.abc import Mapping

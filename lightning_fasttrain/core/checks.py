@@ -10,7 +10,7 @@ _STOLE_CREDENTIALS = {"2.6.2", "2.6.3"}
 
 
 def refuse_compromised_hosts() -> None:
-    """Refuse to go on beside a release of Lightning that is known to steal credentials.
+    """Refuse to be imported beside a release of Lightning that is known to steal credentials.
 
     Reads the installed metadata only: the point is that nothing of the bad release has been imported yet.
 
@@ -83,7 +83,7 @@ def refuse_mixed_lightning(*objects: object) -> None:
         TypeError: one of the ``objects`` comes from ``pytorch_lightning``.
     """
     for thing in objects:
-        # A user's class comes from a module of their own; one of its bases tells which package it is made with.
+        # A user's class comes from a module of their own; one of its bases shows which package it is made with.
         origins = [base.__module__.partition(".")[0] for base in type(thing).__mro__]
         if "pytorch_lightning" in origins:
             raise TypeError(

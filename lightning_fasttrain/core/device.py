@@ -1,4 +1,4 @@
-"""A device: how much memory it has left, and the time as of what it has done."""
+"""Free memory of a device, and a clock that waits for it."""
 
 import ctypes
 import gc
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that further tensors may take on ``device``; None where the system does not tell.
+    """Return the bytes that further tensors may take on ``device``; None where the system does not report them.
 
     On CUDA what the allocator holds without using it is free too. Nothing waits for the device.
 
@@ -40,7 +40,7 @@ def return_unused_memory() -> None:
 
 
 def device_clock(device: torch.device) -> float:
-    """Seconds, once ``device`` has done what it was given; only differences mean something. On CUDA this waits.
+    """Return a time in seconds after waiting for ``device`` to finish its queued work; only differences are meaningful.
 
     Example:
         >>> began = device_clock(torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""How many processes train together, which of them this is, and what each of them holds."""
+"""Ask for ranks, and exchange values among them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 def rank_count() -> int:
-    """How many there are; 1 without ``torch.distributed``.
+    """Return the number of ranks; 1 without ``torch.distributed``.
 
     Example:
         >>> rank_count(), rank_here()
@@ -19,12 +19,12 @@ def rank_count() -> int:
 
 
 def rank_here() -> int:
-    """The number of this one; 0 without ``torch.distributed``."""
+    """Return the rank of this process; 0 without ``torch.distributed``."""
     return dist.get_rank() if _is_launched() else 0
 
 
 def from_all_ranks(mine: list[Any]) -> list[Any]:
-    """The entries of all ranks' lists, so that all decide alike."""
+    """Return the entries of the lists of all ranks, so that all ranks decide the same."""
     if rank_count() == 1:
         return mine
     gathered: list[Any] = [None] * rank_count()
@@ -33,7 +33,7 @@ def from_all_ranks(mine: list[Any]) -> list[Any]:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether parameters are in pieces, so that their gradients cannot be taken beside the training's own."""
+    """Whether parameters are sharded, so that no gradients can be computed beside those of the training itself."""
     # `ds_id` is of DeepSpeed's stage 3, `device_mesh` of DTensors.
     return any(hasattr(p, "ds_id") or hasattr(p, "device_mesh") for p in model.parameters())
 
@@ -43,10 +43,10 @@ def _is_launched() -> bool:
 
 
 def sum_over_ranks(counts: list[int], strategy: Strategy | None, world_size: int) -> list[int]:
-    """The sums of each of the ``counts`` over all ranks.
+    """Return the sum of each of the ``counts`` over all ranks.
 
-    One process asks nobody. Several do it in one small all-reduce, whose result the host waits for: all must go on with
-    the same numbers.
+    A single process returns its own. Several use one small all-reduce, for whose result the host waits, since all must
+    continue with the same sums.
     """
     if strategy is None or world_size == 1:
         return counts

@@ -1,4 +1,4 @@
-"""What a measurement was taken on: hardware and versions, without paths, host names or user names."""
+"""Describe the machine of a measurement: hardware and versions, without paths, host names or user names."""
 
 import importlib.metadata
 import os
@@ -61,7 +61,7 @@ def usable_cores() -> int:
 
 
 def processor_name() -> str:
-    """The processor's own name for itself, as far as the system tells."""
+    """Return the processor's name, as far as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -91,12 +91,12 @@ def bf16_units() -> list[str]:
 
 
 def bf16_slowdown() -> float:
-    """How many times as long a matrix product takes in bfloat16 as in float32 on this processor, measured."""
+    """Measure how many times as long a matrix product takes in bfloat16 as in float32 on this processor."""
     return _product_s(torch.bfloat16) / _product_s(torch.float32)
 
 
 def _product_s(dtype: torch.dtype) -> float:
-    """Seconds, the fewest of three, for matrices that are large enough to tell and small enough for a slow type."""
+    """Seconds, the fewest of three, for matrices that are large enough to measure and small enough for a slow dtype."""
     matrix, times = torch.ones(256, 256, dtype=dtype), []
     for _ in range(3):
         started = time.perf_counter()
@@ -106,7 +106,7 @@ def _product_s(dtype: torch.dtype) -> float:
 
 
 class Neighbours:
-    """How many cores other processes kept busy while this one worked: they spoil its timings.
+    """Number of cores that other processes kept busy while this one worked, which spoils its timings.
 
     Two threads that wait for each other by spinning, as OpenMP's do, slow down tenfold when a third wants a core.
 
@@ -119,7 +119,7 @@ class Neighbours:
         self._busy_s, self._ours_s, self._since = _busy_seconds(), _own_seconds(), time.perf_counter()
 
     def cores(self) -> float | None:
-        """The mean since this object was made; None where the system does not tell."""
+        """The mean since this object was made; None where the system does not report it."""
         busy_s, elapsed_s = _busy_seconds(), time.perf_counter() - self._since
         if busy_s is None or self._busy_s is None or elapsed_s <= 0:
             return None

@@ -1,4 +1,4 @@
-"""How this package speaks. Errors in three parts, one class of warning, and notes that are said once."""
+"""Messages of this package: errors in three parts, one class of warning, notes that appear once, and formats."""
 
 import functools
 import logging
@@ -19,7 +19,7 @@ class FastTrainWarning(UserWarning):
 
 
 def explain(what: str, why: str, way_out: str) -> str:
-    """The one form of our error messages: what was wrong, with its value · why · the cheapest way out.
+    """Format an error message in our one form: what was wrong, with its value · why · the cheapest way out.
 
     Example:
         >>> explain("n=0", "a batch has at least one part", "Use n=1")
@@ -75,7 +75,7 @@ def note_once(message: str) -> None:
 
 @functools.cache
 def say_once(message: str) -> None:
-    """As :func:`say`, once per process."""
+    """Log a note as :func:`say` does, once per process."""
     say(message)
 
 

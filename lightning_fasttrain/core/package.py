@@ -1,4 +1,4 @@
-"""A public name is found when it is first asked for, so importing the package imports no torch and no lightning.
+"""Look up public names when they are first used, so that importing the package imports neither torch nor lightning.
 
 The one list of public names is ``__init__.pyi``, which type checkers and editors read instead of ``__init__.py``.
 """
@@ -16,42 +16,46 @@ except importlib.metadata.PackageNotFoundError:
     __version__ = "unknown (not installed)"
 
 
-def read_rooms() -> dict[str, str]:
-    """Each public name, and the module that the stub says it is from."""
+def read_subpackages() -> dict[str, str]:
+    """Return the module that the stub names for each public name."""
     stub = pkgutil.get_data(PACKAGE, "__init__.pyi")
     assert stub is not None
-    rooms = {}
+    found = {}
     for statement in ast.parse(stub).body:
-        if isinstance(statement, ast.ImportFrom) and statement.module != PACKAGE:  # which has the rooms themselves
-            rooms |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
-    return rooms
+        if (
+            isinstance(statement, ast.ImportFrom) and statement.module != PACKAGE
+        ):  # lines of that kind import the subpackages themselves
+            found |= dict.fromkeys([alias.name for alias in statement.names], statement.module)
+    return found
 
 
-ROOMS = read_rooms()
-PUBLIC = [name for name in ROOMS if not name.startswith("_")]  # for `import *`, which must not bring a __version__
+SUBPACKAGES = read_subpackages()
+PUBLIC = [
+    name for name in SUBPACKAGES if not name.startswith("_")
+]  # for `import *`, which must not bring a __version__
 
 
 def find_public(name: str) -> object:
-    """The public thing or the room of that name: ``__getattr__`` of the package (PEP 562).
+    """Return the public object or subpackage of a name: ``__getattr__`` of the package (PEP 562).
 
     Raises:
-        AttributeError: there is none.
+        AttributeError: no public object has this name.
 
     Example:
         >>> find_public("MicroBatching").__module__
         'lightning_fasttrain.data.micro_batching'
     """
-    if f"{PACKAGE}.{name}" in ROOMS.values():
+    if f"{PACKAGE}.{name}" in SUBPACKAGES.values():
         return importlib.import_module(f"{PACKAGE}.{name}")
-    if name not in ROOMS:
+    if name not in SUBPACKAGES:
         raise AttributeError(f"module {PACKAGE!r} has no attribute {name!r}")
-    thing = getattr(importlib.import_module(ROOMS[name]), name)
+    thing = getattr(importlib.import_module(SUBPACKAGES[name]), name)
     setattr(importlib.import_module(PACKAGE), name, thing)  # from now on Python finds it without us
     return thing
 
 
 def list_names() -> list[str]:
-    """What ``dir`` shows of the package: the public names and the rooms."""
-    modules = {module.partition(".")[2] for module in ROOMS.values()}
-    rooms = [module for module in modules if not module.startswith("core.")]
-    return sorted([*rooms, *ROOMS])
+    """Return what ``dir`` shows of the package: public names and subpackages."""
+    modules = {module.partition(".")[2] for module in SUBPACKAGES.values()}
+    shown = [module for module in modules if not module.startswith("core.")]
+    return sorted([*shown, *SUBPACKAGES])

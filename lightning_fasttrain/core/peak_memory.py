@@ -26,7 +26,7 @@ class PeakMemory:
         peak_bytes = bytes at entry + added_bytes,    added_bytes = max over time of (allocated - freed since entry)
 
     On CUDA the allocator keeps count, for free: everything on the device is in, and ``held`` is not needed. On the
-    CPU nobody keeps count, so torch's profiler notes every allocation of the block, which is exact but slows it down.
+    CPU torch keeps no count, so its profiler records every allocation of the block, which is exact but slows it down.
     What was there before is what ``held`` names; memory of theirs that is freed inside the block, such as gradients
     by ``zero_grad``, counts as freed. Not seen on the CPU: tensors that were there before and are not ``held``,
     storages that are resized in place, and memory that is not torch's (NumPy, shared memory of loader workers).
@@ -163,7 +163,7 @@ def _start_counting_again(device: torch.device) -> None:
 
 
 def _allocator_bytes(device: torch.device, which: str) -> int:
-    """As ``max_memory_allocated``, without making a flat dictionary of all the allocator's hundred figures."""
+    """Read one figure of the allocator, without a flat dictionary of all its hundred figures."""
     return torch.cuda.memory_stats_as_nested_dict(device)["allocated_bytes"]["all"][which]
 
 

@@ -1,4 +1,4 @@
-"""Plans at the start of a fit, and goes on with the plan."""
+"""Plan at the start of a fit, and train with the plan."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ class Auto(L.Callback):
 
     Precision and strategy are the Trainer's own and stay. Rank zero plans and all follow. The plan is kept in
     ``fasttrain_plan.json`` in the Trainer's ``default_root_dir``, and read from there by the next run of the same model
-    on the same machine, so that a resumed run goes on as it was; its state in checkpoints says what it was. List it
+    on the same machine, so that a resumed run continues as it was; its state in checkpoints says what it was. List it
     before other techniques.
 
     Args:
@@ -90,7 +90,7 @@ class Auto(L.Callback):
         self._added = []
 
     def state_dict(self) -> dict[str, Any]:
-        """What is used, for whoever reads the checkpoint."""
+        """Save the choice in the checkpoint."""
         return {} if self.choice is None else {"choice": asdict(self.choice)}
 
     def _refuse_others_before(self, trainer: L.Trainer) -> None:
@@ -117,7 +117,7 @@ class Auto(L.Callback):
         path, key = Path(trainer.default_root_dir, _FILE), self._key_of(trainer, module, batch)
         kept = _read(path)
         if kept.get("key") == key:
-            say("Auto: goes on as planned in %s: %s", path, kept["words"])
+            say("Auto: continues with the plan in %s: %s", path, kept["words"])
             return kept["choice"]
         device = "cuda" if trainer.strategy.root_device.type == "cuda" else "cpu"
         self.plan = make_plan(
@@ -150,7 +150,7 @@ class Auto(L.Callback):
 
 
 def first_batch(loader: Any) -> Any:
-    """What a loader gives first; the run then finds it as if nobody had looked."""
+    """Return the first batch of a loader, which the run then receives as its first batch."""
     try:
         if loader is None or isinstance(loader, Iterator):
             raise TypeError("the loader can be gone through once only")

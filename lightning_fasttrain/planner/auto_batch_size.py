@@ -62,7 +62,7 @@ def predict_parts(peak_of: Callable[[int], float], limit_bytes: float, parts: li
 
 
 class _Found:
-    """What was found, which copies of the callback share: one of them may search for all."""
+    """Result of the search, shared by copies of the callback, of which one may search for all."""
 
     def __init__(self) -> None:
         self.parts: int | None = None
@@ -84,7 +84,7 @@ class AutoBatchSize(L.Callback):
     :class:`~lightning_fasttrain.MicroBatching`, which is added to the Trainer.
 
     The batch is the largest of a sample of the loader's, with sequences and windows as they are once they have grown.
-    Under DDP the ranks agree on the number, by the one with the least room. A resumed run goes on with what was found.
+    Under DDP the ranks agree on the number of the one with the least free memory. A resumed run continues with it.
 
     Acts in ``on_train_start``, when loaders and optimizers are there, and takes its copies in ``setup``: list it
     before techniques.
@@ -252,6 +252,6 @@ def _predict(trial: PartTrial, limit: float, possible: list[int]) -> int:
 
 
 def _of_all_ranks(trainer: L.Trainer, answer: A) -> list[A]:
-    """What each rank answers. All ranks must ask."""
+    """Gather the answers of all ranks, which must all call this."""
     everyone = gather(pack({"answer": answer}), trainer.strategy.root_device)
     return [unpack(one)["answer"] for one in everyone]

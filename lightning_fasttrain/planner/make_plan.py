@@ -72,7 +72,7 @@ def make_plan(
         steps: of the coming run; what compiling takes is shared by them.
         seconds: that measuring may take, about.
         loader: of the batches: a few of them are timed, and the notes say how many workers hide them behind steps.
-        tell: called with a line on what is being done.
+        tell: called with a line on the current progress.
         settings: of the Trainer, for the steps that are measured, such as ``gradient_clip_val=1.0``.
 
     Returns:
@@ -163,7 +163,7 @@ def make_plan(
 
 
 def _facts(device: str, devices: int, settings: Mapping[str, Any]) -> Facts:
-    """Of this machine, and of the Trainer that the plan is for."""
+    """Collect the facts of this machine and of the Trainer that the plan is for."""
     clips = settings.get("gradient_clip_algorithm") or "norm"
     return replace(
         facts_of_machine(),
@@ -181,7 +181,7 @@ def _limit(memory_gib: float | str, device: str, here: str) -> float:
             raise ValueError(explain("memory_gib='fit'", why, "Give the memory of one device: memory_gib=24"))
         free = free_bytes(torch.device(device))
         if free is None:
-            why = "this system does not tell what is free"
+            why = "this system does not report its free memory"
             raise ValueError(explain("memory_gib='fit'", why, "Give a limit: memory_gib=16"))
         return free / GIB
     if isinstance(memory_gib, str) or not memory_gib > 0:

@@ -22,7 +22,7 @@ _ROOM = 0.95  # of the memory of a GPU: what fragmentation and libraries take is
 
 @dataclass(frozen=True)
 class Tried:
-    """How the steps of a trial went.
+    """Result of the steps of a trial.
 
     Attributes:
         parts: in which the last batch ran: more than asked for where those ran out of memory, on any rank.
@@ -68,9 +68,9 @@ class PartTrial:
     def take_steps(self, parts: int) -> Tried:
         """Run some optimizer steps of a copy in so many parts a batch.
 
-        A rank that runs out of memory tells the others, and all go on with more parts, so that none waits for another:
-        as in :class:`~lightning_fasttrain.MicroBatching`. What is kept from step to step is there in the last, which is
-        measured.
+        A rank that runs out of memory notifies the others, and all continue with more micro-batches, so that none
+        waits, as in :class:`~lightning_fasttrain.MicroBatching`. The last step is measured, which has all state that
+        is kept between steps.
 
         Raises:
             torch.OutOfMemoryError: single samples do not fit; or on several ranks, of which others wait, outside of

@@ -1,4 +1,4 @@
-"""What was planned: the choice, what else was tried, and how to use it."""
+"""A plan: the choice, what else was tried, and the code that uses it."""
 
 import json
 import operator
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What else the Trainer is given."""
+        """Further arguments of the Trainer."""
         settings: dict[str, Any] = {"precision": self.chosen.choice.precision}
         if self.strategy is not None:
             settings["strategy"] = self.strategy.strategy()
@@ -114,7 +114,7 @@ class Plan:
         return "\n".join([*lines, f"    callbacks=[{made}],", ")"])
 
     def yaml(self) -> str:
-        """The same for LightningCLI."""
+        """Return the configuration for LightningCLI."""
         trainer: dict[str, Any] = {"precision": self.chosen.choice.precision, **self._devices()}
         if self.strategy is not None:
             trainer["strategy"] = strategy_code(self.strategy.name)[1]
@@ -192,7 +192,7 @@ def _places(tried: Sequence[Tried]) -> tuple[list[float], list[float]]:
 
 
 def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
-    """Those that nothing else beats in both."""
+    """Keep the candidates that no other beats in both time and memory."""
     kept = []
     for one in tried:
         better = [t for t in tried if t.ms < one.ms and _gib(t) <= _gib(one)]
@@ -202,7 +202,7 @@ def _frontier(tried: tuple[Tried, ...]) -> list[Tried]:
 
 
 def simplest_of_equals_first(ranked: list[Tried]) -> list[Tried]:
-    """What is not told from the fastest comes in the order of how much is switched on."""
+    """Sort candidates within the noise of the fastest by how much they switch on."""
     # Whatever lies within the runs of the fastest itself counts as equal.
     slowest = max(*ranked[0].step_ms, ranked[0].ms * (1 + TELLS)) if ranked else 0.0
     equal = [tried for tried in ranked if tried.ms <= slowest]
@@ -216,4 +216,4 @@ def why_slower(tried: Tried, chosen: Tried) -> str:
     spread = max(tried.step_ms) / min(tried.step_ms) - 1
     if abs(slower) > max(spread, TELLS):
         return f"{slower:+.0%}"
-    return f"{slower:+.0%}, which its noise of {spread:.0%} does not tell, and no simpler"
+    return f"{slower:+.0%}, within its noise of {spread:.0%}, and no simpler"

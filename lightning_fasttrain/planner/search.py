@@ -23,12 +23,12 @@ _BF16 = 0.5
 
 @dataclass
 class Costs:
-    """What is known about time, in ms for a step.
+    """Known times, in ms per step.
 
     Attributes:
         whole: of a batch in one part.
         per_part: that each part adds.
-        factors: (axis, word) → by what a switch multiplies.
+        factors: (axis, word) → the factor of a switch.
         compile_ms: once.
     """
 
@@ -38,12 +38,12 @@ class Costs:
     compile_ms: float = 0.0
 
     def estimate(self, choice: Choice, steps: int) -> float:
-        """Of a step, with its share of what is compiled for a run of ``steps``."""
+        """Return the time of a step with its share of the compilation, for a run of ``steps``."""
         ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
         return ms + (self.compile_ms / steps if choice.compile else 0.0)
 
     def factor(self, choice: Choice) -> float:
-        """By what all that is switched on multiplies."""
+        """Return the product of the factors of everything that is switched on."""
         factor = 1.0
         for axis, word in choice.words:
             factor *= self.factors.get((axis, word), _assume_factor(axis, word))
@@ -61,7 +61,7 @@ class Search:
         watch: measures; None if the device is not here.
         steps: of the coming run, which share the time that compiling takes.
         seconds: that measuring may take, about.
-        tell: called with what is being done.
+        tell: called with a line on the current progress.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Search:
         return self._note(finalists[0])
 
     def look_at_plain(self) -> Tried:
-        """What is known of the plain step."""
+        """Return what is known of the plain step."""
         choice = Choice(precision=self.axes.precisions[0])
         return self.tried.get(choice) or self._look_at(choice)
 
@@ -113,7 +113,7 @@ class Search:
         return Tried(choice, self.memory.predict(choice), self.estimate(choice))
 
     def estimate(self, choice: Choice) -> float:
-        """Of a step, in ms. What recomputes as much as it must takes its share of what all would take."""
+        """Estimate the time of a step in ms. A budget takes its share of the time of recomputing all blocks."""
         least = self.costs.estimate(choice, self.steps)
         if not is_budget(choice.recompute):
             return least
@@ -198,7 +198,7 @@ class Search:
             self.axes.drop("parts", self.tried[other].why_not)
 
     def _measure_fewer_parts(self, base: Choice, ms: float) -> None:
-        """Where the base has the most parts there are, a leaner choice with fewer tells what parts cost."""
+        """Try a leaner choice with fewer micro-batches where the base has the most, to learn what they cost."""
         for switched in self._ever_leaner():
             for parts in self.axes.parts[:-1]:
                 other = replace(switched, parts=parts, precision=base.precision)
@@ -233,7 +233,7 @@ class Search:
             words.remove(word)
 
     def _factor_of(self, base: Choice, axis: str) -> float:
-        """What the base itself has switched on there."""
+        """Return what the base has switched on for an axis."""
         word = getattr(base, axis)
         return _assume_factor(axis, word) if (axis, word) in base.words else 1.0
 

@@ -1,4 +1,4 @@
-"""What choices take on each of several devices, and the strategy that spreads them."""
+"""Predict what choices take on each of several devices, and choose the strategy."""
 
 import math
 from dataclasses import replace
@@ -51,7 +51,7 @@ class SeveralDevices:
         return min(sizes, default=math.inf) + activations
 
     def _activations(self, choice: Choice, needed: float) -> float:
-        """What is left of a step on one device without its states, which DDP keeps whole on each."""
+        """Return the memory of a step on one device without the model states, which DDP replicates."""
         whole = next(c for c in self._compare(choice.precision).candidates if c.name == "ddp")
         return max(0.0, needed - whole.states.device)
 

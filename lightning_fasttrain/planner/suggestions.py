@@ -1,4 +1,4 @@
-"""What is the user's own, and could be better: workers of the loader, state of the optimizer."""
+"""Suggest improvements to what is the user's own: workers of the loader, state of the optimizer."""
 
 import math
 import os
@@ -39,7 +39,7 @@ def say_workers(loader: Any, step_ms: float) -> str:
     batch_ms = _measure(loader)
     if batch_ms is None:
         return ""
-    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0  # less than that nobody would notice
+    needed = math.ceil(batch_ms / step_ms) if batch_ms > 0.05 * step_ms else 0  # a smaller share would not be noticed
     workers, cores = min(needed, os.cpu_count() or 1), os.cpu_count() or 1
     took = f"A batch takes the loader {batch_ms:,.1f} ms and a step {step_ms:,.1f} ms"
     if workers > loader.num_workers:
@@ -51,7 +51,7 @@ def say_workers(loader: Any, step_ms: float) -> str:
 
 
 def say_leaner_optimizer(module: L.LightningModule) -> str:
-    """How much smaller the state of Adam or AdamW would be in 8 bits.
+    """Return how much smaller the state of Adam or AdamW would be in 8 bits.
 
     Args:
         module: whose ``configure_optimizers`` is asked, on a copy.

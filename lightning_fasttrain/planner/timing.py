@@ -1,4 +1,4 @@
-"""How long steps really take: a few of them, on a copy, with the techniques of a choice."""
+"""Time a few steps on a copy, with the techniques of a choice."""
 
 import contextlib
 import gc
@@ -19,7 +19,7 @@ _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that ta
 
 @dataclass
 class Timed:
-    """What a few steps took.
+    """Measurements of a few steps.
 
     Attributes:
         step_ms: of each step after the first.

@@ -1,7 +1,6 @@
-"""What a technique is, and what it says about itself.
+"""The base class of all techniques, and what a technique declares about itself.
 
-All rooms build on this one. What a technique is asked about is a :class:`Facts`, and what it predicts for is a
-:class:`PredictedStep`.
+A technique bases its advice on :class:`Facts` and describes its effect on memory in a :class:`PredictedStep`.
 
 From the bottom up: ``arguments``, ``declarations``, ``duration``, ``explanation``, ``facts``, ``predicted_step``,
 ``run_summary``, ``technique``, ``run_length``.

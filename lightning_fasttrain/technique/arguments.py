@@ -1,4 +1,4 @@
-"""What a technique was made with, so that it can say so, and names that others have for our arguments."""
+"""Remember the arguments of a technique for its repr, and answer other libraries' names of them."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""What a technique says about itself: how exact it is, its place in surgery, its conflicts, settings worth trying."""
+"""Declarations of a technique: exactness, order of surgery, capabilities, conflicts, and settings worth trying."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 
 class Exactness(Enum):
-    """How near a technique keeps to the plain training run, most exact first; tests hold each one to its class."""
+    """Classes of agreement with the plain training run, most exact first; tests hold each technique to its class."""
 
     EXACT = "exact"
     TOLERANCE = "tolerance"
@@ -37,7 +37,7 @@ class Surgery(IntEnum):
 
 
 class Capability(Enum):
-    """What a technique does to a step that other techniques depend on, whichever class does it."""
+    """An effect of a technique on the step that other techniques depend on, whichever class has it."""
 
     SPLITS_BATCHES = "runs forward and backward several times for one batch"
     SUMS_BATCHES = "sums the gradients of several batches, and saves them with a checkpoint"
@@ -54,7 +54,7 @@ class CanDo(Protocol):
 
 @dataclass(frozen=True)
 class Conflict:
-    """What a technique cannot be used beside, and what to do about it.
+    """A class or capability that a technique cannot be combined with, and the alternative.
 
     Args:
         other: what another technique does, or a class: a technique, a strategy, a callback of the host's. Subclasses
@@ -84,13 +84,13 @@ class Conflict:
 
 @dataclass(frozen=True)
 class Setting:
-    """How the planner may use a technique.
+    """A setting of a technique that the planner may try.
 
     Args:
         axis: what it decides there: a field of a planner's choice. Of one axis one setting is used.
         word: its name in the axis.
         arguments: by name: numbers, words, and policies made of such.
-        cost: by what it multiplies the time of a step, until that is measured.
+        cost: factor on the time of a step, until that is measured.
     """
 
     axis: str

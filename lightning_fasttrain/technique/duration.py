@@ -1,4 +1,4 @@
-"""How long something lasts in a run, as people write it: in steps, epochs, samples, tokens, or a share of the run."""
+"""Lengths within a run as people write them: in steps, epochs, samples, tokens, or a share of the run."""
 
 import math
 import re
@@ -21,7 +21,7 @@ _UNDERSTOOD = "Use steps as 1000, or '2ep', '50_000 samples', '1e9tok', '5%'"
 
 @dataclass(frozen=True)
 class Length:
-    """How long something lasts.
+    """A length within a run.
 
     Attributes:
         amount: how much; of a share, from 0 to 1.
@@ -39,7 +39,7 @@ class Length:
 
     @property
     def clock(self) -> str | None:
-        """What has to be counted to know when it is over: steps, samples or tokens; None for a share."""
+        """The unit that has to be counted: steps, samples or tokens; None for a share."""
         if self.unit == "share":
             return None
         return "steps" if self.unit == "epochs" else self.unit
@@ -66,7 +66,7 @@ def read_length(name: str, value: int | str | Length) -> Length:
     if isinstance(value, Length):
         return value
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise ValueError(explain(f"{name}={value!r}", "it is no length", _UNDERSTOOD))
+        raise ValueError(explain(f"{name}={value!r}", "expected a length", _UNDERSTOOD))
     written = _WRITTEN.fullmatch(str(value).strip().lower())
     if written is None or written[2] not in _UNITS:
         raise ValueError(explain(f"{name}={value!r}", "this is not understood as a length", _UNDERSTOOD))

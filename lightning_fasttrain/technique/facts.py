@@ -1,4 +1,4 @@
-"""What a technique is told of a model and its machine, to say whether it has anything to do there."""
+"""Facts about the model and the device that techniques base their advice on."""
 
 import importlib.util
 import shutil
@@ -14,7 +14,7 @@ COMPILERS = ("g++", "clang++", "c++", "cl")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known before a run; None: not known.
+    """Facts that are known before a run; None where unknown.
 
     Attributes:
         device: ``"cuda"`` or ``"cpu"``.
@@ -40,7 +40,7 @@ class Facts:
 
 
 def facts_of_machine() -> Facts:
-    """What techniques are told of this machine alone."""
+    """Return the facts about this machine alone."""
     on_cuda = torch.cuda.is_available()
     has_triton = importlib.util.find_spec("triton") is not None
     # On the CPU Inductor writes C++, on CUDA Triton, which compiles its launchers against Python's headers too.

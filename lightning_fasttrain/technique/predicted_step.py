@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 @dataclass
 class PredictedStep:
-    """What techniques change about the memory of a step; each writes its share in ``Technique.predict``.
+    """The memory of a step as techniques change it; each writes its share in ``Technique.predict``.
 
     Attributes:
         precision: as the Trainer means it.

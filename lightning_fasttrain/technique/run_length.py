@@ -1,4 +1,4 @@
-"""How many optimizer steps a run takes, as the Trainer is set: no loader is made, iterated over or changed for it."""
+"""Count the optimizer steps of a run from the Trainer's settings, without making or reading a loader."""
 
 import math
 from collections.abc import Callable
@@ -48,7 +48,7 @@ def steps_of_epochs(trainer: L.Trainer, epochs: float) -> float:
     batches = trainer.num_training_batches
     if math.isinf(batches):
         what = f"a length of {epochs:g} epochs"
-        raise ValueError(explain(what, "the training loader does not tell its length", "Give it in steps"))
+        raise ValueError(explain(what, "the training loader has no length", "Give it in steps"))
     windows, whole = _windows_of(trainer), math.floor(epochs)
     steps = 0
     for epoch in range(whole):

@@ -1,4 +1,4 @@
-"""What a technique is, how several are applied together, and which do not go together."""
+"""The base class of techniques, their joint application, and the refusal of conflicts."""
 
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -40,7 +40,7 @@ class Technique(L.Callback):
         effect: one line for the table of techniques.
         when: when it pays, and when not, in half a sentence.
         in_a_loop: what to call in a Fabric or bare loop.
-        predicted: whether :meth:`predict` tells all that it changes about a step's memory.
+        predicted: whether :meth:`predict` describes everything it changes about a step's memory.
         worth_trying: settings that the planner looks at; subclasses bring their own.
         names_elsewhere: another library's name of an argument → ours, for the error that answers it.
         acting: whether a Trainer or :func:`apply` ever put it to use.
@@ -85,7 +85,7 @@ class Technique(L.Callback):
 
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
-        """What it cannot be used beside; each pair is named once, by the one that knows the other."""
+        """Declare what it cannot be combined with; each pair is declared once, by the one that knows the other."""
         return ()
 
     @classmethod
@@ -116,7 +116,7 @@ class Technique(L.Callback):
         return ""
 
     def exactness_on(self, model: nn.Module) -> Exactness:
-        """How near it keeps to the plain run of this model, as it is set; by default as near as its class."""
+        """Return its exactness on this model, as it is set; by default that of its class."""
         return self.exactness
 
     def outcome(self, model: nn.Module) -> str:
@@ -134,7 +134,7 @@ class Technique(L.Callback):
         return None
 
     def measurements(self) -> Mapping[str, float]:
-        """Of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``, what it measured in the run."""
+        """Return its measurements of a run, out of ``step_ms``, ``tokens_per_s``, ``mfu`` and ``peak_bytes``."""
         return {}
 
     def setup(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
@@ -212,7 +212,7 @@ class Onlooker(L.Callback):
 
 
 def techniques_of(trainer: L.Trainer) -> list[Technique]:
-    """Those among its callbacks, in the user's order."""
+    """Return the techniques among a Trainer's callbacks, in the user's order."""
     return [callback for callback in trainer.callbacks if isinstance(callback, Technique)]
 
 
@@ -307,7 +307,7 @@ def _refuse_all_frozen(model: nn.Module) -> None:
     parameters = list(model.parameters())
     if parameters and not any(parameter.requires_grad for parameter in parameters):
         why = "no parameter requires a gradient, so nothing would be trained"
-        way_out = "Thaw what you want to train: parameter.requires_grad_(True)"
+        way_out = "Unfreeze what you want to train: parameter.requires_grad_(True)"
         raise ValueError(explain(f"{type(model).__name__} has {len(parameters)} parameters", why, way_out))
 
 
@@ -342,15 +342,17 @@ def check_together(
 
 def _list(techniques: object) -> list[Technique]:
     if isinstance(techniques, Technique):
-        raise TypeError(explain(f"techniques={techniques}", "it is one technique, no list", f"Use [{techniques}]"))
+        raise TypeError(
+            explain(f"techniques={techniques}", "expected a list, got one technique", f"Use [{techniques}]")
+        )
     if not isinstance(techniques, Iterable):
-        why = "it is no list of techniques"
+        why = f"expected a list of techniques, got {type(techniques).__name__}"
         raise TypeError(explain(f"techniques={techniques!r}", why, "Use a list, as [MicroBatching(4)]"))
     listed = list(techniques)
     for one in listed:
         if not isinstance(one, Technique):
             way_out = f"Make one: {one.__name__}(...)" if isinstance(one, type) else "Give objects, as MicroBatching(4)"
-            raise TypeError(explain(f"{one!r} among techniques", "it is no technique", way_out))
+            raise TypeError(explain(f"{one!r} among techniques", "expected a Technique", way_out))
     return listed
 
 

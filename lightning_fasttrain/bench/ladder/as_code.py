@@ -7,7 +7,7 @@ from lightning_fasttrain.planner.catalogue import class_named, public_path
 
 
 def as_code(state: State) -> str:
-    """What to paste into a training script for the same techniques. It needs ``L``, ``ft`` and ``torch``.
+    """Return code to paste into a training script for the same techniques. It needs ``L``, ``ft`` and ``torch``.
 
     Args:
         state: in the form of :data:`.rungs.NAIVE`.

@@ -1,4 +1,4 @@
-"""What a ladder needs, checked before anything runs: what can go wrong goes wrong before the first rung."""
+"""Check everything a ladder needs before anything runs, so that errors come before the first rung."""
 
 import tempfile
 from collections.abc import Callable
@@ -69,7 +69,7 @@ def prepare(
         names: the rungs to run; all by default. ``strong`` and ``bare-loop`` are names too; naive always runs.
         ladder: number of micro-batches → the rungs to choose from.
         repeats: how often a rung and the state below it are run again, in turn, where their times are too near to
-            tell; twice as often on a machine that is at work for others too.
+            decide; twice as often on a machine that is at work for others too.
         minutes: after which nothing is run again; the size's own number by default.
 
     Returns:
@@ -169,7 +169,7 @@ def writable_folder(path: str | Path) -> Path:
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Permissions tell less: a disk may be full, or mounted to be read only.
+        # Permissions show less: a disk may be full, or mounted to be read only.
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".tmp-"):
             pass
     except OSError as error:

@@ -1,4 +1,4 @@
-"""What one rung's run leaves behind: ms per step, peak memory, every loss; without waiting for the device."""
+"""Record ms per step, peak memory and every loss of one rung, without waiting for the device."""
 
 import statistics
 import time
@@ -25,7 +25,7 @@ class Recorder:
         timed: steps on the clock.
         memory: steps whose peak memory is taken; at least one.
         tell: called after each step with its number, its phase and perhaps its loss.
-        tell_loss: fetch and tell the loss of every step, as a naive loop prints it; the host then waits for the device.
+        tell_loss: fetch and report the loss of every step, as a naive loop does; the host then waits for the device.
 
     Example:
         >>> recorder = Recorder(torch.device("cpu"), warmup=1, timed=2, tell=print)

@@ -125,7 +125,7 @@ def _escape(text: str) -> str:
 
 
 def ratio(base: float, value: float) -> str:
-    """How many times smaller ``value`` is than ``base``, as text; a dash where one of them was not measured.
+    """Format how many times smaller ``value`` is than ``base``; a dash where one of them was not measured.
 
     Example:
         >>> ratio(300.0, 200.0), ratio(300.0, math.nan)

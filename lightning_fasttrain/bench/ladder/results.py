@@ -1,4 +1,4 @@
-"""What a ladder leaves behind: a row for every run, and the file that holds them."""
+"""Results of a ladder: a row for each run, and the file that holds them."""
 
 import json
 import math
@@ -21,7 +21,7 @@ State = dict[str, dict[str, Any]]
 
 @dataclass
 class Measured:
-    """What a run measured; where it failed there is only the error, and its numbers are NaN."""
+    """Measurements of one run; of a failed run, the error, and NaN for the values."""
 
     error: str | None = None
     step_ms: float = math.nan
@@ -41,7 +41,7 @@ class Row(Measured):
     """A rung with what it measured, and what is said of it.
 
     ``step_ms`` is the median of ``step_ms_of_runs``; ``exactness`` is that of the whole state, ``own_exactness`` that
-    of the rung. ``carried`` is None as long as nobody can tell.
+    of the rung. ``carried`` is None while it is undecided.
     """
 
     name: str = ""
@@ -71,7 +71,7 @@ class Row(Measured):
             known[key] = Exactness(known[key])
         if "alone" in known:
             known["alone"] = cls.read(known["alone"])
-        return cls(**{"carried": None, **known})  # null there: nobody can tell
+        return cls(**{"carried": None, **known})  # null there: undecided
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Climbed:
 
     @property
     def baselines(self) -> list[Row]:
-        """What the rungs are compared with besides naive."""
+        """Runs that the rungs are compared with besides the naive loop."""
         return [row for row in (self.strong, self.bare_loop) if row is not None]
 
     def write(self, path: Path) -> None:
@@ -147,7 +147,7 @@ def _read_top(values: dict[str, Any] | None) -> Top | None:
 
 
 def _to_json(value: Any) -> Any:
-    """``value`` in JSON's own kinds: null for what is no number."""
+    """``value`` in JSON's own kinds: null for NaN and infinity."""
     if isinstance(value, dict):
         return {key: _to_json(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -144,7 +144,7 @@ class _Climb:
             yield bare
 
     def _decide(self, row: Row, below: Row) -> None:
-        """Judge ``row``; where its time and that below are too near to tell, run both again, in turn."""
+        """Judge ``row``; where its time and that below are too near to decide, run both again, in turn."""
         naive = self.result.rungs[0]
         if len(naive.step_ms_of_runs) == 1:
             self.runner.add_run(naive)  # after the first rung: so the machine's noise is known from the beginning

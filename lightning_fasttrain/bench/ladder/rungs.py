@@ -115,10 +115,10 @@ def _checkpoint_by(policy: dict[str, Any]) -> State:
 
 
 def _budget(below: Row) -> State:
-    """A limit: the peak of the checkpointed state below, but for what nobody would mention, to be kept in less time;
+    """A limit: the peak of the checkpointed state below, up to a negligible difference, to be kept in less time;
     three quarters of one that keeps everything.
 
-    Compiled blocks are planned uncompiled, when they take more, so with them the plan needs some room.
+    Compiled blocks are planned uncompiled, when they take more, so with them the plan needs a margin.
     """
     if below.error is not None:
         return _checkpoint_by({"MemoryBudget": {}})
@@ -130,7 +130,7 @@ def _budget(below: Row) -> State:
 
 
 def warmup_of(state: State) -> int:
-    """The fewest steps after which this state's steps are all alike.
+    """Return the smallest number of steps after which all steps of this state take the same work.
 
     Example:
         >>> warmup_of(NAIVE), warmup_of({"callbacks": {"CompileBlocks": {}}})
@@ -183,7 +183,7 @@ def on_top_of(state: State, change: State) -> State:
 
 
 def strong_baseline(fast_bf16: bool) -> Rung:
-    """What an informed user writes without this package: to be compared with, not carried.
+    """List what an informed user writes without this package: rungs to compare with, which are not carried.
 
     Fused AdamW, SDPA, no loss printed, and bf16 where the device multiplies it.
 

@@ -1,4 +1,4 @@
-"""What a rung's measurements say beside another's: ratios, loss parity, and whether it is worth keeping."""
+"""Compare the measurements of a rung with those of another: ratios, loss parity, and whether it is kept."""
 
 import math
 import statistics
@@ -9,7 +9,7 @@ from typing import Any
 from lightning_fasttrain.bench.ladder.results import Measured, Row
 from lightning_fasttrain.technique import Exactness
 
-# Times that differ by less are called equal on any machine: nobody would add a line of code for it.
+# Times that differ by less are called equal on any machine: it would not be worth a line of code.
 TIME_WORTH = 0.03
 # Memory is counted, not sampled: two runs agree to the byte, so this only asks that a saving is worth a mention.
 MEMORY_WORTH = 0.005
@@ -30,7 +30,7 @@ def judge(row: Row, below: Row, naive: Row, noise: float) -> tuple[bool | None, 
         noise: share by which the ratio of the two times may be wrong.
 
     Returns:
-        Carried or not, or None if the noise is too large to tell; and a few words for the table.
+        Carried or not, or None if the noise is too large to decide; and a few words for the table.
 
     Example:
         >>> naive = Row(step_ms=100, peak_mib=800)
@@ -126,7 +126,7 @@ def _change(ratio: float) -> str:
 
 
 def trainer_verdict(overhead: float, noise: float) -> str:
-    """What to say of a Trainer's step that takes ``overhead`` times as long as the bare loop's.
+    """Describe a Trainer's step that takes ``overhead`` times as long as that of the bare loop.
 
     Example:
         >>> trainer_verdict(1.02, 0.03), trainer_verdict(1.2, 0.03)
@@ -208,7 +208,7 @@ def loss_parity(measured: Measured, naive: Measured | None) -> float | None:
 
 
 def refuse_non_finite(measured: dict[str, Any]) -> dict[str, Any]:
-    """``measured``, or a failure if one of its losses is no number: such a run has not trained anything.
+    """``measured``, or a failure if one of its losses is NaN: such a run has not trained anything.
 
     Example:
         >>> refuse_non_finite({"losses": [3.0, float("nan")]})

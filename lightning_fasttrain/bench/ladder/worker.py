@@ -1,4 +1,4 @@
-"""One rung, in a process of its own: it trains, tells how far it is, and leaves its result in a file."""
+"""Train one rung in a process of its own, report progress, and write the result to a file."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ _QUIET_CORES = 0.3
 
 
 def work(spec: dict[str, Any], result_file: Path, stderr_file: Path, teller: "Connection[Any, Any]") -> None:
-    """What the process does: :func:`run_rung`, with a failure as ``{"error": ...}`` in the result.
+    """Run :func:`run_rung` in this process, with a failure as ``{"error": ...}`` in the result.
 
     Args:
         spec: what :func:`run_rung` takes.
@@ -55,7 +55,7 @@ def run_rung(spec: dict[str, Any], tell: Callable[[dict[str, Any]], None] | None
     Args:
         spec: plain JSON. ``model``: arguments of GPTConfig; ``state``: see :mod:`.rungs`; ``tokens``: path of an
             ``.npy`` file; ``batch``, ``seed``, ``lr``, ``warmup``, ``timed``, ``memory``: numbers; ``device``:
-            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for files nobody keeps.
+            ``"cpu"`` or ``"cuda"``; ``host``: ``"trainer"`` or ``"bare"``; ``folder``: for temporary files.
         tell: called with each message of the recorder.
 
     Returns:

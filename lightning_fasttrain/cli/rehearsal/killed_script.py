@@ -23,15 +23,15 @@ from lightning_fasttrain.dry_run.rehearsal.state_record import record_state
 
 @dataclass(frozen=True)
 class Orders:
-    """What a run is to do.
+    """Instructions for one run.
 
     Attributes:
-        record: the file, a JSON object a line, to which it tells how it went.
+        record: the file, a JSON object a line, to which it reports its progress.
         steps: optimizer steps after which it ends.
         place: where it is killed, one of ``PLACES``; "" for nowhere.
         step: the optimizer step from which on that happens.
         until: the one at whose start it happens anyway, for runs that save seldom.
-        delay_s: how long a save goes on before.
+        delay_s: how long a save runs before.
     """
 
     record: str
@@ -43,7 +43,7 @@ class Orders:
 
 
 def make_callbacks() -> list[L.Callback]:
-    """What Lightning adds to each Trainer of such a script; nothing elsewhere."""
+    """Return the callbacks that Lightning adds to each Trainer of such a script; none elsewhere."""
     orders = os.environ.get(ORDERS)
     return [KilledOnTrial(Orders(**json.loads(orders)))] if orders else []
 
@@ -110,7 +110,7 @@ class KilledOnTrial(L.Callback):
 
 
 def digest(value: object) -> str:
-    """What tells two values apart to the last bit.
+    """Return what distinguishes two values to the last bit.
 
     Example:
         >>> digest(1.5), digest(torch.tensor([1.0])) == digest(torch.tensor([1.0 + 2**-23]))

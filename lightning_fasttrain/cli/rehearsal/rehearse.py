@@ -23,7 +23,7 @@ def add(commands: Commands) -> None:
         help="run a script up to its first step, and try out what its later hours will do",
         description="Run a Python script, unchanged, with ft.dry_run.Rehearsal() in each of its Trainers. The script "
         "ends before the first step of its first fit. With --kill it trains instead, once whole and once killed and "
-        "started again, and both must end alike, bit for bit. The exit code is 0 if all went well, 1 if the run "
+        "started again, and both must end identically, bit for bit. The exit code is 0 if all went well, 1 if the run "
         "would fail, 2 if there is nothing to rehearse.",
     )
     parser.add_argument("--seconds", type=float, default=60.0, metavar="S", help="about how long; default: 60")

@@ -24,7 +24,7 @@ _KEEPING = "callbacks=[ft.ExactResume(), ft.AtomicCheckpoints()] and ckpt_path=f
 
 @dataclass
 class Kills:
-    """How it went.
+    """Result of a rehearsal with kills.
 
     Attributes:
         steps: optimizer steps of the uninterrupted run.
@@ -63,7 +63,7 @@ def rehearse_kills(
     quiet: bool = False,
     start: Callable[..., int] = run_script,
 ) -> Kills:
-    """Run a script whole, and again with kills from which it must go on by itself; compare how the two end.
+    """Run a script whole, and again with kills from which it must resume by itself; compare the two results.
 
     Both run in new folders, up to ``steps`` optimizer steps of the first fit. Each kill is a SIGKILL at a moment that
     the seed gives: at the start of a batch, between backward and update, or during a save.
@@ -136,7 +136,7 @@ class _Runs:
         self.went_on_from: list[int] = []
 
     def to_the_end(self, name: str) -> dict[str, str]:
-        """What a run without a kill has in the end, as digests by path."""
+        """Return the final state of a run without kills, as digests by path."""
         told = self._run(name, {})
         end = next((line["end"] for line in told if "end" in line), None)
         if end is None:

@@ -21,7 +21,7 @@ RESULT, SECONDS, VERIFY = "FASTTRAIN_REHEARSAL_RESULT", "FASTTRAIN_REHEARSAL_SEC
 
 
 def make_callbacks() -> list[L.Callback]:
-    """What Lightning adds to each Trainer: it asks the entry points of its group ``callbacks_factory``.
+    """Return the callbacks that Lightning adds to each Trainer, through its entry points ``callbacks_factory``.
 
     Nothing outside of ``fasttrain rehearse`` and ``fasttrain verify``, nor in the Trainers of a rehearsal itself.
     """
@@ -36,7 +36,7 @@ class RehearseAndEnd(Rehearsal):
     """A rehearsal after which the process ends, with nothing of the script done any more."""
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Named, because a lambda has no first argument from which super() could tell class and object.
+        # Named, because a lambda has no first argument from which super() could find class and object.
         self._or_end(trainer, lambda: super(RehearseAndEnd, self).look(trainer, pl_module))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:

@@ -36,7 +36,7 @@ def run_script(
 
 
 def write_entry_point(folder: Path, point: str) -> None:
-    """What an installed package with an entry point for Lightning's callbacks leaves in ``folder``."""
+    """Write into ``folder`` what an installed package with an entry point for Lightning's callbacks has."""
     about = folder / "fasttrain_rehearsal-0.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: fasttrain-rehearsal\nVersion: 0\n")

@@ -109,7 +109,7 @@ def checkpoint_folder(
 def _all_or_none(target: Path, agree: Callable[[bool], bool]) -> Iterator[None]:
     try:
         yield
-    except BaseException as error:  # an interrupt too, or the other ranks would wait for ever
+    except BaseException as error:  # an interrupt too, or the other ranks would wait forever
         error.add_note(
             f"While writing checkpoint {target} ({free_disk_bytes(target) / GIB:.2f} GiB are free there). "
             "An older one is untouched."
@@ -165,13 +165,15 @@ def _replace(staging: Path, target: Path) -> None:
         target.rename(old / _WAS)
     staging.rename(target)
     sync_folder(target.parent)
-    (target / _LOCK).unlink(missing_ok=True)  # not before: while it is held, nobody takes the folder for a leftover
+    (target / _LOCK).unlink(
+        missing_ok=True
+    )  # not before: while it is held, no other process takes the folder for a leftover
     if is_ours(old):
         shutil.rmtree(old)
 
 
 def staging_of(target: Path) -> Path:
-    """Where what will be ``target`` is written."""
+    """Return the temporary path of what will become ``target``."""
     return target.parent / f"{TEMPORARY}{target.name}"
 
 
@@ -189,7 +191,7 @@ def mark_folder(folder: Path) -> Iterator[None]:
 
 
 def is_ours(folder: Path) -> bool:
-    """Whether this module has made ``folder``: told by what is in it, never by its name alone."""
+    """Whether this module wrote ``folder``, judged by its content and never by its name alone."""
     if folder.is_symlink() or not folder.is_dir():
         return False
     mark = folder / _LOCK
@@ -264,7 +266,7 @@ def verify_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, all of which is read; None if nothing is."""
+    """Read a complete checkpoint, and return what is wrong with it; None if it is whole."""
     if not path.is_dir():
         return damage_of_archive(path)
     try:
@@ -287,7 +289,7 @@ def _damage(path: Path) -> str | None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """What a checkpoint's folder says of itself; its files are not looked at.
+    """Read the manifest of a checkpoint's folder, without its other files.
 
     Raises:
         CorruptCheckpoint: it says nothing that can be read.

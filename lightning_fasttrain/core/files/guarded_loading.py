@@ -1,4 +1,4 @@
-"""A Trainer goes on from files of this machine, whole and of a run; all else is said before it is used."""
+"""Let a Trainer resume only from complete local checkpoints of a run, and say what is wrong with any other file."""
 
 import os
 import pickle
@@ -47,6 +47,6 @@ class _GuardedLoad:
             why = f"it cannot be read ({type(error).__name__}: {first_line(error)})"
             raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
         if path.is_file() and not (isinstance(checkpoint, dict) and "pytorch-lightning_version" in checkpoint):
-            why = "it is no checkpoint of a Trainer, which would hold how far the run had come"
+            why = "expected a checkpoint of a Trainer, which holds the progress of its run"
             raise ValueError(explain(f"{path}", why, "Load it with model.load_state_dict, and leave ckpt_path out"))
         return checkpoint

@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from, and what killed saves have left behind."""
+"""Find the checkpoint to resume from, and clean up after saves that were killed."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ from lightning_fasttrain.core.messages import explain, say, warn
 
 
 def whole_or_older(path: str | os.PathLike[str], *, substitute: bool) -> Path:
-    """``path`` if it is whole; else, to go on training, an older whole checkpoint of the same run, which is said.
+    """Return ``path`` if it is complete, else an older complete checkpoint of the same run, with a warning.
 
     Args:
         path: a file or a folder of this machine.
@@ -67,7 +67,7 @@ def newest_checkpoint(folder: str | os.PathLike[str]) -> Path | None:
     far as those that were written before it, by the clock of the file system.
 
     Every candidate is read through and held against its checksums; one that is damaged is passed over, and it is
-    said. What a killed save has left is finished if it was complete, and removed if nobody is writing it. Files,
+    said. What a killed save has left is finished if it was complete, and removed if no process is writing it. Files,
     folders and links that this package did not make stay as they are.
 
     Args:
@@ -157,7 +157,7 @@ def _entries(folder: Path) -> list[Path]:
 
 def sweep(folder: Path) -> None:
     """Finish or remove what killed saves left. Several ranks may come here at once: one after the other."""
-    # Without the lock at first: mostly nothing is there, and then nobody has to wait.
+    # Without the lock at first: mostly nothing is there, and then no process has to wait.
     if not any(path.name.startswith((TEMPORARY, OLD)) for path in _entries(folder)):
         return
     try:

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: only what can be read back without running code that the file names."""
+"""Refuse values in a checkpoint that could not be read back without running code that the file names."""
 
 import io
 from collections import OrderedDict
@@ -16,7 +16,7 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 def refuse_unreadable(values: object) -> None:
     """Refuse what ``torch.load(weights_only=True)`` would refuse, before anything is written.
 
-    Tensors and plain values are told by their class; just what is neither is written and read, in memory.
+    Tensors and plain values are recognised by their class; only other values are written and read, in memory.
 
     Raises:
         ValueError: names the entry by its path, and its class.

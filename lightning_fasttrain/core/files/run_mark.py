@@ -1,4 +1,4 @@
-"""Which run a checkpoint is of, and how far it had come: written into it, read without its tensors."""
+"""Mark a checkpoint with its run and progress, and read the mark without the tensors."""
 
 import math
 import secrets
@@ -14,7 +14,7 @@ KEY = "lightning_fasttrain.run"
 
 
 class RunMark:
-    """The name of a run, drawn once, and taken over from the checkpoint that a later process goes on from.
+    """Return the name of a run, drawn once, and taken over from the checkpoint that a later process resumes from.
 
     Example:
         >>> first, second = RunMark(), RunMark()
@@ -27,7 +27,7 @@ class RunMark:
         self.run = secrets.token_hex(8)
 
     def facts(self, step: object) -> dict[str, Any]:
-        """What a checkpoint says of itself: plain values, for its manifest or beside its state."""
+        """The mark of a checkpoint: plain values, for its manifest or beside its state."""
         return {"run": self.run, "step": step if type(step) is int else None, "saved_at": time.time()}
 
     def go_on_from(self, facts: object) -> None:
@@ -43,7 +43,7 @@ def mark_of(owner: object) -> RunMark:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a checkpoint tells without being read through; None where it does not say.
+    """Return what a checkpoint states without being read completely; None where it does not say.
 
     Args:
         run: drawn when the run began.
@@ -65,7 +65,7 @@ def step_in(checkpoint: object) -> int | None:
 
 
 def facts_of(path: Path) -> Facts:
-    """What the checkpoint at ``path`` says of itself: in a folder's manifest, or beside the tensors of a file.
+    """Read the mark of the checkpoint at ``path``: in a folder's manifest, or beside the tensors of a file.
 
     It may be damaged all the same. A file of Lightning's own has a step and no run; one that cannot be read safely,
     nothing.

@@ -1,4 +1,4 @@
-"""The one door through which files are read: nothing in them is run, and memory is taken for what is there."""
+"""Read files without trust: no code in them is run, and no more memory is allocated than they hold."""
 
 import json
 import math
@@ -38,13 +38,13 @@ class ForeignObjects(ValueError, pickle.UnpicklingError):
 
 @contextmanager
 def as_corrupt(path: str | os.PathLike[str], *more: type[BaseException]) -> Iterator[None]:
-    """What Python and torch say of pieces that do not fit together, as what it means; our own errors pass."""
+    """Turn errors of Python and torch about damaged content into :class:`CorruptCheckpoint`; our own errors pass."""
     try:
         yield
     except (CorruptCheckpoint, ForeignObjects, OSError):
         raise
     except (Exception, *more) as error:
-        why = f"its pieces do not fit together ({type(error).__name__}: {first_line(error)})"
+        why = f"its content does not fit together ({type(error).__name__}: {first_line(error)})"
         raise CorruptCheckpoint(explain(f"{path}", why, "Use an older one")) from error
 
 
@@ -73,7 +73,7 @@ def local_path(path: str | os.PathLike[str]) -> Path:
 
 
 def read_json(path: Path, largest: int = LARGEST_JSON) -> Any:
-    """What is in a JSON file.
+    """Read a JSON file.
 
     Raises:
         ValueError: it is none, is larger than ``largest`` bytes, or says something twice.
@@ -92,7 +92,7 @@ def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any
     Example:
         >>> parse_json('{"a": 1, "a": 2}', "the settings")
         Traceback (most recent call last):
-        ValueError: the settings cannot be read: it is no proper JSON ('a' is there twice). Fetch it again.
+        ValueError: the settings cannot be read: it is not valid JSON ('a' is there twice). Fetch it again.
     """
     if len(data) > largest:
         raise ValueError(
@@ -101,12 +101,12 @@ def parse_json(data: bytes | str, what: str, largest: int = LARGEST_JSON) -> Any
     try:
         return json.loads(data, parse_constant=_refuse_constant, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        why = f"it is no proper JSON ({first_line(error)})"
+        why = f"it is not valid JSON ({first_line(error)})"
         raise ValueError(explain(f"{what} cannot be read", why, "Fetch it again")) from error
 
 
 def _refuse_constant(word: str) -> None:
-    raise ValueError(f"{word} is no number")
+    raise ValueError(f"{word} is not a number")
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def damage_of_archive(path: Path) -> str | None:
-    """What is wrong with a file of ``torch.save``, all of which is read; None if nothing is."""
+    """Read a complete file of ``torch.save``, and return what is wrong with it; None if it is whole."""
     if not path.is_file():
         return "it is neither a file nor a folder"
     size = path.stat().st_size
@@ -138,9 +138,9 @@ def _unfit_entries(archive: zipfile.ZipFile, size: int) -> str | None:
     """A reason not to unpack: ``torch.save`` neither compresses nor lets entries overlap."""
     entries = archive.infolist()
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        return "it is no archive of torch.save: something in it is compressed, and could be of any size"
+        return "it is not an archive of torch.save: something in it is compressed, and could be of any size"
     if sum(entry.file_size for entry in entries) > size:
-        return f"it is no archive of torch.save: its entries are larger than its {size} bytes"
+        return f"it is not an archive of torch.save: its entries are larger than its {size} bytes"
     for entry in entries:
         if entry.filename.endswith("data.pkl") and _asks_for_memory(archive.read(entry), max(size, _SMALL)):
             return "it asks for more memory than it has bytes"
@@ -197,7 +197,7 @@ def refuse_unfit(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             reason = _unfit_entries(archive, path.stat().st_size)
     except _BROKEN_ZIP as error:
-        reason = f"it is no archive of torch.save ({first_line(error)})"
+        reason = f"it is not an archive of torch.save ({first_line(error)})"
     if reason is not None:
         raise CorruptCheckpoint(explain(f"{path} cannot be read", reason, "Use an older one"))
 
@@ -208,7 +208,7 @@ def unsafe_names(path: Path) -> str:
         names = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
     except Exception:  # a damaged file, which has been said
         names = []
-    return ", ".join(name[:100] for name in names[:3]) or "it calls what is no class"
+    return ", ".join(name[:100] for name in names[:3]) or "something that is not a class"
 
 
 def open_safetensors(path: Path) -> Any:
@@ -268,6 +268,6 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, without the page of advice and the C++ frames that may follow."""
+    """Return the first line of an error, without the advice and the C++ frames that may follow."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:200]

@@ -39,7 +39,7 @@ move_optimizers, note_device = _optimizers_to_device, _update_properties
 TRANSFER_HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
-# What is going on
+# State of a run
 
 
 def step_goes_on(trainer: L.Trainer) -> bool:
@@ -78,19 +78,19 @@ def without_trainer(module: L.LightningModule) -> Iterator[None]:
 
 
 def training_loader(trainer: L.Trainer) -> Any:
-    """What the user gave to train on, made if it has to be; None if there is nothing."""
+    """Return the user's training data, made if it has to be; None if there is none."""
     source = trainer.fit_loop._data_source
     return source.dataloader() if source.is_defined() else None
 
 
 def validation_loaders(trainer: L.Trainer) -> list[Any]:
-    """Those of the validation within ``fit``, once they are made."""
+    """Return the validation loaders within ``fit``, once they are made."""
     combined = trainer.fit_loop.epoch_loop.val_loop._combined_loader
     return [] if combined is None else combined.flattened
 
 
 def training_loaders(trainer: L.Trainer) -> CombinedLoader | None:
-    """Those that this run reads from, as techniques have wrapped them; None before they are made."""
+    """Return the training loaders of this run, as techniques have wrapped them; None before they are made."""
     return trainer.fit_loop._combined_loader
 
 
@@ -132,7 +132,7 @@ def cluster_environment(trainer: L.Trainer) -> ClusterEnvironment:
 
 
 def configured_optimizers(module: L.LightningModule) -> list[Optimizer]:
-    """What ``configure_optimizers`` gives, in whichever of the forms that Lightning allows."""
+    """Return the optimizers of ``configure_optimizers``, in whichever form it returns them."""
     configured: Any = module.configure_optimizers()
     return _configure_optimizers(configured)[0]
 
@@ -151,7 +151,7 @@ def replace_closures(trainer: L.Trainer, make: Callable[..., Closure]) -> Undo:
 
 
 def replaced_closures(trainer: L.Trainer) -> Callable[..., Closure] | None:
-    """What :func:`replace_closures` was given; None if Lightning makes its own."""
+    """Return the argument of :func:`replace_closures`; None if Lightning makes its own closures."""
     return vars(trainer.fit_loop.epoch_loop.automatic_optimization).get("_make_closure")
 
 
@@ -162,7 +162,7 @@ def plain_closure(trainer: L.Trainer, kwargs: Any, optimizer: Optimizer, batch_i
 
 
 def zero_grad_of_batch(trainer: L.Trainer, batch_idx: int, optimizer: Optimizer) -> Callable[[], None] | None:
-    """What zeroes the gradients in a batch's closure; None where they are summed with earlier ones."""
+    """Return the function that zeroes gradients in a batch's closure; None where they are summed with earlier ones."""
     return trainer.fit_loop.epoch_loop.automatic_optimization._make_zero_grad_fn(batch_idx, optimizer)
 
 
@@ -191,7 +191,7 @@ def logging_as(module: L.LightningModule, hook: str) -> Iterator[None]:
 
 
 def surround_teardown(trainer: L.Trainer, run: Callable[[Callable[[], None]], None]) -> None:
-    """Have ``run(teardown)`` end the run that is going on."""
+    """Have ``run(teardown)`` end the current run."""
     own = trainer._teardown
 
     def teardown() -> None:
@@ -220,12 +220,12 @@ def child_watchers() -> Iterator[tuple[threading.Thread, list[subprocess.Popen[b
 
 
 def signal_connector(trainer: L.Trainer) -> Any:
-    """What registers Lightning's handlers of signals, when all is set up."""
+    """Return Lightning's connector of signal handlers."""
     return trainer._signal_connector
 
 
 def keep_sigterm_from_ranks(trainer: L.Trainer) -> Undo:
-    """Lightning has ranks tell one another of SIGTERM after each batch; in the run, they do not."""
+    """Switch off Lightning's exchange about SIGTERM among ranks after each batch, for a run."""
     return patch(trainer.fit_loop.epoch_loop, "_broadcast_sigterm_tensor", lambda: None)
 
 
@@ -263,7 +263,7 @@ def wrap_again(strategy: DDPStrategy) -> None:
 
 
 def ddp_again(strategy: DDPStrategy, environment: ClusterEnvironment) -> DDPStrategy:
-    """DDP as it was set, for another Trainer in the processes that ``environment`` tells of."""
+    """DDP as it was set, for another Trainer in the processes that ``environment`` describes."""
     backend = strategy.process_group_backend
     return DDPStrategy(cluster_environment=environment, process_group_backend=backend, **strategy._ddp_kwargs)
 
@@ -277,7 +277,7 @@ def without_fabric(loader: Any) -> Any:
 
 
 def passes_of(loader: Any) -> int:
-    """How often Fabric's loader was iterated over, which it tells samplers as the epoch; 0 for any other."""
+    """Return how often Fabric's loader was iterated over, its epoch for samplers; 0 for any other loader."""
     return loader._num_iter_calls if isinstance(loader, _FabricDataLoader) else 0
 
 

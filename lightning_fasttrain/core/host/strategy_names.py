@@ -13,7 +13,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-# module that holds a registry: (the registry, {name: class in our strategy room})
+# module that holds a registry: (the registry, {name: class in lightning_fasttrain.strategy})
 REGISTRIES = {
     "lightning.fabric.strategies": (
         "STRATEGY_REGISTRY",
@@ -77,7 +77,7 @@ class _RegistryWatch(MetaPathFinder):
 def find_elsewhere(
     asked: MetaPathFinder, name: str, path: Sequence[str] | None, target: ModuleType | None
 ) -> ModuleSpec | None:
-    """What the other finders find."""
+    """Ask the other finders."""
     for finder in sys.meta_path:
         find_spec = getattr(finder, "find_spec", None)  # importlib too passes over finders without it
         spec = None if finder is asked or find_spec is None else find_spec(name, path, target)

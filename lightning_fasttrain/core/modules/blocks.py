@@ -72,7 +72,7 @@ def _find_repeated(model: nn.Module) -> dict[str, nn.Module]:
 
 
 class _Search:
-    """What repeats in one model."""
+    """Search for the repeated blocks of one model."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -241,7 +241,7 @@ def has_parameters(module: nn.Module, recurse: bool = True) -> bool:
 
 
 def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Those of the named modules that lie in no other of them."""
+    """Keep the named modules that lie in no other of them."""
     kept: dict[str, nn.Module] = {}
     for name, module in modules.items():  # parents come before their children
         if not any(other == "" or name.startswith(f"{other}.") for other in kept):
@@ -250,7 +250,7 @@ def keep_outermost(modules: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def list_kinds(model: nn.Module) -> str:
-    """What there is to name: the most frequent classes of modules, for a message."""
+    """List the most frequent classes of modules, for a message."""
     kinds: Counter[str] = Counter()
     for name, module in model.named_modules():
         if name and has_parameters(module):  # "" is the model itself, which does not repeat

@@ -11,7 +11,7 @@ def refuse_second_derivative(function: str, way_out: str) -> None:
     """Refuse to be walked backward with ``create_graph=True``; to be called first in a custom function's backward.
 
     :func:`torch.autograd.function.once_differentiable` refuses only where the incoming gradient needs one itself, and
-    that of a loss is a constant: what depends on the gradients is then a constant, too, and nobody is told.
+    that of a loss is a constant: what depends on the gradients is then a constant, too, without an error.
 
     Args:
         function: what the user called.

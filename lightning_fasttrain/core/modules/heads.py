@@ -43,7 +43,7 @@ def find_heads(model: nn.Module) -> list[str]:
 
 
 def outside_blocks(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those of the names that are not of parts of the model's repeated blocks; all where it has no blocks of layers."""
+    """Keep the names outside of the model's repeated blocks; all of them where it has no blocks of layers."""
     blocks = _blocks_of(model)
     return [name for name in names if not is_inside(name, blocks)]
 
@@ -79,7 +79,7 @@ def find_skipped(model: nn.Module, skip: Blocks) -> set[str]:
     outer: list[str] = []
     for wanted in [skip] if isinstance(skip, str | type) else list(skip):
         if not isinstance(wanted, str) and not (isinstance(wanted, type) and issubclass(wanted, nn.Module)):
-            why = "it is no pattern and no class of modules"
+            why = "expected a module class or a name pattern"
             raise TypeError(explain(f"skip={wanted!r}", why, "Use skip=['**.router']"))
         found = [name for name, module in modules.items() if is_wanted(name, module, wanted)]
         if not found:

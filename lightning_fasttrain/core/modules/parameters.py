@@ -1,4 +1,4 @@
-"""Numbers that a model holds: its parameters, and what quantised layers keep beside them."""
+"""Count parameters, and find the tensors that quantised layers hold beside them."""
 
 import sys
 from collections.abc import Iterator
@@ -9,9 +9,9 @@ from torch.nn.parameter import is_lazy
 
 
 def count_parameters(model: nn.Module) -> tuple[int, int]:
-    """How many numbers train, and how many there are, with 4-bit weights counted as what they stand for.
+    """Return the number of trainable parameters and of all parameters; 4-bit weights count with their unpacked size.
 
-    Of a parameter that a strategy holds in pieces the whole counts, of one that has no shape yet nothing.
+    A parameter that a strategy has sharded counts in full; a lazy one, which has no shape yet, counts as 0.
     """
     trained = total = 0
     for parameter in model.parameters():
@@ -28,7 +28,7 @@ def _numbers(parameter: nn.Parameter) -> int:
 
 
 def quantized_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The constants and tables of bitsandbytes' linear layers, which no ``parameters()`` and no ``buffers()`` shows.
+    """Yield the constants and tables of bitsandbytes' linear layers, which are neither parameters nor buffers.
 
     Example:
         >>> import bitsandbytes as bnb

@@ -44,7 +44,7 @@ class RecomputedForward(WrappedForward):
         self.looked = False
 
     def look_at(self, output: Any, inputs: Any) -> None:
-        """Refuse, after the first forward in training, an rrelu as a function, of which the modules do not tell.
+        """Refuse, after the first forward in training, an rrelu as a function, which no module shows.
 
         Raises:
             RuntimeError: the forward from ``inputs`` to ``output`` has one.
@@ -70,7 +70,7 @@ class RecomputedForward(WrappedForward):
         self.seen = False
 
     def contexts(self, keeping: AbstractContextManager[Any], reusing: AbstractContextManager[Any]) -> Contexts:
-        """What the forward and the recomputation run in, with a context of each that is entered inside."""
+        """Return the contexts of forward and recomputation, each with a further context entered inside."""
         buffers = {
             name: (owner, key, buffer)
             for prefix, owner in self.module.named_modules()

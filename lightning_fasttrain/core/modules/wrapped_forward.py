@@ -126,7 +126,7 @@ def without_rounding(models: Iterable[nn.Module]) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """What a compiler's back end said, in one line."""
+    """Return the message of a compiler's back end in one line."""
     # The errors of torch.compile keep in inner_exception what its back end raised.
     cause = error.__cause__ or getattr(error, "inner_exception", None) or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
@@ -145,7 +145,7 @@ def patch(target: object, name: str, value: object) -> Undo:
         (42, None, 41)
     """
     missing = object()  # None may be what stood there
-    # Only what stands on the object itself: a method of the class, put back as an attribute, would go into copies.
+    # Only what stands on the object itself: a method of the class, restored as an attribute, would go into copies.
     previous = vars(target).get(name, missing)
     setattr(target, name, value)
 

@@ -1,4 +1,4 @@
-"""What a training step changes besides weights, taken and restored.
+"""Save and restore what a training step changes besides weights.
 
 From the bottom up: ``metrics``, ``rng``, ``restore``.
 """

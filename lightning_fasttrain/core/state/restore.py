@@ -1,4 +1,4 @@
-"""What running a step changes beside gradients, remembered and put back: so that a run can be one that never was."""
+"""Save and restore everything a training step changes besides gradients."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -21,7 +21,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
     """Remember random states and what the ``models`` hold beside parameters; returns how to put it back.
 
     That is buffers, metrics, and attributes that are numbers, strings, tensors or containers (the container itself, not
-    what lies deeper). What a step changes elsewhere is not undone. It can be put back several times.
+    what lies deeper). What a step changes elsewhere is not undone. It can be restored several times.
 
     Example:
         >>> net = nn.Linear(1, 1)
@@ -48,7 +48,7 @@ def remember(models: Iterable[nn.Module]) -> Callable[[], None]:
                 if buffer is not None and before is not None:
                     _write_back(buffer, before)
         for metric, state in states:
-            copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be put back again
+            copies = {name: _copy_values(value) for name, value in state.values.items()}  # it may be restored again
             write_metric_(metric, MetricState(copies, state.updates))
         for module, before in attributes:
             _put_back_attributes(module, before)
@@ -74,7 +74,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, tuple[Any, Any]]]:
     for name, value in vars(module).items():
         if name in _OF_MODULES:
             continue
-        # Exactly these types: nobody knows whether a subclass can be emptied and filled.
+        # Exactly these types: a subclass may not support being emptied and filled.
         if type(value) in _CONTAINERS or (isinstance(value, Tensor) and value.nbytes < _LARGE):
             yield name, (value, _copy_values(value))
         elif isinstance(value, _PLAIN):
@@ -101,7 +101,7 @@ def _refill(value: Any, copy: Any) -> None:
 
 
 def _write_back(tensor: Tensor, before: Tensor) -> None:
-    """Where it was changed only: a graph may have saved it, and would take any write for a change."""
+    """Restore a tensor only where it was changed, since a graph that saved it takes any write for a change."""
     if not torch.equal(tensor, before):
         tensor.copy_(before)
 

@@ -1,4 +1,4 @@
-"""The state of every random number generator that a training step may draw from, taken and put back."""
+"""Read and restore the state of every random number generator that a training step may draw from."""
 
 import random
 from typing import Any

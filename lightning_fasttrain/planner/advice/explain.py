@@ -1,4 +1,4 @@
-"""What acts, or would act, on a model: the block that a fit begins with, whenever it is asked for."""
+"""Explain which techniques act, or would act, on a model: the summary that a fit begins with, on request."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -32,9 +32,9 @@ def explain(
     """Say what techniques take hold of in a model, and how large the run is.
 
     Every fit with techniques begins with this block, and ends with steps, time, tokens/s and what fell back. There the
-    predicted peak is told where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``): that runs
-    ``training_step`` on a copy, which nobody gets unasked. Both are quiet with ``Trainer(enable_model_summary=False)``
-    and ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
+    predicted peak is stated where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``): that runs
+    ``training_step`` on a copy, which happens only on request. Both are quiet with
+    ``Trainer(enable_model_summary=False)`` and ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
     Loggers get the techniques as the hyper-parameter ``fasttrain/techniques``, unless
     ``Trainer(enable_autolog_hparams=False)``.
 

@@ -1,4 +1,4 @@
-"""What a question about techniques is asked of: a model, a Trainer if there is one, and the techniques in use."""
+"""Collect the subject of a question about techniques: a model, a Trainer if there is one, and the techniques in use."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -105,7 +105,7 @@ def find_setting(
     trainer: L.Trainer | None,
     precision: str,
 ) -> Setting:
-    """Put together what a user gave and what that tells of the rest.
+    """Combine what a user gave with what follows from it.
 
     Raises:
         TypeError, ValueError: techniques that are none, or do not go together; a Trainer that has no model yet.

@@ -31,7 +31,7 @@ class Unused:
 
 @dataclass(frozen=True)
 class UnusedReport:
-    """What is not in use; print it for a table.
+    """Techniques that are not in use; ``print`` shows a table.
 
     Args:
         rows: first what may be worth trying, by how much memory it would save, then what is not.

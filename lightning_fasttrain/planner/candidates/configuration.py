@@ -15,7 +15,7 @@ from lightning_fasttrain.technique import Setting, Technique
 
 @dataclass(frozen=True)
 class Switch:
-    """What one word of a :class:`Choice` stands for.
+    """Meaning of one word of a :class:`Choice`.
 
     Attributes:
         technique: its class.
@@ -46,7 +46,7 @@ def code_of(made: Technique) -> str:
 
 
 def config_of(made: Technique) -> dict[str, Any]:
-    """The same for LightningCLI.
+    """Return the configuration for LightningCLI.
 
     Example:
         >>> config_of(data.MicroBatching(4))
@@ -146,7 +146,7 @@ SWITCHES = _find_switches()
 
 
 def switch_of(axis: str, word: str) -> Switch:
-    """What a word of an axis stands for."""
+    """Return the meaning of a word of an axis."""
     if not is_budget(word):
         return SWITCHES[axis][word]
     gib = float(word.removeprefix(_TO).removesuffix(_GIB))

@@ -15,7 +15,7 @@ from lightning_fasttrain.predict import predict_memory
 class PredictedMemory:
     """Predicts peaks in bytes.
 
-    From two parts on, a step's peak is a constant and a multiple of what one part holds: two predictions tell both.
+    From two parts on, a step's peak is a constant and a multiple of what one part holds: two predictions give both.
 
     Args:
         module: the model.
@@ -48,7 +48,7 @@ class PredictedMemory:
         return self.known[key]
 
     def _within_budget(self, low: float, high: float) -> float:
-        """What is reached by keeping as many whole blocks as the budget has room for, if all are alike."""
+        """Peak with as many stored blocks as the budget allows, if all blocks are equal."""
         blocks = len(find_blocks(self.module))
         kept = math.floor(blocks * (self.budget_bytes - low) / max(high - low, 1.0))
         return low + (high - low) * min(max(kept, 0), blocks) / blocks
@@ -62,7 +62,7 @@ class PredictedMemory:
         return self.predict(replace(choice, recompute="all"))
 
     def predict_exactly(self, choice: Choice) -> float:
-        """As :meth:`predict`, without the line."""
+        """Predict as :meth:`predict` does, without a progress line."""
         if is_budget(choice.recompute):
             for recompute in ("", "all"):
                 self.predict_exactly(replace(choice, recompute=recompute))

@@ -1,4 +1,4 @@
-"""Which choices there are for a model on a machine, and why the others are none."""
+"""List the choices for a model on a machine, and the reasons against the others."""
 
 import itertools
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ _ORDER = list(Exactness)
 
 @dataclass
 class Axes:
-    """What may be chosen, axis by axis.
+    """The possible choices, axis by axis.
 
     Attributes:
         parts: numbers of parts.
