@@ -14,7 +14,7 @@ import lightning_fasttrain as ft
 from lightning_fasttrain.bench.ladder.results import Climbed
 from lightning_fasttrain.cli.main import main
 from lightning_fasttrain.cli.technique_table import conflicts_of, markdown_page, source_of
-from lightning_fasttrain.core.package import PACKAGE, ROOMS
+from lightning_fasttrain.core.package import PACKAGE, SUBPACKAGES
 from lightning_fasttrain.planner.catalogue import known_techniques, public_path
 
 ROOT = Path(__file__).parent.parent
@@ -23,7 +23,7 @@ LADDER = ROOT / "examples" / "results" / "ladder_cpu.json"
 PAGES = sorted(DOCS.rglob("*.md"))
 PROSE = [*PAGES, *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY"))]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-ROOM_NAMES = {module.split(".")[1] for module in ROOMS.values()} - {"core", "mixin"}
+ROOM_NAMES = {module.split(".")[1] for module in SUBPACKAGES.values()} - {"core", "mixin"}
 
 
 def test_the_page_of_techniques_is_what_the_command_writes(capsys):
@@ -109,7 +109,7 @@ def test_every_public_subpackage_has_a_page():
         documented[page.stem] = re.findall(rf"^::: {PACKAGE}\.(\w+)$", page.read_text(), flags=re.MULTILINE)
     top = documented.pop("index")
     assert documented == {room: [room] for room in ROOM_NAMES}
-    elsewhere = {name for name, module in ROOMS.items() if module.split(".")[1] not in ROOM_NAMES}
+    elsewhere = {name for name, module in SUBPACKAGES.items() if module.split(".")[1] not in ROOM_NAMES}
     assert set(top) == elsewhere - {"__version__"}
 
 

@@ -69,7 +69,7 @@ def test_what_the_parser_answers_imports_nothing_heavy(arguments, code, says):
 
 @pytest.mark.parametrize("name", ft.__all__)
 def test_a_public_name_is_what_its_room_holds(name):
-    room = importlib.import_module(package.ROOMS[name])
+    room = importlib.import_module(package.SUBPACKAGES[name])
     assert getattr(ft, name) is getattr(room, name)
     assert not isinstance(getattr(ft, name), types.ModuleType)
 

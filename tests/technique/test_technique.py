@@ -529,9 +529,9 @@ def test_a_generator_of_techniques_is_applied():
 @pytest.mark.parametrize(
     ("techniques", "says"),
     [
-        (ft.MicroBatching(4), r"it is one technique, no list\. Use \[MicroBatching\(n=4\)\]"),
-        (None, "techniques=None: it is no list"),
-        (["LoRA"], "'LoRA' among techniques: it is no technique"),
+        (ft.MicroBatching(4), r"expected a list, got one technique\. Use \[MicroBatching\(n=4\)\]"),
+        (None, "techniques=None: expected a list of techniques, got NoneType"),
+        (["LoRA"], "'LoRA' among techniques: expected a Technique"),
         ([ft.LoRA], r"Make one: LoRA\(\.\.\.\)"),
     ],
     ids=["one", "none", "word", "class"],

@@ -29,12 +29,12 @@ def explain(
     optimizer: Callable[[Any], Optimizer] | None = None,
     precision: str = "32-true",
 ) -> Explanation:
-    """Say what techniques take hold of in a model, and how large the run is.
+    """Explain what techniques act on in a model, and how large the run is.
 
-    Every fit with techniques begins with this block, and ends with steps, time, tokens/s and what fell back. There the
-    predicted peak is stated where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``): that runs
-    ``training_step`` on a copy, which happens only on request. Both are quiet with
-    ``Trainer(enable_model_summary=False)`` and ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
+    Every fit with techniques begins with this summary, and ends with one of steps, time, tokens/s and fall-backs. There
+    the predicted peak is stated where a callback has predicted it (``Rehearsal``, ``AutoBatchSize``), since that runs
+    ``training_step`` on a copy. Both are silent with ``Trainer(enable_model_summary=False)`` and
+    ``Trainer(barebones=True)``, and if ``logging.getLogger("lightning_fasttrain")`` has a level above INFO.
     Loggers get the techniques as the hyper-parameter ``fasttrain/techniques``, unless
     ``Trainer(enable_autolog_hparams=False)``.
 
@@ -61,12 +61,13 @@ def explain(
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)])
         >>> found = ft.planner.explain(net, techniques=[ft.ActivationCheckpointing(), ft.MicroBatching(4)])
         >>> print(found)
-        2 techniques
-          ActivationCheckpointing: 4 blocks of Sequential recomputed
-          MicroBatching: each batch runs in 4 parts
-          16,640 of 16,640 parameters train (100.00%), in 32-true, on ...
-          memory: ... are free
-          exactness: exact, the same training as without them
+        lightning_fasttrain: 2 techniques
+          ActivationCheckpointing  4 blocks of Sequential recomputed
+          MicroBatching            each batch runs in 4 micro-batches
+          Parameters               16,640 of 16,640 train (100.00%)
+          Runs on                  ...
+          Memory                   ... free
+          Exactness                exact: the same training as without techniques
 
     Source:
         Ours.
