@@ -11,6 +11,8 @@ import pytest
 
 import lightning_fasttrain
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = Path(lightning_fasttrain.__file__).parent
 # Rooms by floor, the lowest first. A room imports lower floors only: those of one floor do not know one another.
 FLOORS = (

@@ -61,12 +61,14 @@ def same(one, other):
     return shape == other_shape and all(np.array_equal(a, b) for a, b in zip(leaves, others, strict=True))
 
 
+@pytest.mark.quick
 def test_every_technique_has_a_row():
     public = {technique.__name__ for technique in known_techniques()}
     need_hugging_face = {"PromptTuning", "PrefixTuning"}  # held to the promises in test_prompts.py
     assert public - need_hugging_face == set(BY_NAME) - {"WeightAverage"}  # of examples/
 
 
+@pytest.mark.quick
 @each
 def test_shows_its_effect(case):
     case.shows(type(case.make()))
@@ -78,6 +80,7 @@ def hollow(kind):
     return type(kind.__name__, (kind,), {name: lambda self, *_: None for name in acts})
 
 
+@pytest.mark.quick
 @each
 def test_a_class_that_does_nothing_breaks_a_promise(case):
     broken = (AssertionError, MisconfigurationException, RuntimeError, ft.FastTrainWarning)
@@ -85,6 +88,7 @@ def test_a_class_that_does_nothing_breaks_a_promise(case):
         case.shows(hollow(type(case.make())))
 
 
+@pytest.mark.quick
 @each
 def test_keeps_to_its_exactness_class(case):
     assert case.make().exactness in Exactness
@@ -93,6 +97,7 @@ def test_keeps_to_its_exactness_class(case):
     assert case.make().exactness is Exactness.TOLERANCE or case.tolerance <= 1e-5
 
 
+@pytest.mark.quick
 def test_negative_control_another_seed_of_weights_differs():
     other = TinyLM()
     with torch.no_grad():
@@ -101,6 +106,7 @@ def test_negative_control_another_seed_of_weights_differs():
     assert largest_difference(weights(plain(BY_NAME["DevicePrefetch"])), weights(other)) > 1e-4
 
 
+@pytest.mark.quick
 @each
 def test_keys_dtype_device_and_types_are_kept(case):
     class Watch(L.Callback):
@@ -115,6 +121,7 @@ def test_keys_dtype_device_and_types_are_kept(case):
         assert (a.dtype, a.device, a.shape, a.requires_grad) == (b.dtype, b.device, b.shape, b.requires_grad)
 
 
+@pytest.mark.quick
 @each
 def test_same_weights_in_trainer_mixin_fabric_and_bare_loop(case):
     class WithMixin(ft.FastTrainMixin, TinyLM):
@@ -133,6 +140,7 @@ def test_same_weights_in_trainer_mixin_fabric_and_bare_loop(case):
     assert largest_difference(expected, weights(looped)) <= 1e-5
 
 
+@pytest.mark.quick
 @each
 def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
     class Save(L.Callback):
@@ -149,6 +157,7 @@ def test_resumed_equals_uninterrupted_bit_for_bit(case, tmp_path):
     assert same(cut.state_dict(), uninterrupted.state_dict())
 
 
+@pytest.mark.quick
 @each
 def test_a_checkpoint_resumes_without_and_with_the_technique(case, tmp_path):
     if case.optimizer or case.regroup is not list or case.by_hand:
@@ -171,6 +180,7 @@ AVERAGES = {
 
 
 # A technique that operates on the model has a configure_model of its own, for which Lightning warns of sharding.
+@pytest.mark.quick
 @pytest.mark.filterwarnings("ignore:.*a model that overrides the configure_model callback.*")
 @pytest.mark.parametrize("average", AVERAGES)
 @each
@@ -191,11 +201,13 @@ def test_lightnings_averages_of_weights_are_those_of_the_plain_run(case, average
     assert largest_difference(PLAIN_RUNS[key], weights(averaged)) <= case.tolerance
 
 
+@pytest.mark.quick
 def test_an_average_that_would_copy_the_model_without_its_adapter_is_refused():
     with pytest.raises(ValueError, match="EMAWeightAveraging before LoRA: it copies the model before the adapter"):
         train(BY_NAME["DevicePrefetch"], [AVERAGES["EMA"](), ft.LoRA(rank=2)])
 
 
+@pytest.mark.quick
 def test_averages_are_not_the_last_weights():
     last = weights(train(BY_NAME["DevicePrefetch"], epochs=2)[0])
     for averaging in (*AVERAGES.values(), WeightAveraging):
@@ -206,6 +218,7 @@ def surgery_on(net):
     return [(id(module), type(module), id(vars(module).get("forward"))) for module in net.modules()]
 
 
+@pytest.mark.quick
 @each
 def test_applied_twice_is_once_and_a_second_fit_is_as_the_first(case):
     technique = case.make()
@@ -223,6 +236,7 @@ def test_applied_twice_is_once_and_a_second_fit_is_as_the_first(case):
             assert surgery_on(net) == once
 
 
+@pytest.mark.quick
 @each
 def test_everything_is_put_back_after_the_run(case):
     def is_an_adapters(value):  # adapters stay in the model after the run, and in float32
@@ -244,6 +258,7 @@ def test_everything_is_put_back_after_the_run(case):
     assert switches == (torch.backends.cuda.matmul.fp32_precision, torch.backends.cudnn.conv.fp32_precision)
 
 
+@pytest.mark.quick
 @each
 def test_listed_twice_is_refused(case):
     lightnings_own = "more than one stateful callback"  # which it says of callbacks with a state, even earlier
@@ -251,6 +266,7 @@ def test_listed_twice_is_refused(case):
         train(case, [case.make(), case.make()])
 
 
+@pytest.mark.quick
 @each
 def test_survives_copying_and_validates(case):
     technique = copy.deepcopy(case.make())
@@ -259,6 +275,7 @@ def test_survives_copying_and_validates(case):
     assert float(t.callback_metrics["val_loss"]) > 0
 
 
+@pytest.mark.quick
 @each
 def test_documented_with_example_and_source_and_one_line_for_the_table(case):
     doc = inspect.getdoc(type(case.make()))

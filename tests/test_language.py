@@ -11,6 +11,8 @@ import pytest
 
 import lightning_fasttrain
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = Path(lightning_fasttrain.__file__).parent
 ROOT = Path(__file__).parent.parent
 # Pattern, and what to write instead.

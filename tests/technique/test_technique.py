@@ -15,6 +15,8 @@ from lightning_fasttrain import Technique
 from lightning_fasttrain.technique import Capability, Conflict, Surgery
 from tests.nets import VOCAB, LazyLM, TinyLM, as_loader, fit, lm_batches, lm_loss, trainer
 
+pytestmark = pytest.mark.quick
+
 
 class Recorder(Technique):
     """Writes down when it operated, and on a complete model."""
