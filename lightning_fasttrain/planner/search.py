@@ -1,57 +1,26 @@
-"""Looks for the fastest choice that fits: predicts memory, measures single switches, and then the best few in turn."""
+"""Search for the fastest choice that fits: predict memory, measure single switches, then the best few in turn."""
 
 import heapq
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from lightning_fasttrain.core.device import GIB
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.core.modules.wrapped_forward import first_line
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
+from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import Axes
 from lightning_fasttrain.planner.plan import TELLS, Tried, simplest_of_equals_first, why_slower
-from lightning_fasttrain.planner.timing import Stopwatch, Timed
+from lightning_fasttrain.planner.timing import PER_PART, Costs, Stopwatch, Timed, assume_factor
 
 _ROUNDS = 3  # in which finalists are run in turn
 _FINALISTS = 6
 _NEAR = 1.15  # by how much single switches may mislead about several
-_PER_PART = 0.01  # of a step, until it is measured
-_BF16 = 0.5
-
-
-@dataclass
-class Costs:
-    """Known times, in ms per step.
-
-    Attributes:
-        whole: of a batch in one part.
-        per_part: that each part adds.
-        factors: (axis, word) → the factor of a switch.
-        compile_ms: once.
-    """
-
-    whole: float = 1.0
-    per_part: float = _PER_PART
-    factors: dict[tuple[str, str], float] = field(default_factory=dict)
-    compile_ms: float = 0.0
-
-    def estimate(self, choice: Choice, steps: int) -> float:
-        """Return the time of a step with its share of the compilation, for a run of ``steps``."""
-        ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
-        return ms + (self.compile_ms / steps if choice.compile else 0.0)
-
-    def factor(self, choice: Choice) -> float:
-        """Return the product of the factors of everything that is switched on."""
-        factor = 1.0
-        for axis, word in choice.words:
-            factor *= self.factors.get((axis, word), _assume_factor(axis, word))
-        return factor
 
 
 class Search:
-    """Looks for the fastest choice that fits.
+    """A search for the fastest choice that fits.
 
     Args:
         axes: what may be chosen.
@@ -176,7 +145,7 @@ class Search:
         if first is None:
             raise ValueError(explain(f"the plain step ({base})", "it fails", self.tried[base].why_not))
         ms = first.ms
-        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + _PER_PART))
+        self._tell_parts_from(base, ms, base.parts + 1, ms * (1 + PER_PART))
         self._measure_more_parts(base, ms)
         for axis, words in self.axes.words.items():
             for word in words[1:]:
@@ -235,7 +204,7 @@ class Search:
     def _factor_of(self, base: Choice, axis: str) -> float:
         """Return what the base has switched on for an axis."""
         word = getattr(base, axis)
-        return _assume_factor(axis, word) if (axis, word) in base.words else 1.0
+        return assume_factor(axis, word) if (axis, word) in base.words else 1.0
 
     def _measure(self, choice: Choice, *, at_all_costs: bool = False) -> Timed | None:
         """Time a choice; None if it fails, which is noted, or if there is no time."""
@@ -344,9 +313,3 @@ class Search:
         if not self.fits(tried.choice, peak):
             return replace(tried, peak_bytes=peak, why_not=f"does not fit: measured {peak / GIB:.3f} GiB")
         return replace(tried, peak_bytes=peak)
-
-
-def _assume_factor(axis: str, word: str) -> float:
-    if axis == "precision":
-        return _BF16
-    return switch_of(axis, word).setting.cost

@@ -1,8 +1,8 @@
-"""Time a few steps on a copy, with the techniques of a choice."""
+"""Time a few steps on a copy, and estimate the time of choices from such measurements."""
 
 import contextlib
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import lightning as L
@@ -11,8 +11,10 @@ import torch
 from lightning_fasttrain.core.device import device_clock
 from lightning_fasttrain.core.peak_memory import PeakMemory
 from lightning_fasttrain.dry_run.verification.short_run import EnoughError, Steps, run_steps
-from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget
+from lightning_fasttrain.planner.candidates.configuration import Choice, is_budget, switch_of
 
+PER_PART = 0.01  # share of a step for each micro-batch, until it is measured
+_BF16 = 0.5
 _WARMUP, _TO_PLAN = 1, 4  # steps that come before: a memory budget measures, plans and checks in the first three
 _LEAST, _MOST, _SECONDS = 2, 12, 0.5  # steps that are timed: as many as that takes, between the two
 
@@ -111,3 +113,38 @@ class _Watch(L.Callback):
     def _has_enough(self) -> bool:
         timed = self.times[self.warmup :]
         return len(timed) >= _LEAST and (sum(timed) >= 1e3 * _SECONDS or len(timed) >= _MOST)
+
+
+@dataclass
+class Costs:
+    """Known times, in ms per step.
+
+    Attributes:
+        whole: of a batch in one part.
+        per_part: that each part adds.
+        factors: (axis, word) → the factor of a switch.
+        compile_ms: once.
+    """
+
+    whole: float = 1.0
+    per_part: float = PER_PART
+    factors: dict[tuple[str, str], float] = field(default_factory=dict)
+    compile_ms: float = 0.0
+
+    def estimate(self, choice: Choice, steps: int) -> float:
+        """Return the time of a step with its share of the compilation, for a run of ``steps``."""
+        ms = (self.whole + self.per_part * choice.parts) * self.factor(choice)
+        return ms + (self.compile_ms / steps if choice.compile else 0.0)
+
+    def factor(self, choice: Choice) -> float:
+        """Return the product of the factors of everything that is switched on."""
+        factor = 1.0
+        for axis, word in choice.words:
+            factor *= self.factors.get((axis, word), assume_factor(axis, word))
+        return factor
+
+
+def assume_factor(axis: str, word: str) -> float:
+    if axis == "precision":
+        return _BF16
+    return switch_of(axis, word).setting.cost

@@ -1,7 +1,7 @@
 """The base class of techniques, their joint application, and the refusal of conflicts."""
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, ClassVar, Self
 from weakref import WeakSet
@@ -12,6 +12,7 @@ from torch import nn
 
 from lightning_fasttrain.core.checks import refuse_mixed_lightning
 from lightning_fasttrain.core.host.late_parameters import LateParameters
+from lightning_fasttrain.core.host.lightning import after_configure_model
 from lightning_fasttrain.core.messages import explain, warn
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 from lightning_fasttrain.technique.arguments import describe, remember_arguments
@@ -164,7 +165,7 @@ class Technique(L.Callback):
             if stage == "fit":
                 _refuse_all_frozen(pl_module)
 
-        _after_configure_model(pl_module, undo, operate)
+        after_configure_model(pl_module, undo, operate)
 
     def teardown(self, trainer: L.Trainer, pl_module: L.LightningModule, stage: str) -> None:
         """Hook: the last one of a run that ended well."""
@@ -285,22 +286,6 @@ def _leave_out_empty_hooks(technique: Technique, undo: ExitStack) -> None:
 def _push(undo: ExitStack, action: Undo | None) -> None:
     if action is not None:
         undo.callback(action)
-
-
-def _after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], Any]) -> None:
-    """Run ``then`` once, right after ``pl_module.configure_model``: the last moment before restore and optimizers.
-
-    Lightning asks whether the hook is overridden by comparing code objects, so a plain function is needed here.
-    """
-    original = pl_module.configure_model
-
-    def configure_model() -> None:
-        restore()
-        original()
-        then()
-
-    restore = patch(pl_module, "configure_model", configure_model)
-    undo.callback(restore)
 
 
 def _refuse_all_frozen(model: nn.Module) -> None:

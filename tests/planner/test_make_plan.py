@@ -26,8 +26,8 @@ from lightning_fasttrain.planner.candidates.configuration import (
 )
 from lightning_fasttrain.planner.candidates.predicted_memory import PredictedMemory
 from lightning_fasttrain.planner.candidates.search_space import find_axes
-from lightning_fasttrain.planner.search import Costs, Search
-from lightning_fasttrain.planner.timing import Stopwatch
+from lightning_fasttrain.planner.search import Search
+from lightning_fasttrain.planner.timing import Costs, Stopwatch
 from lightning_fasttrain.technique.facts import facts_of_machine
 from lightning_fasttrain.technique.technique import techniques_of
 from tests.nets import TinyLM, as_loader, lm_batches, trainer, weights

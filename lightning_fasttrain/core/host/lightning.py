@@ -9,7 +9,7 @@ fails when Lightning lacks one, or when another file uses one.
 import subprocess
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -284,3 +284,19 @@ def passes_of(loader: Any) -> int:
 def set_passes_of(loader: Any, passes: int) -> None:
     if isinstance(loader, _FabricDataLoader):
         loader._num_iter_calls = passes
+
+
+def after_configure_model(pl_module: L.LightningModule, undo: ExitStack, then: Callable[[], Any]) -> None:
+    """Run ``then`` once, right after ``pl_module.configure_model``: the last moment before restore and optimizers.
+
+    Lightning asks whether the hook is overridden by comparing code objects, so a plain function is needed here.
+    """
+    original = pl_module.configure_model
+
+    def configure_model() -> None:
+        restore()
+        original()
+        then()
+
+    restore = patch(pl_module, "configure_model", configure_model)
+    undo.callback(restore)
