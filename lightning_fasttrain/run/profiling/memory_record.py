@@ -159,7 +159,7 @@ class MemoryRecord:
         return [Holder(*key, nbytes) for key, nbytes in held.most_common()]
 
     def sample(self, most: int = 4000) -> list[Point]:
-        """Return about ``most`` points: the highest and the last of each equal time interval, so that the peak is kept."""
+        """Return about ``most`` points: the highest and last of each equal time interval; the peak is kept."""
         # Two points are kept per interval; 1.0 if the record has no duration.
         stretch_ms = self.end_ms / (most // 2) or 1.0
         highest: dict[int, int] = {}

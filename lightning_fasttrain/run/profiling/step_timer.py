@@ -84,7 +84,7 @@ class StepTimer:
             wait: wait for a CUDA device to finish. Otherwise steps that it is still running are left out.
 
         Returns:
-            ``step_ms``, the milliseconds of each phase, ``other_ms`` for the rest of the step, and ``samples_per_s`` and
+            ``step_ms``, the milliseconds of each phase, ``other_ms`` for the rest, and ``samples_per_s`` and
             ``tokens_per_s`` if these were counted. Empty if no step was measured.
         """
         if wait and self._on_cuda:
