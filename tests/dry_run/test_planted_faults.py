@@ -289,7 +289,7 @@ def verify(technique, **settings):
     return ft.verify(Victim(), batch_of_rows(), [technique], accelerator="cpu", **settings)
 
 
-def test_without_a_fault_all_is_the_same_bit_for_bit():
+def test_without_a_fault_training_is_bitwise_the_same():
     for options in ({}, {"full": True, "steps": 3, "gradient_clip_val": 0.01}):
         verified = verify(fault()(), **options)
         assert verified, str(verified)
@@ -317,7 +317,7 @@ def test_a_planted_fault_is_found_by_an_option(name):
     assert not verified.rows[0].failure
 
 
-def test_there_are_as_many_faults_as_are_promised():
+def test_the_number_of_faults_matches_the_documentation():
     assert len(FAULTS) + len(BY_OPTION) >= 40
 
 
@@ -354,7 +354,7 @@ class HalfGradient(torch.autograd.Function):
         (FAULTS["labels are turned round"](), 1, "last (Linear)", "gets the gradient"),
     ],
 )
-def test_where_it_begins_is_named(technique, step, name, what):
+def test_the_first_difference_is_located(technique, step, name, what):
     verified = verify(technique)
     begins = verified.begins
     assert (begins.step, begins.what) == (step, what)
@@ -364,7 +364,7 @@ def test_where_it_begins_is_named(technique, step, name, what):
     assert verified.as_dict()["begins"]["name"] == begins.name
 
 
-def test_where_it_begins_is_found_in_micro_batches_and_recomputed_blocks():
+def test_the_first_difference_is_located_in_micro_batches_and_recomputed_blocks():
     class Wrong(ft.ActivationCheckpointing):
         def apply(self, model):
             block = model.blocks[1].up
@@ -394,7 +394,7 @@ class Activated(nn.Module):
 
 
 @pytest.mark.parametrize("operators", [True, False])
-def test_the_operator_in_which_it_begins_is_named_where_that_is_asked(operators):
+def test_the_first_different_operator_is_named_on_request(operators):
     class Approximate(ft.ActivationCheckpointing):
         def apply(self, model):
             for block in (part for part in model.modules() if isinstance(part, Activated)):
@@ -416,7 +416,7 @@ def test_the_operator_in_which_it_begins_is_named_where_that_is_asked(operators)
         assert (verified.begins.step, verified.begins.what, verified.begins.name) == (1, "gives", where)
 
 
-def test_an_operator_outside_of_all_modules_is_the_steps():
+def test_an_operator_outside_of_all_modules_is_attributed_to_the_step():
     def turn(module):
         own = module.loss
         module.loss = lambda net, batch: own(net, (batch[0], -batch[1]))
@@ -438,7 +438,7 @@ class Nothing(ft.ActivationCheckpointing):
         return None
 
 
-def test_a_technique_that_did_nothing_is_another_result_than_the_same():
+def test_a_technique_without_effect_is_reported_as_such():
     verified = ft.verify(TinyLM(), lm_batches(1)[0], [Nothing()], accelerator="cpu")
     assert not verified
     assert verified.rows[0].verdict == "did nothing"
@@ -448,7 +448,7 @@ def test_a_technique_that_did_nothing_is_another_result_than_the_same():
 # What is compared where it does not fit, and what is kept of it
 
 
-def test_where_the_plain_step_does_not_fit_fewer_rows_are_compared_and_it_is_said(monkeypatch):
+def test_fewer_rows_are_compared_if_the_plain_step_is_predicted_not_to_fit(monkeypatch):
     one = ft.predict.predict_memory(TinyLM(), lm_batches(1)[0], device="cpu").peak_bytes
     monkeypatch.setattr(batches_of_a_proof, "free_bytes", lambda device: int(0.8 * one))
     verified = ft.verify(TinyLM(), lm_batches(1)[0], [ft.MicroBatching(2)], accelerator="cpu")
@@ -461,7 +461,7 @@ def test_where_the_plain_step_does_not_fit_fewer_rows_are_compared_and_it_is_sai
         ft.verify(TinyLM(), lm_batches(1)[0], [ft.MicroBatching(2)], accelerator="cpu")
 
 
-def test_a_step_that_is_found_not_to_fit_is_compared_on_fewer_rows():
+def test_fewer_rows_are_compared_if_the_plain_step_runs_out_of_memory():
     class Large(TinyLM):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > 3:
@@ -475,7 +475,7 @@ def test_a_step_that_is_found_not_to_fit_is_compared_on_fewer_rows():
     )
 
 
-def test_a_batch_whose_first_half_has_no_loss_is_run_twice_and_it_is_said():
+def test_a_batch_whose_first_half_has_no_loss_is_used_twice_with_a_note():
     batch = lm_batches(1)[0]
     labels = batch["labels"].clone()
     labels[:3] = -100
@@ -484,7 +484,7 @@ def test_a_batch_whose_first_half_has_no_loss_is_run_twice_and_it_is_said():
     assert "All steps see the same batch" in str(verified.notes)
 
 
-def test_a_validation_that_takes_no_training_batch_is_left_out_and_it_is_said():
+def test_a_validation_that_fails_on_a_training_batch_is_left_out_with_a_note():
     class Other(TinyLM):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.loss(batch["other"]))
@@ -501,7 +501,7 @@ def test_a_validation_that_takes_no_training_batch_is_left_out_and_it_is_said():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_digests_tell_how_far_tensors_are_apart(dtype, tmp_path):
+def test_digests_estimate_the_distance_of_tensors(dtype, tmp_path):
     generator = torch.Generator().manual_seed(0)
     one = (4 * torch.randn(300, 1000, generator=generator)).to(dtype)
     low_rank = torch.randn(300, 1, generator=generator) @ torch.randn(1, 1000, generator=generator)

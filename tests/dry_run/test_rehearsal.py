@@ -43,7 +43,7 @@ def refused(tmp_path, words, *args, **settings):
 # What goes well
 
 
-def test_a_step_that_cannot_be_predicted_is_none_that_fails(tmp_path):
+def test_a_step_that_cannot_be_predicted_does_not_fail(tmp_path):
     class Reads(TinyLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -56,7 +56,7 @@ def test_a_step_that_cannot_be_predicted_is_none_that_fails(tmp_path):
     assert any(note.startswith("step: its memory is not predicted, since ") for note in report.notes)
 
 
-def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
+def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
     numbers = {}
 
     class Watch(L.Callback):
@@ -91,7 +91,7 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
     assert report.as_dict()["checkpoint_bytes"] > 1000
 
 
-def test_it_comes_first_wherever_it_is_listed_and_only_once(tmp_path):
+def test_runs_first_and_only_once_whatever_its_position(tmp_path):
     first, last = ft.dry_run.Rehearsal(), ft.dry_run.Rehearsal()
     for callbacks in ([first, ft.FusedLossHead(head="head")], [ft.FusedLossHead(head="head"), last]):
         rehearse(tmp_path, callbacks[:-1], rehearsal=callbacks[-1] if callbacks[-1] is last else None, saves=False)
@@ -101,7 +101,7 @@ def test_it_comes_first_wherever_it_is_listed_and_only_once(tmp_path):
     assert last.report is before
 
 
-def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
+def test_works_with_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     class Net(ft.FastTrainMixin, TinyLM):
         techniques = [ft.ActivationCheckpointing(), ft.ExactResume(), ft.AtomicCheckpoints()]
 
@@ -145,7 +145,7 @@ def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
-def test_weights_only_and_no_validation(tmp_path):
+def test_works_with_weights_only_and_without_validation(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
     report, *_ = rehearse(tmp_path, [writer], saves=False, validation=None)
     assert "cannot go on with weights only" in report.lines["resume"]
@@ -153,7 +153,7 @@ def test_weights_only_and_no_validation(tmp_path):
     assert report.resumed_exactly is None
 
 
-def test_what_cannot_be_copied_is_left_out_and_said(tmp_path):
+def test_callbacks_that_cannot_be_copied_are_left_out_with_a_note(tmp_path):
     class Holder(L.Callback):
         def __init__(self):
             self.lines = (line for line in "ab")
@@ -162,7 +162,7 @@ def test_what_cannot_be_copied_is_left_out_and_said(tmp_path):
     assert ["Holder" in note or "LambdaCallback" in note for note in report.notes] == [True, True]
 
 
-def test_where_no_copy_can_be_run_beside_it_says_so(tmp_path):
+def test_strategies_that_cannot_be_copied_are_reported(tmp_path):
     report, *_ = rehearse(tmp_path, strategy="fasttrain_fsdp2")
     assert report.lines["step"].startswith("not rehearsed: under FSDP2Strategy no copy can be run beside")
 
@@ -171,7 +171,7 @@ def longer(rows=3):
     return {key: torch.cat([value] * rows) for key, value in BATCHES[0].items()}
 
 
-def test_the_largest_batch_is_found(tmp_path):
+def test_the_largest_batch_is_found_and_run(tmp_path):
     report, *_ = rehearse(tmp_path, batches=[*BATCHES, longer(), BATCHES[0]], saves=False)
     assert report.batches_seen == 7
     assert report.lines["largest batch"] == "18 × 5, the largest of 7, where the first is 6 × 5, went well"
@@ -180,7 +180,7 @@ def test_the_largest_batch_is_found(tmp_path):
 # What is found: each of these is a run that would fail, or be another, hours later
 
 
-def test_a_technique_that_breaks_its_promise(tmp_path):
+def test_a_technique_that_breaks_its_promise_is_refused(tmp_path):
     class Bends(ft.Technique):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             for parameter in pl_module.parameters():
@@ -215,11 +215,11 @@ class Damages(AtomicCheckpointIO):
         (Damages, "differs in weight embed.weight: weight embed.weight is off by .*e-06 in 1 of its 136 numbers"),
     ],
 )
-def test_a_checkpoint_plugin_that_gives_something_else(tmp_path, plugin, words):
+def test_a_checkpoint_plugin_that_loads_different_content_is_refused(tmp_path, plugin, words):
     refused(tmp_path, words, plugins=[plugin()])
 
 
-def test_weights_that_are_not_read_back(tmp_path):
+def test_weights_that_are_loaded_differently_are_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
     refused(tmp_path, "read back, and differ in weight", [writer], saves=False, plugins=[Damages()])
 
@@ -229,7 +229,7 @@ class Stops(L.Callback):
         trainer.should_stop = True
 
 
-def test_a_run_that_a_callback_ends_at_once(tmp_path):
+def test_a_run_that_a_callback_stops_at_once_is_refused(tmp_path):
     refused(tmp_path, "ended after .*, before its second epoch: .* trainer.should_stop", [Stops()])
 
 
@@ -251,7 +251,7 @@ class Warmup(L.Callback):
         self.steps = state.get("steps", 0)
 
 
-def test_state_of_a_callback_that_is_not_saved(tmp_path):
+def test_unsaved_callback_state_is_found(tmp_path):
     words = r"differs in .*not in the checkpoint, perhaps .*Warmup.steps \(1 before, 0 after the load\)"
     refused(tmp_path, words, [Warmup(keeps=False)])
     assert rehearse(tmp_path, [Warmup(keeps=True)])[0].resumed_exactly
@@ -273,17 +273,17 @@ class Scales(L.Callback):
 COUNTER = itertools.count()
 
 
-def test_the_least_difference_counts_where_a_step_is_the_same_twice(tmp_path):
+def test_any_difference_counts_if_steps_are_deterministic(tmp_path):
     refused(tmp_path, "perhaps .*Scales.steps", [Scales(counts=True)])
 
 
-def test_rounding_is_allowed_where_no_step_is_the_same_twice(tmp_path):
+def test_rounding_is_allowed_if_steps_are_not_deterministic(tmp_path):
     report, *_ = rehearse(tmp_path, [Scales(counts=False)])
     assert report.resumed_exactly is False
     assert "as near as two equal steps are here" in report.lines["resume"]
 
 
-def test_a_buffer_that_is_not_saved(tmp_path):
+def test_an_unsaved_buffer_is_found(tmp_path):
     class Scaled(TinyLM):
         def __init__(self):
             super().__init__()
@@ -296,7 +296,7 @@ def test_a_buffer_that_is_not_saved(tmp_path):
     refused(tmp_path, "buffer scale, which is not persistent", module=Scaled())
 
 
-def test_a_validation_step_that_raises(tmp_path):
+def test_an_error_in_validation_is_reported(tmp_path):
     class Broken(TinyLM):
         def validation_step(self, batch, batch_idx):
             raise KeyError("labls")
@@ -304,7 +304,7 @@ def test_a_validation_step_that_raises(tmp_path):
     refused(tmp_path, "rehearsing validation: KeyError: 'labls'", module=Broken(), num_sanity_val_steps=0)
 
 
-def test_a_loss_that_is_no_number(tmp_path):
+def test_a_non_finite_loss_is_refused(tmp_path):
     class Overflows(TinyLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step > 0 else 1.0)
@@ -312,14 +312,14 @@ def test_a_loss_that_is_no_number(tmp_path):
     refused(tmp_path, "the loss is inf in step 2", module=Overflows())
 
 
-def test_a_monitor_that_nobody_logs(tmp_path):
+def test_a_monitor_that_is_never_logged_is_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, monitor="val_acc")
     words = r"ModelCheckpoint\(monitor='val_acc'\): nothing of that name is logged, only loss, loss_epoch, .*val_loss"
     refused(tmp_path, words, [writer], saves=False)
     refused(tmp_path, "val_acc", [EarlyStopping("val_acc")], saves=False)
 
 
-def test_out_of_memory_in_the_largest_batch(tmp_path):
+def test_out_of_memory_in_the_largest_batch_is_reported(tmp_path):
     class Small(TinyLM):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > 6:
@@ -333,7 +333,7 @@ def test_out_of_memory_in_the_largest_batch(tmp_path):
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_no_room_for_all_that_will_be_kept(tmp_path, monkeypatch):
+def test_too_little_disk_space_for_all_kept_checkpoints_is_refused(tmp_path, monkeypatch):
     writer = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=4)
     report, *_ = rehearse(tmp_path, [writer], saves=False, max_epochs=9)
     assert report.kept == 4
@@ -345,25 +345,25 @@ def test_no_room_for_all_that_will_be_kept(tmp_path, monkeypatch):
     refused(tmp_path, words, [copy.copy(writer)], saves=False, max_epochs=9)
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path):
+def test_an_unwritable_checkpoint_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     writer = ModelCheckpoint(tmp_path / "file" / "checkpoints")
     with pytest.raises(RehearsalError, match="checkpoints cannot be written to .*Not a directory"):
         rehearse(tmp_path, [writer], saves=False)
 
 
-def test_a_loader_that_can_be_read_once_only(tmp_path):
+def test_a_loader_that_can_be_read_only_once_is_refused(tmp_path):
     with pytest.raises(RehearsalError, match="the loader is a list_iterator: what is read of it ahead"):
         trainer([ft.dry_run.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
 
 
-def test_a_time_that_is_none():
+def test_a_negative_time_is_refused():
     with pytest.raises(ValueError, match="seconds=-1"):
         ft.dry_run.Rehearsal(seconds=-1)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_run_waits_in_host_memory(tmp_path):
+def test_gpu_the_run_is_parked_in_host_memory(tmp_path):
     class Large(TinyLM):
         def __init__(self):
             super().__init__()

@@ -85,7 +85,7 @@ BACKEND = "aot_eager_decomp_partition"  # cut as for inductor, with its decompos
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_right_is_trusted(rate, dtype):
+def test_correct_compiled_code_is_trusted(rate, dtype):
     verdict = verdict_of(Net(rate=rate).to(dtype), X.to(dtype), backend=BACKEND)
     assert (verdict.failure, verdict.unchecked) == ("", "")
     assert verdict.apart < {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
@@ -93,7 +93,7 @@ def test_what_is_right_is_trusted(rate, dtype):
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("error", [{"forward": 1.2}, {"backward": 1.2}, {"backward": float("nan")}])
-def test_what_is_wrong_runs_as_it_is_and_is_named(error, precision):
+def test_a_wrongly_compiled_block_runs_eagerly_and_is_named(error, precision):
     net = Net()
     plain = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
@@ -113,7 +113,7 @@ def test_a_small_error_in_float32_is_found():
         assert verdict_of(Net(), X, backend=wrong(backward=1.005)).failure
 
 
-def test_without_the_check_what_is_wrong_is_believed():
+def test_without_the_check_wrong_code_is_used():
     net, plain = Net(), Net()
     verdict = verdict_of(net, X, backend=wrong(backward=1.2), check=False)
     plain(X).square().sum().backward()
@@ -123,7 +123,7 @@ def test_without_the_check_what_is_wrong_is_believed():
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of what torch imports for it
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_a_fault_of_torchs_own_that_draws_other_masks_in_the_backward_is_found(precision):
+def test_a_torch_fault_with_different_backward_masks_is_found(precision):
     """Its issue 190758: a partitioner that may save nothing recomputes dropout with other random numbers."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
         with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match="190758"):
@@ -135,7 +135,7 @@ def test_a_fault_of_torchs_own_that_draws_other_masks_in_the_backward_is_found(p
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-def test_masks_are_compared_in_the_next_block_where_the_first_ones_input_has_no_gradient():
+def test_masks_are_compared_in_the_next_block_after_a_frozen_embedding():
     net = Net(rate=0.2)
     net.stem.requires_grad_(False)  # as an embedding is in fine-tuning
     with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match=r"'blocks\.1'.*190758"):
@@ -151,7 +151,7 @@ def test_masks_are_compared_in_the_next_block_where_the_first_ones_input_has_no_
 
 
 @pytest.mark.slow
-def test_inductor_is_compared():
+def test_inductor_code_is_compared():
     verdict = verdict_of(Net(rate=0.1), X)
     assert (verdict.failure, verdict.unchecked) == ("", "")
     assert 0 < verdict.apart < 1e-5
@@ -177,7 +177,7 @@ class Remembers(nn.Module):
         return x.mul_(2) + 0.1 * torch.rand_like(x)
 
 
-def test_the_comparison_leaves_nothing_behind():
+def test_the_comparison_has_no_side_effects():
     ends = []
     for check in (True, False):
         torch._dynamo.reset()
@@ -193,7 +193,7 @@ def test_the_comparison_leaves_nothing_behind():
         assert torch.equal(checked, plain)
 
 
-def test_inside_of_a_recomputed_region_too():
+def test_the_comparison_works_inside_of_recomputed_blocks():
     net, plain = Net(), Net()
     compiled = compile_blocks_(net, blocks=Block, backend="aot_eager")
     checkpoint(net, X, use_reentrant=False).square().sum().backward()
@@ -218,7 +218,7 @@ class Cached(nn.Module):
         return self.linear(x)
 
 
-def test_what_another_call_might_change_is_not_compared_and_that_is_said():
+def test_blocks_with_mutable_inputs_are_not_compared_with_a_note():
     net, cache = nn.ModuleList([Cached(), Cached()]), Cache()
     compiled = compile_blocks_(net, blocks=Cached, backend="eager")
     with heard() as said:
@@ -229,7 +229,7 @@ def test_what_another_call_might_change_is_not_compared_and_that_is_said():
     assert any("'0' was not compared with the plain block: it is given a Cache" in line for line in said)
 
 
-def test_evaluation_alone_compares_nothing():
+def test_evaluation_alone_makes_no_comparison():
     net = Net().eval()
     compiled = compile_blocks_(net, blocks=Block, backend=wrong(forward=1.2))
     with torch.no_grad():
@@ -259,7 +259,7 @@ def fit_with_cache(path):
 
 
 @pytest.mark.slow
-def test_verdicts_are_kept_beside_the_compiled_code(tmp_path, monkeypatch):
+def test_verdicts_are_cached_with_the_compiled_code(tmp_path, monkeypatch):
     path = tmp_path / "cache.bin"
     first = fit_with_cache(path)
     assert "1 kind of block compared with the plain one" in str(first.report)
@@ -271,7 +271,7 @@ def test_verdicts_are_kept_beside_the_compiled_code(tmp_path, monkeypatch):
     assert again.report.apart == first.report.apart
 
 
-def test_a_kept_failure_needs_no_second_comparison(monkeypatch):
+def test_a_cached_failure_needs_no_second_comparison(monkeypatch):
     net = Net()
     compiled = compile_blocks_(net, blocks=Block, backend="eager")
     entry = compiled["blocks.0"].entry
@@ -292,7 +292,7 @@ def test_a_verdict_holds_for_the_same_code_shapes_and_options():
     assert key_of(Block(), {}) in keys
 
 
-def test_known_faults_are_those_of_the_version_the_device_and_the_block():
+def test_known_faults_depend_on_version_device_and_block():
     assert [fault.issue for fault in list_faults(Block(0.1), "2.9.1")] == [190758]
     assert [fault.issue for fault in list_faults(Block(0.1), "2.13.0+cpu")] == [193061, 190758]
     assert [fault.issue for fault in list_faults(Block(0.0), "2.13.1")] == [193061]
@@ -303,7 +303,7 @@ def test_known_faults_are_those_of_the_version_the_device_and_the_block():
 
 
 @pytest.mark.slow
-def test_a_fault_that_no_comparison_finds_is_gone_around(monkeypatch):
+def test_a_fault_that_cannot_be_detected_is_avoided(monkeypatch):
     """On CUDA; its options are given here for the processor, where they change nothing but who draws."""
     fault = next(fault for fault in FAULTS if fault.options)
     monkeypatch.setattr(compile_blocks, "list_faults", lambda block: [fault])

@@ -220,7 +220,7 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_resumed_anywhere_ends_as_uninterrupted(name, tmp_path):
+def test_resuming_from_any_checkpoint_equals_the_uninterrupted_run(name, tmp_path):
     save = SaveEverywhere(tmp_path)
     module, trainer, whole = run([ExactResume(), save], **SETTINGS[name])
     plain, *_ = run([], **SETTINGS[name])
@@ -248,7 +248,7 @@ WORKERS = {
 
 
 @pytest.mark.parametrize("name", WORKERS)
-def test_with_workers(name, tmp_path):
+def test_resuming_with_workers_equals_the_uninterrupted_run(name, tmp_path):
     save = SaveEverywhere(tmp_path)
     *_, whole = run([ExactResume(), save], loader=WORKERS[name])
     for path in (save.files[2], save.files[9], save.files[13]):  # in mid-epoch, after an epoch, in the next
@@ -256,7 +256,7 @@ def test_with_workers(name, tmp_path):
         assert not differences(whole, end), path.name
 
 
-def test_negative_control_lightning_alone_ends_elsewhere(tmp_path):
+def test_negative_control_lightning_alone_ends_differently(tmp_path):
     save = SaveEverywhere(tmp_path)
     *_, whole = run([save])
     files = save.files[:-5]  # the last five hold the weights of the end
@@ -301,7 +301,7 @@ def run_with_windows(tmp_path_factory):
         ("metrics", lambda state: {}, f".{KEY}.ranks[0].metrics.forever"),
     ],
 )
-def test_negative_control_each_part_of_the_state_matters(part, value, shows_in, run_with_windows, tmp_path):
+def test_negative_control_every_part_of_the_state_is_needed(part, value, shows_in, run_with_windows, tmp_path):
     whole, files = run_with_windows
     path = tampered(files[2], part, value, tmp_path)
     assert path.name == "02-batch.ckpt"  # two of the three batches of a window are done, and validation is due
@@ -335,7 +335,7 @@ class Ahead:
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_under_a_prefetcher_in_either_order(turned, tmp_path):
+def test_resumes_exactly_with_a_prefetcher_in_either_order(turned, tmp_path):
     save, make = SaveEverywhere(tmp_path), lambda: [ExactResume(), FetchAhead()][:: -1 if turned else 1]
     module, *_ = run([*make(), save])
     for path in save.files[:16]:
@@ -344,14 +344,14 @@ def test_under_a_prefetcher_in_either_order(turned, tmp_path):
         assert not differences(module.state_dict(), end.state_dict()), path.name
 
 
-def test_with_device_prefetch_in_either_order(plain_run):
+def test_resumes_exactly_with_device_prefetch_in_either_order(plain_run):
     _, whole, files = plain_run
     for callbacks in ([ft.DevicePrefetch(), ExactResume()], [ExactResume(), ft.DevicePrefetch()]):
         *_, end = run(callbacks, files[2], seed=4)
         assert not differences(whole["state_dict"], end["state_dict"])
 
 
-def test_with_token_weighted_accumulation_whose_window_it_leaves_alone(tmp_path):
+def test_resumes_exactly_with_token_weighted_accumulation(tmp_path):
     def window():
         return [ft.TokenWeightedAccumulation(3, count=len), ExactResume()]
 
@@ -364,7 +364,7 @@ def test_with_token_weighted_accumulation_whose_window_it_leaves_alone(tmp_path)
         assert not differences(whole["state_dict"], end["state_dict"]), path.name
 
 
-def test_the_scale_of_half_precision_goes_on(tmp_path):
+def test_the_loss_scale_of_half_precision_is_restored(tmp_path):
     def scaled():
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)  # overflows at first
         return {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)], "accumulate_grad_batches": 2}
@@ -377,7 +377,7 @@ def test_the_scale_of_half_precision_goes_on(tmp_path):
 
 
 @pytest.mark.parametrize("often", [{"val_check_interval": 2}, {"check_val_every_n_epoch": 2, "net": SGD}])
-def test_a_validation_loader_with_a_generator_of_its_own(often, tmp_path):
+def test_a_validation_loader_with_its_own_generator(often, tmp_path):
     settings = {"val": lambda: shuffled(generator=own_generator()), "limit_val_batches": 2, **often}
     save = SaveEverywhere(tmp_path)
     *_, whole = run([ExactResume(), save], **settings)
@@ -387,7 +387,7 @@ def test_a_validation_loader_with_a_generator_of_its_own(often, tmp_path):
         assert not [difference for difference in found if "reloaded" not in difference], path.name
 
 
-def test_callbacks_that_save_go_on_too(tmp_path):
+def test_model_checkpoint_state_is_resumed_too(tmp_path):
     """Also inside a window, where a forgetful ModelCheckpoint would save the last step once more."""
 
     def callbacks(folder):
@@ -407,7 +407,7 @@ def test_callbacks_that_save_go_on_too(tmp_path):
     assert text == repr(whole["callbacks"]).replace(str(tmp_path / "whole"), "")
 
 
-def test_a_run_that_was_to_stop_stops(tmp_path):
+def test_a_requested_stop_survives_a_resume(tmp_path):
     save = SaveEverywhere(tmp_path)
 
     class Stops(L.Callback):
@@ -421,7 +421,7 @@ def test_a_run_that_was_to_stop_stops(tmp_path):
     assert resumed.seen == []
 
 
-def test_after_an_exception_the_batch_is_begun_again(plain_run, tmp_path):
+def test_after_an_exception_the_batch_is_run_again(plain_run, tmp_path):
     class Fails(Net):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -474,7 +474,7 @@ def test_a_stateful_loader_is_left_to_lightning(tmp_path):
 
 
 @pytest.mark.parametrize("turned", [False, True])
-def test_beside_an_iterator_the_other_loaders_go_on_where_they_were(turned, tmp_path):
+def test_loaders_beside_an_iterator_resume_at_their_position(turned, tmp_path):
     def three():
         loaders = [iter([torch.zeros(1, 4)] * 4), own_state(), shuffled()]
         return CombinedLoader(loaders[::-1] if turned else loaders, "min_size")
@@ -488,12 +488,12 @@ def test_beside_an_iterator_the_other_loaders_go_on_where_they_were(turned, tmp_
     assert not differences(module.seen[2:], resumed.seen)
 
 
-def test_a_checkpoint_resumes_without_it_as_lightning_does(plain_run):
+def test_a_checkpoint_resumes_without_exact_resume_as_in_lightning(plain_run):
     module, *_ = run([], plain_run[2][2], seed=4)
     assert len(module.seen) == 6
 
 
-def test_a_checkpoint_without_it_is_warned_about(tmp_path):
+def test_a_checkpoint_saved_without_exact_resume_gives_a_warning(tmp_path):
     save = SaveEverywhere(tmp_path)
     run([save])
     with pytest.warns(ft.FastTrainWarning, match="this checkpoint was saved without it"):
@@ -501,7 +501,7 @@ def test_a_checkpoint_without_it_is_warned_about(tmp_path):
     assert len(module.seen) == 6
 
 
-def test_an_iterator_as_loader_is_warned_about(tmp_path):
+def test_an_iterator_as_a_loader_gives_a_warning(tmp_path):
     with pytest.warns(ft.FastTrainWarning, match="generator as training loader: an iterator cannot be read again"):
         run([ExactResume()], loader=lambda: (torch.rand(2, 4) for _ in range(4)), max_epochs=1)
 
@@ -525,7 +525,7 @@ def test_an_iterator_as_loader_is_warned_about(tmp_path):
         ({"processes": 2}, "processes = 2, this run has 1"),
     ],
 )
-def test_another_run_than_the_saved_one_is_refused(other, message, plain_run, tmp_path):
+def test_a_run_with_different_settings_is_refused(other, message, plain_run, tmp_path):
     path, other = plain_run[2][2], dict(other)
     if (processes := other.pop("processes", None)) is not None:
         checkpoint = torch.load(path, weights_only=True)
@@ -564,7 +564,7 @@ class Held(Rows):
         (lambda: Subset(Rows(), range(8)), lambda: Subset(Rows(9), range(1, 9)), "training data.indices"),
     ],
 )
-def test_other_data_of_the_same_length_are_told_and_the_same_data_elsewhere_are_not(then, now, told, tmp_path):
+def test_different_data_of_the_same_length_is_detected(then, now, told, tmp_path):
     save = SaveEverywhere(tmp_path)
     run([ExactResume(), save], loader=lambda: DataLoader(then(), 2), max_epochs=1)
     run([ExactResume()], save.files[2], loader=lambda: DataLoader(then(), 2), max_epochs=1)
@@ -572,7 +572,7 @@ def test_other_data_of_the_same_length_are_told_and_the_same_data_elsewhere_are_
         run([ExactResume()], save.files[2], loader=lambda: DataLoader(now(), 2), max_epochs=1)
 
 
-def test_the_same_files_in_another_folder_are_the_same_data(tmp_path):
+def test_files_moved_to_another_folder_count_as_the_same_data(tmp_path):
     save = SaveEverywhere(tmp_path)
     for folder, ckpt in (("/a", None), ("/b", 2)):
         paths = [f"{folder}/{i}.png" for i in range(8)]
@@ -581,7 +581,7 @@ def test_the_same_files_in_another_folder_are_the_same_data(tmp_path):
         run(callbacks, path, loader=lambda paths=paths: DataLoader(Held(paths), 2), max_epochs=1)
 
 
-def test_other_hyper_parameters_are_named(tmp_path):
+def test_different_hyper_parameters_are_named(tmp_path):
     class Set(Net):
         def __init__(self, dropout, width=8):
             super().__init__()
@@ -611,7 +611,7 @@ def at_layer(**settings):
         (lambda: [ft.OptimizerInBackward()], lambda: [ft.OptimizerInBackward(clip_norm=1.0)], "clip_norm = None then"),
     ],
 )
-def test_other_techniques_are_another_run_and_are_named(then, now, message, tmp_path):
+def test_different_techniques_are_refused_by_name(then, now, message, tmp_path):
     save = SaveEverywhere(tmp_path)
     run([*then(), ExactResume(), save], max_epochs=1)
     with warnings.catch_warnings():
@@ -623,7 +623,7 @@ def test_other_techniques_are_another_run_and_are_named(then, now, message, tmp_
         run([*now(), ExactResume(strict=False)], save.files[2], max_epochs=1)
 
 
-def test_techniques_that_only_round_are_a_warning_and_those_that_only_look_on_are_nothing(tmp_path, recwarn):
+def test_techniques_that_change_only_rounding_give_a_warning(tmp_path, recwarn):
     save = SaveEverywhere(tmp_path)
     parts = {"count": len, "check": False}
     run([ft.MicroBatching(2, **parts), ExactResume(), save], max_epochs=1)
@@ -643,7 +643,7 @@ def test_checkpoints_load_without_unpickling_objects(run_with_windows):
     assert state["gradients"][0].keys() == dict(Net().named_parameters()).keys()
 
 
-def test_copies_and_pickles():
+def test_can_be_copied_and_pickled():
     for callback in (copy.deepcopy(ExactResume(strict=False)), pickle.loads(pickle.dumps(ExactResume(strict=False)))):
         assert not callback.strict
         run([callback], max_epochs=1)
@@ -671,7 +671,7 @@ def test_the_same_trainer_twice(plain_run):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_on_cuda_under_the_prefetcher(tmp_path):
+def test_cuda_resumes_exactly_with_the_prefetcher(tmp_path):
     settings = {"accelerator": "gpu", "devices": 1, "accumulate_grad_batches": 3, "net": SGD}
     settings["loader"] = lambda: shuffled(pin_memory=True)
     settings["val"] = lambda: DataLoader(Rows(4), batch_size=2, pin_memory=True)
