@@ -1,4 +1,4 @@
-"""A rehearsal leaves no trace, and finds in the first minute what would end a run in its tenth hour."""
+"""A rehearsal has no side effects, and finds errors in the first minute that would appear hours later."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, validation=BATCHES[:1], **settings):
-    """Fit with a rehearsal first; the report, the module and the Trainer."""
+    """Fit with a rehearsal; return the report, the module and the Trainer."""
     rehearsal = settings.pop("rehearsal", None) or ft.dry_run.Rehearsal(seconds=5)
     writers = [ModelCheckpoint(tmp_path / "checkpoints")] if saves else []
     t = trainer([*callbacks, rehearsal, *writers], default_root_dir=tmp_path, enable_checkpointing=None, **settings)
@@ -34,26 +34,26 @@ def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, v
 
 
 def refused(tmp_path, words, *args, **settings):
-    """The rehearsal ends in one error, says these words, and leaves no file."""
+    """Check that the rehearsal raises one error with these words, and leaves no file."""
     with pytest.raises(RehearsalError, match=words):
         rehearse(tmp_path, *args, **settings)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-# What goes well
+# Runs that succeed
 
 
 def test_a_step_that_cannot_be_predicted_does_not_fail(tmp_path):
     class Reads(TinyLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            loss.detach().numpy()  # tensors without numbers have none to read
+            loss.detach().numpy()  # tensors without values cannot be read
             return loss
 
     report, _, _ = rehearse(tmp_path, [ft.MicroBatching(2)], Reads())
     assert report.resumed_exactly
     assert report.predicted_bytes is None
-    assert any(note.startswith("step: its memory is not predicted, since ") for note in report.notes)
+    assert any(note.startswith("step: its memory could not be predicted: ") for note in report.notes)
 
 
 def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
@@ -61,7 +61,7 @@ def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            self.log("rows", float(len(batch["labels"])))  # by a method that Lightning gives it
+            self.log("rows", float(len(batch["labels"])))  # by a method that Lightning assigns to it
             numbers.setdefault(self, []).append((repr(random_state()), pl_module.losses[:], batch["input_ids"].sum()))
 
     caplog.set_level("INFO", logger="lightning_fasttrain")
@@ -86,8 +86,8 @@ def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
     assert report.verified
     assert report.resumed_exactly
     assert "of 2 batches" in report.lines["step"]
-    assert f" s and {format_bytes(report.predicted_bytes)}, as predicted (" in report.lines["step"]
-    assert "a short window, a batch of validation, the end of an epoch went well" in report.lines["step"]
+    assert f" s and {format_bytes(report.predicted_bytes)} (predicted) (" in report.lines["step"]
+    assert "a short window, a batch of validation, the end of an epoch succeeded" in report.lines["step"]
     assert report.as_dict()["checkpoint_bytes"] > 1000
 
 
@@ -140,7 +140,7 @@ def test_works_with_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     assert data.set_up == len(Net.prepared) == 1
     assert rehearsal.report.resumed_exactly
     assert "this run lacks" not in rehearsal.report.lines["resume"]
-    assert "all, 3 at most are kept" in rehearsal.report.lines["checkpoint"]
+    assert "all, at most 3 are kept" in rehearsal.report.lines["checkpoint"]
     assert rehearsal.report.kept == 3 >= len(list(tmp_path.glob("*.ckpt")))
     assert not list(tmp_path.glob(".*"))
 
@@ -148,7 +148,7 @@ def test_works_with_the_mixin_a_datamodule_and_exact_resume(tmp_path):
 def test_works_with_weights_only_and_without_validation(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
     report, *_ = rehearse(tmp_path, [writer], saves=False, validation=None)
-    assert "cannot go on with weights only" in report.lines["resume"]
+    assert "cannot resume from weights only" in report.lines["resume"]
     assert "validation" not in report.lines["step"]
     assert report.resumed_exactly is None
 
@@ -164,7 +164,7 @@ def test_callbacks_that_cannot_be_copied_are_left_out_with_a_note(tmp_path):
 
 def test_strategies_that_cannot_be_copied_are_reported(tmp_path):
     report, *_ = rehearse(tmp_path, strategy="fasttrain_fsdp2")
-    assert report.lines["step"].startswith("not rehearsed: under FSDP2Strategy no copy can be run beside")
+    assert report.lines["step"].startswith("not rehearsed: a copy cannot be run beside FSDP2Strategy")
 
 
 def longer(rows=3):
@@ -174,10 +174,10 @@ def longer(rows=3):
 def test_the_largest_batch_is_found_and_run(tmp_path):
     report, *_ = rehearse(tmp_path, batches=[*BATCHES, longer(), BATCHES[0]], saves=False)
     assert report.batches_seen == 7
-    assert report.lines["largest batch"] == "18 × 5, the largest of 7, where the first is 6 × 5, went well"
+    assert report.lines["largest batch"] == "18 × 5, the largest of 7 (the first: 6 × 5), succeeded"
 
 
-# What is found: each of these is a run that would fail, or be another, hours later
+# Runs that would fail, or train differently, hours later
 
 
 def test_a_technique_that_breaks_its_promise_is_refused(tmp_path):
@@ -188,13 +188,13 @@ def test_a_technique_that_breaks_its_promise_is_refused(tmp_path):
 
     refused(
         tmp_path,
-        r"verify with Bends\(\) on the first batch: another training",
+        r"verify with Bends\(\) on the first batch: different training",
         [Bends(), ft.EagerGradientRelease()],
     )
 
 
 class LoadsAnother(AtomicCheckpointIO):
-    """FINDINGS: a checkpoint plugin that gives another file of the run than it was asked for."""
+    """A checkpoint plugin that loads another file of the run than requested."""
 
     def load_checkpoint(self, path, *args, **kwargs):
         others = [other for other in path.parent.glob("*.ckpt") if other != path]
@@ -212,7 +212,7 @@ class Damages(AtomicCheckpointIO):
     ("plugin", "words"),
     [
         (LoadsAnother, "differs in global step, .*: global step was 1 and is 2"),
-        (Damages, "differs in weight embed.weight: weight embed.weight is off by .*e-06 in 1 of its 136 numbers"),
+        (Damages, "differs in weight embed.weight: weight embed.weight is off by .*e-06 in 1 of its 136 values"),
     ],
 )
 def test_a_checkpoint_plugin_that_loads_different_content_is_refused(tmp_path, plugin, words):
@@ -221,7 +221,7 @@ def test_a_checkpoint_plugin_that_loads_different_content_is_refused(tmp_path, p
 
 def test_weights_that_are_loaded_differently_are_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
-    refused(tmp_path, "read back, and differ in weight", [writer], saves=False, plugins=[Damages()])
+    refused(tmp_path, "saved and loaded, but differ in weight", [writer], saves=False, plugins=[Damages()])
 
 
 class Stops(L.Callback):
@@ -234,7 +234,7 @@ def test_a_run_that_a_callback_stops_at_once_is_refused(tmp_path):
 
 
 class Warmup(L.Callback):
-    """Counts steps, and forgets the count when the run is killed."""
+    """Counts steps, and loses the count when the run is killed."""
 
     def __init__(self, keeps):
         self.keeps, self.steps = keeps, 0
@@ -252,13 +252,13 @@ class Warmup(L.Callback):
 
 
 def test_unsaved_callback_state_is_found(tmp_path):
-    words = r"differs in .*not in the checkpoint, perhaps .*Warmup.steps \(1 before, 0 after the load\)"
+    words = r"differs from .*not in the checkpoint, perhaps .*Warmup.steps \(1 before, 0 after the load\)"
     refused(tmp_path, words, [Warmup(keeps=False)])
     assert rehearse(tmp_path, [Warmup(keeps=True)])[0].resumed_exactly
 
 
 class Scales(L.Callback):
-    """Changes gradients by next to nothing: by its count, or by what no two runs have."""
+    """Changes gradients minimally: by its counter, or by a value that differs in each run."""
 
     def __init__(self, counts):
         self.counts, self.steps = counts, 0
@@ -280,7 +280,7 @@ def test_any_difference_counts_if_steps_are_deterministic(tmp_path):
 def test_rounding_is_allowed_if_steps_are_not_deterministic(tmp_path):
     report, *_ = rehearse(tmp_path, [Scales(counts=False)])
     assert report.resumed_exactly is False
-    assert "as near as two equal steps are here" in report.lines["resume"]
+    assert "up to the difference of two equal steps" in report.lines["resume"]
 
 
 def test_an_unsaved_buffer_is_found(tmp_path):
@@ -314,7 +314,7 @@ def test_a_non_finite_loss_is_refused(tmp_path):
 
 def test_a_monitor_that_is_never_logged_is_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, monitor="val_acc")
-    words = r"ModelCheckpoint\(monitor='val_acc'\): nothing of that name is logged, only loss, loss_epoch, .*val_loss"
+    words = r"ModelCheckpoint\(monitor='val_acc'\): no value of that name is logged, only loss, loss_epoch, .*val_loss"
     refused(tmp_path, words, [writer], saves=False)
     refused(tmp_path, "val_acc", [EarlyStopping("val_acc")], saves=False)
 
@@ -326,7 +326,7 @@ def test_out_of_memory_in_the_largest_batch_is_reported(tmp_path):
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return super().training_step(batch, batch_idx)
 
-    words = r"the largest batch \(18 × 5, the largest of 7, .*: out of memory: CUDA .*MicroBatching\(\"auto\"\)"
+    words = r"the largest batch \(18 × 5, the largest of 7 .*: out of memory: CUDA .*MicroBatching\(\"auto\"\)"
     refused(tmp_path, words, module=Small(), batches=[*BATCHES, longer(), BATCHES[0]])
 
 
@@ -341,7 +341,7 @@ def test_too_little_disk_space_for_all_kept_checkpoints_is_refused(tmp_path, mon
     tmp_path.mkdir()
     free = int(3.5 * report.checkpoint_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free, 0, free))
-    words = r"0.00 GiB too little: a checkpoint takes .* will keep 4 of them and write one more. .*save_top_k=2"
+    words = r"0.00 GiB are missing: a checkpoint takes .* will keep 4 of them and write one more. .*save_top_k=2"
     refused(tmp_path, words, [copy.copy(writer)], saves=False, max_epochs=9)
 
 
@@ -353,7 +353,7 @@ def test_an_unwritable_checkpoint_folder_is_refused(tmp_path):
 
 
 def test_a_loader_that_can_be_read_only_once_is_refused(tmp_path):
-    with pytest.raises(RehearsalError, match="the loader is a list_iterator: what is read of it ahead"):
+    with pytest.raises(RehearsalError, match="the loader is a list_iterator: the run could not read"):
         trainer([ft.dry_run.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
 
 
@@ -379,4 +379,4 @@ def test_gpu_the_run_is_parked_in_host_memory(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     report, module, _ = rehearse(tmp_path, module=Large(), accelerator="gpu", devices=1)
     assert report.resumed_exactly is not None
-    assert module.peak < 128 * 2**20 * 6  # weight, gradient, two moments, what a step of Adam needs; no second weight
+    assert module.peak < 128 * 2**20 * 6  # weight, gradient, two moments, temporaries of an Adam step; no second weight

@@ -1,4 +1,4 @@
-"""``verify`` calls the same what is the same, and finds each silent error that was ever found here."""
+"""``verify`` accepts equal training, and finds each silent error that was ever found in this project."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def verify(techniques, module=None, batch=BATCH, **settings):
 
 
 class Classifier(L.LightningModule):
-    """Anything with a loss: (net, batch) → loss."""
+    """Any network with a loss: (net, batch) → loss."""
 
     def __init__(self, net, loss, lr=0.01):
         super().__init__()
@@ -48,7 +48,7 @@ def tail(verified):
     return "\n".join([*verified.problems, *verified.notes])
 
 
-# What is the same
+# Equal training
 
 
 def test_exact_techniques_are_the_same_and_leave_no_changes():
@@ -80,8 +80,8 @@ class WithSGD(Classifier):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-class WeighedBySize(ft.MicroBatching):
-    """Weights each micro-batch by its samples, whatever its loss is divided by."""
+class WeightedBySize(ft.MicroBatching):
+    """Weights each micro-batch by its number of samples, whatever the normalizer of its loss."""
 
     def __init__(self):
         super().__init__(2, count="samples", check=False)
@@ -102,7 +102,7 @@ def test_a_module_and_a_batch_of_another_dtype(dtype):
     assert net.net[0].weight.dtype is dtype
     if dtype is torch.float64:
         assert max(distance.error for distance in verified.rows[0].distances) < 1e-12
-    assert not verify([WeighedBySize()], net, batch)
+    assert not verify([WeightedBySize()], net, batch)
 
 
 def test_low_precision_and_techniques_with_a_tolerance_are_verified():
@@ -120,7 +120,7 @@ def test_a_change_of_training_is_reported_and_others_are_compared_with_it():
     verified = verify([ft.LoRA(rank=2), ft.MicroBatching(3)])
     assert verified.ok, str(verified)
     changes, rest = verified.rows
-    assert changes.verdict == "changes training, as it says"
+    assert changes.verdict == "changes training, as declared"
     assert changes.techniques == ("LoRA(rank=2)",)
     assert rest.verdict == "the same"
 
@@ -187,16 +187,16 @@ def test_dropout_is_found_in_layers_and_in_attributes():
     assert (net[0].p, net[1].dropout, net[2].attn_dropout, net[2].other) == (0.2, 0.3, 0.1, 0.5)
 
 
-# What cannot be compared, or means nothing
+# Invalid input, and meaningless comparisons
 
 
 @pytest.mark.parametrize(
     ("techniques", "settings", "error"),
     [
-        ([], {}, "techniques=\\[\\]: there is nothing to compare"),
+        ([], {}, "techniques=\\[\\]: expected at least one technique"),
         ([ft.MicroBatching(2)], {"steps": 0}, "steps=0"),
         ([ft.MicroBatching(2)], {"module": nn.Linear(1, 1)}, "Linear without loss="),
-        ([ft.MicroBatching(2)], {"module": lambda: 3}, "which gives int"),
+        ([ft.MicroBatching(2)], {"module": lambda: 3}, "expected an nn.Module, got int"),
         (
             [ft.EagerGradientRelease()],
             {"module": TinyLM().requires_grad_(False)},
@@ -213,7 +213,7 @@ def test_bad_input_is_refused_at_once(techniques, settings, error):
 def test_a_module_that_cannot_be_copied_is_refused():
     net = TinyLM()
     net.lock = (x for x in ())
-    with pytest.raises(TypeError, match=r"TinyLM cannot be copied: .*generator.* Give a function that builds it"):
+    with pytest.raises(TypeError, match=r"TinyLM cannot be copied: .*generator.* Pass a function that builds it"):
         verify([ft.MicroBatching(2)], net)
 
 
@@ -256,7 +256,7 @@ def test_the_error_of_a_technique_is_its_verdict():
     assert "CannotSplitError" in verified.rows[0].failure
 
 
-# Silent errors that were found here once, made again
+# Silent errors that were once found in this project, reproduced
 
 
 def test_wrongly_weighted_micro_batches_are_found():
@@ -355,11 +355,11 @@ def test_a_changed_base_model_below_adapters_is_found(monkeypatch):
     monkeypatch.setattr(base_model, "changes_base", lambda config: False)
     net = TinyLM()
     verified = verify([ft.LoRA(rank=2, variant="pissa")], net)
-    assert "With adapters switched off the model is not the plain one" in tail(verified)
+    assert "With adapters disabled the model differs from the plain one" in tail(verified)
 
 
 class SquaredSubspace(torch.optim.SGD):
-    """Steps along directions that it finds in float32 from the gradient's square, whose condition is squared too."""
+    """Steps along directions computed in float32 from the gradient's square, whose condition number is squared."""
 
     def step(self, closure=None):
         loss = closure() if closure else None
@@ -381,7 +381,7 @@ def test_an_unstable_optimizer_is_found():
         net.net, rows_of_numbers(), [ft.EagerGradientRelease()], accelerator="cpu", loss=net.loss,
         optimizer=lambda parameters: SquaredSubspace(parameters, lr=0.1),
     )  # fmt: skip
-    assert "the optimizer computes something that float32 does not hold" in tail(verified)
+    assert "the optimizer computes a value that float32 cannot represent" in tail(verified)
 
 
 def test_a_large_unquantized_weight_is_noted():
@@ -398,7 +398,7 @@ def test_a_large_unquantized_weight_is_noted():
     net = nn.Sequential(nn.Linear(6, 8), Experts(), nn.Linear(8, 3))
     module = Classifier(net, lambda net, b: F.cross_entropy(net(b[0]), b[1]))
     verified = verify([ft.QLoRA(rank=2, targets=["up"], skip=["Experts"])], module, rows_of_numbers())
-    assert any("Not quantised: net.1.stack" in note for note in verified.notes), tail(verified)
+    assert any("Not quantized: net.1.stack" in note for note in verified.notes), tail(verified)
 
 
 def test_different_dropout_masks_despite_a_promise_are_found():

@@ -1,4 +1,4 @@
-"""Recomputed activations give the same training, bit for bit."""
+"""Recomputing activations keeps training bitwise the same."""
 
 import copy
 import random
@@ -21,7 +21,7 @@ def same(a, b):
 
 
 def run(net, x):
-    """Loss, gradients of weights and input, buffers afterwards, and the next random number of each generator."""
+    """Return the loss, all gradients, buffers afterwards, and the next random number of each generator."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -36,7 +36,7 @@ def run(net, x):
 
 
 class NumpyNoise(nn.Module):
-    """Draws its dropout with NumPy and its scale with Python's random: torch alone would recompute other numbers."""
+    """Draws with NumPy and Python's random: torch's own checkpoint would recompute different values."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class NumpyNoise(nn.Module):
 
 
 class Counter(nn.Module):
-    """Its output depends on a buffer that its own forward changes, as the power iteration of a spectral norm."""
+    """Its output depends on a buffer that its own forward changes, like the power iteration of a spectral norm."""
 
     def __init__(self):
         super().__init__()
@@ -379,7 +379,7 @@ def test_operations_listed_by_the_user_are_kept_too():
     ("op", "error", "message"),
     [
         (torch.ops.aten.bmm, TypeError, r"Use torch\.ops\.aten\.bmm\.default"),
-        ("bmm", TypeError, "no operation overload"),
+        ("bmm", TypeError, "expected an operator overload"),
         (torch.ops.aten.native_dropout.default, ValueError, "draws random numbers"),
     ],
 )
@@ -423,7 +423,7 @@ def test_selective_checkpointing_works_with_the_compiler(inside):
 
 @pytest.mark.parametrize("policy", [3, "all"])
 def test_an_invalid_policy_is_refused(policy):
-    with pytest.raises(TypeError, match=r"policy=.*no policy of activation checkpointing\. Use EveryBlock"):
+    with pytest.raises(TypeError, match=r"policy=.*expected a checkpoint policy\. Use EveryBlock"):
         ft.ActivationCheckpointing(policy)
 
 
@@ -440,7 +440,7 @@ def test_a_policy_that_saves_no_memory_gives_a_warning(policy):
     x = torch.randn(2048, 32)
     mlp = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())])
     with pytest.warns(
-        ft.FastTrainWarning, match=r"saves no memory in this model: 4 calls .* Leave it out, or name larger"
+        ft.FastTrainWarning, match=r"saves no memory in this model: 4 calls .* Remove it, or select larger"
     ):
         recomputed = peak_of(mlp, x, policy)
     assert recomputed >= peak_of(mlp, x)

@@ -1,4 +1,4 @@
-"""Saved tensors that went to disk, or to the host, and came back are the same bits, and are gone in between."""
+"""Saved tensors offloaded to disk or host memory are restored bit for bit, and free device memory in between."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 
 
 class Attention(nn.Module):
-    """Its q, k and v are views of one storage, two of them not contiguous; masks and indices are saved too."""
+    """Attention whose q, k and v are views of one storage, two not contiguous; masks and indices are saved too."""
 
     def __init__(self, dim=16):
         super().__init__()
@@ -61,7 +61,7 @@ def stack(kind, depth=3):
 
 
 def step(net, x, context=None):
-    """Loss, gradients and buffers of one step whose forward runs in ``context``."""
+    """Return the loss, gradients and buffers of one step whose forward runs in ``context``."""
     net.zero_grad()
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
@@ -95,7 +95,7 @@ def test_bitwise_equal_as_a_context_manager_and_on_blocks(kind, dtype, tmp_path)
 
 
 class Gates(nn.Module):
-    """As in a recurrent layer: parts of one product, each overwritten by its own function."""
+    """As in a recurrent layer: chunks of one product, each overwritten by its own function."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ def autocast_step(net, x, context=None, cached=True):
         return step(net, x, context)
 
 
-# What travels for 8 samples, by hand. Plain: of each block the input in bf16, and what relu gives, which the next
+# Hand-computed bytes moved for 8 samples. Plain: each block's input in bf16, and relu's output, which the next
 # product saves too. Checkpointed: the input of each block, which is float32 for the first alone.
 TRAVELS = {"plain": 2 * (8 * 16 + 8 * 32) * 2, "checkpointed": 8 * 16 * 4 + 8 * 16 * 2}
 
@@ -162,7 +162,7 @@ def test_only_activations_are_moved_under_autocast(how, cached, tmp_path):
 )
 def test_every_dtype_is_restored_with_shape_stride_and_offset(dtype, tmp_path):
     bits = torch.randint(0, 256, (6, 5, 2 * torch.empty(0, dtype=dtype).element_size()), dtype=torch.uint8)
-    whole = (bits % 2 if dtype is torch.bool else bits).view(dtype)  # any bits at all, NaNs too
+    whole = (bits % 2 if dtype is torch.bool else bits).view(dtype)  # arbitrary bits, including NaNs
     views = [whole, whole[1:4, ::2], whole.transpose(0, 2), whole[:, :1].expand(6, 3, 2)]
     with offload_activations(nn.Module(), 0, folder=tmp_path):
         kept = Keep.apply(torch.zeros((), requires_grad=True), *views)
@@ -190,7 +190,7 @@ class Keep(torch.autograd.Function):
 def test_parameters_buffers_their_views_and_small_tensors_are_not_moved(tmp_path):
     net = stack("attention")
     kept = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *net.buffers())}
-    seen = {}  # address → bytes of all else that autograd saves, found by hooks that move nothing
+    seen = {}  # address → bytes of everything else that autograd saves, recorded by hooks that move nothing
     held = []
 
     def look(tensor):
@@ -226,7 +226,7 @@ def test_each_version_of_a_storage_is_kept(tmp_path):
         x.add_(1)
         kept = Keep.apply(zero, x)
     assert torch.equal(kept.grad_fn.saved_tensors[0], x)
-    with pytest.raises(RuntimeError, match="a tensor saved at version 0 is at version 1"):
+    with pytest.raises(RuntimeError, match="expected a saved tensor at version 0, got version 1"):
         unused.backward()
 
 
@@ -281,7 +281,7 @@ def test_files_are_private_and_removed_after_use(tmp_path):
     assert private.stat().st_mode & 0o777 == 0o700
     before = len(files(private))
     torch.autograd.grad(loss, list(net[2].parameters()), retain_graph=True)
-    assert 0 < len(files(private)) < before  # what was read is gone; what was not needed is there
+    assert 0 < len(files(private)) < before  # files that were read are removed, the others still exist
     del loss
     gc.collect()
     assert list(tmp_path.iterdir()) == []
@@ -340,8 +340,8 @@ def test_a_full_disk_is_reported(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda file: os.truncate(file, 8), "8 bytes instead of 20"),
-        (lambda file: os.truncate(file, 99), "21 bytes instead of 20"),
+        (lambda file: os.truncate(file, 8), "expected 20 bytes, got 8"),
+        (lambda file: os.truncate(file, 99), "expected 20 bytes, got 21"),
         (lambda file: file.unlink(), "No such file"),
     ],
 )
@@ -367,7 +367,7 @@ def test_the_peak_falls_to_about_one_block(tmp_path):
         with PeakMemory("cpu", net, x) as ours:
             net(x).sum().backward()
     assert plain.added_bytes > (depth - 1) * saved
-    assert ours.added_bytes < 2.5 * saved  # one block's, its gradients beside it
+    assert ours.added_bytes < 2.5 * saved  # one block's bytes, and its gradients
 
 
 def test_inputs_of_checkpointed_blocks_are_moved(tmp_path):
@@ -407,7 +407,7 @@ def test_a_larger_compiled_graph_gives_a_note(tmp_path, caplog):
         loss = compiled(x).sum()
         assert files(tmp_path) == []
         loss.backward()
-    assert [m for m in messages(caplog) if "a compiled graph keeps what it saves" in m]
+    assert [m for m in messages(caplog) if "a compiled graph keeps its saved tensors" in m]
 
 
 def test_no_effect_on_the_cpu_without_a_folder_is_logged_once(caplog):
@@ -419,7 +419,7 @@ def test_no_effect_on_the_cpu_without_a_folder_is_logged_once(caplog):
         with ft.apply(net, [ActivationOffload(0)]):
             step(net, x)
     assert kept.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
-    assert [m.count("does nothing on the cpu: that is host memory already") for m in messages(caplog)] == [1]
+    assert [m.count("does nothing on the cpu, which is host memory already") for m in messages(caplog)] == [1]
 
 
 def test_no_large_enough_tensor_is_logged(tmp_path, caplog):
@@ -428,10 +428,7 @@ def test_no_large_enough_tensor_is_logged(tmp_path, caplog):
     with caplog.at_level("INFO", "lightning_fasttrain"), ft.apply(net, [ActivationOffload(folder=tmp_path)]):
         step(net, x)
         told = messages(caplog)  # after the first step rather than at the end
-    assert told == [
-        "activation offload: nothing was moved; the largest tensor that was saved has 0.125 MiB, "
-        "which is below min_mib=1.0"
-    ]
+    assert told == ["activation offload: nothing was moved: the largest saved tensor has 0.125 MiB, below min_mib=1.0"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -469,7 +466,7 @@ def test_a_copy_of_the_model_works_independently(tmp_path):
         ({"min_mib": -1}, ValueError, "min_mib=-1"),
         ({"min_mib": math.nan}, ValueError, "min_mib=nan"),
         ({"in_flight_mib": "1 GiB"}, TypeError, "in_flight_mib='1 GiB'"),
-        ({"folder": "/no/such/folder"}, ValueError, "there is no such folder"),
+        ({"folder": "/no/such/folder"}, ValueError, "the folder does not exist"),
     ],
 )
 def test_invalid_offload_arguments_are_refused(settings, error, told):
@@ -504,11 +501,11 @@ def test_gpu_bitwise_equal_with_a_lower_peak(in_flight_mib, beside):
         with PeakMemory("cuda") as plain:
             step(net, x)
     with ft.apply(net, [ActivationOffload(in_flight_mib=in_flight_mib), *beside]):
-        for _ in range(5):  # memory that is given back too early would be written over by now
+        for _ in range(5):  # memory freed too early would be overwritten by now
             assert same(expected, step(net, x))
         with PeakMemory("cuda") as ours:
             step(net, x)
-    if in_flight_mib == 0:  # with more, all of this little model may be on its way at once
+    if in_flight_mib == 0:  # with more, all activations of this small model may be in flight at once
         assert plain.added_bytes - ours.added_bytes > (2 * x.nbytes if beside else plain.added_bytes / 3)
 
 

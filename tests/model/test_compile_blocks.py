@@ -1,4 +1,4 @@
-"""Blocks really compile, once for each kind, with plain keys, and fall back in the open."""
+"""Blocks are compiled once per kind, keep plain keys, and fall back with a warning."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def _fresh_compiler():
 
 
 class Counting:
-    """A compiler back end that counts the graphs it is given and runs them as they are."""
+    """A compiler backend that counts its graphs and runs them unchanged."""
 
     def __init__(self):
         self.graphs = 0
@@ -50,7 +50,7 @@ class Counting:
 )
 def test_torch_modules_compile_and_equal_blocks_compile_once(block):
     net, backend = nn.Sequential(*[block() for _ in range(4)]), Counting()
-    x = torch.randn(2, 3, 4, requires_grad=True)  # as every block's input but the first's does
+    x = torch.randn(2, 3, 4, requires_grad=True)  # as the inputs of all blocks but the first do
     expected = net(x)
     compiled = compile_blocks_(net, backend=backend)
     assert torch.allclose(net(x), expected, atol=1e-6)
@@ -76,7 +76,7 @@ def test_blocks_with_replaced_layers_do_not_share_the_recompile_limit():
         WrappedForward(block[0]).install()
     compile_blocks_(net, backend=backend)
     net(torch.randn(2, 4, requires_grad=True))
-    assert backend.graphs == 10  # the compiler tells such layers by identity, and its limit is eight
+    assert backend.graphs == 10  # the compiler distinguishes such layers by identity, and its limit is eight
 
 
 def test_keys_classes_and_weights_are_kept_and_load_into_a_plain_model():
@@ -105,7 +105,7 @@ def test_a_block_that_fails_to_compile_runs_eagerly_after_one_warning():
     net = TinyLM()
     fit(plain, batches)
     technique = ft.CompileBlocks(backend=broken_backend)
-    with pytest.warns(ft.FastTrainWarning, match="could not be compiled and runs as it is") as caught:
+    with pytest.warns(ft.FastTrainWarning, match="could not be compiled and runs eagerly") as caught:
         fit(net, batches, [technique])
     assert len([w for w in caught if w.category is ft.FastTrainWarning]) == 3  # one for each block
     assert set(technique.report.fallbacks) == {"blocks.0", "blocks.1", "blocks.2"}
@@ -212,7 +212,7 @@ def test_a_cache_writable_by_other_users_is_not_loaded(tmp_path):
 
 
 def damaged(kind):
-    """Bytes of a compile cache to which something has happened."""
+    """Return the bytes of a damaged compile cache."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("another" if kind == "of another program" else "artifacts", b"artifacts of torch" * 100)

@@ -1,4 +1,4 @@
-"""A compiled block is trusted where it is the plain one, and not where the compiler, or a planted error, is wrong."""
+"""A compiled block is used if it equals the eager one, but not with compiler faults or planted errors."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def wrong(forward=1.0, backward=1.0):
-    """A compiler that multiplies what floats by a factor."""
+    """Return a compiler that multiplies floating-point outputs by a factor."""
 
     def times(factor):
         def compile_graph(graph, inputs):
@@ -80,7 +80,7 @@ def verdict_of(net, x, **settings):
 
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
-BACKEND = "aot_eager_decomp_partition"  # cut as for inductor, with its decompositions, and run as it is
+BACKEND = "aot_eager_decomp_partition"  # partitioned as for inductor, with its decompositions, and run eagerly
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
@@ -97,19 +97,22 @@ def test_a_wrongly_compiled_block_runs_eagerly_and_is_named(error, precision):
     net = Net()
     plain = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
-        with pytest.warns(ft.FastTrainWarning, match=r"block 'blocks.0' \(Block\) is not the same.* off when compiled"):
+        with pytest.warns(
+            ft.FastTrainWarning,
+            match=r"block 'blocks.0' \(Block\) gives different results.* is off by",
+        ):
             verdict = verdict_of(net, X, backend=wrong(**error))
         plain(X).square().sum().backward()
     assert verdict.failure
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said once
+        warnings.simplefilter("error")  # warned only once
         net(X)
 
 
 def test_a_small_error_in_float32_is_found():
-    with pytest.warns(ft.FastTrainWarning, match="off when compiled"):
+    with pytest.warns(ft.FastTrainWarning, match="is off by"):
         assert verdict_of(Net(), X, backend=wrong(backward=1.005)).failure
 
 
@@ -121,14 +124,14 @@ def test_without_the_check_wrong_code_is_used():
     assert not torch.allclose(net.stem.weight.grad, plain.stem.weight.grad, rtol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of what torch imports for it
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # raised by an import of torch
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 def test_a_torch_fault_with_different_backward_masks_is_found(precision):
-    """Its issue 190758: a partitioner that may save nothing recomputes dropout with other random numbers."""
+    """Torch issue 190758: a partitioner that may save nothing recomputes dropout with other random numbers."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
         with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match="190758"):
             verdict = verdict_of(Net(rate=0.1), X, backend=BACKEND)
-        assert "dropout has other masks in the backward" in verdict.failure
+        assert "dropout has different masks in the backward" in verdict.failure
         torch._dynamo.reset()
         with config.patch(activation_memory_budget=0.0):
             assert verdict_of(Net(rate=0.0), X, backend=BACKEND).failure == ""
@@ -158,7 +161,7 @@ def test_inductor_code_is_compared():
 
 
 class Remembers(nn.Module):
-    """All that a forward may leave behind."""
+    """Has all side effects that a forward may have."""
 
     def __init__(self):
         super().__init__()
@@ -170,7 +173,7 @@ class Remembers(nn.Module):
     def forward(self, x):
         self.calls += 1
         x = self.norm(self.linear(x))
-        self.largest = torch.maximum(self.largest, x.detach().max() + self.largest)  # another tensor in its place
+        self.largest = torch.maximum(self.largest, x.detach().max() + self.largest)  # replaced by another tensor
         self.last = x.detach().mean()
         self.seen.append(self.last)
         self.table[len(self.table)] = self.last
@@ -225,8 +228,8 @@ def test_blocks_with_mutable_inputs_are_not_compared_with_a_note():
         for block in net:
             block(X, cache=cache).sum().backward()
     assert cache.calls == 2
-    assert "it is given a Cache" in compiled["0"].entry.verdict.unchecked
-    assert any("'0' was not compared with the plain block: it is given a Cache" in line for line in said)
+    assert "it receives a Cache" in compiled["0"].entry.verdict.unchecked
+    assert any("'0' was not compared with the eager block: it receives a Cache" in line for line in said)
 
 
 def test_evaluation_alone_makes_no_comparison():
@@ -236,7 +239,9 @@ def test_evaluation_alone_makes_no_comparison():
         net(X)
         net.train()(X)
     assert compiled["blocks.0"].entry.verdict is None
-    with pytest.warns(ft.FastTrainWarning, match="off when compiled"):  # a part that is frozen has gradients in eval
+    with pytest.warns(
+        ft.FastTrainWarning, match="is off by"
+    ):  # a frozen submodule has gradients in eval mode
         net.eval()(X)
 
 
@@ -262,7 +267,7 @@ def fit_with_cache(path):
 def test_verdicts_are_cached_with_the_compiled_code(tmp_path, monkeypatch):
     path = tmp_path / "cache.bin"
     first = fit_with_cache(path)
-    assert "1 kind of block compared with the plain one" in str(first.report)
+    assert "1 kind of block compared with eager code" in str(first.report)
     calls = []
     monkeypatch.setattr(compile_blocks, "check_compiled", lambda *args: calls.append(args))
     torch._dynamo.reset()
@@ -304,7 +309,7 @@ def test_known_faults_depend_on_version_device_and_block():
 
 @pytest.mark.slow
 def test_a_fault_that_cannot_be_detected_is_avoided(monkeypatch):
-    """On CUDA; its options are given here for the processor, where they change nothing but who draws."""
+    """A fault on CUDA; its options are used here on the CPU, where they change only the generator."""
     fault = next(fault for fault in FAULTS if fault.options)
     monkeypatch.setattr(compile_blocks, "list_faults", lambda block: [fault])
     net, plain = Net(rate=0.3), Net(rate=0.3)
@@ -312,7 +317,7 @@ def test_a_fault_that_cannot_be_detected_is_avoided(monkeypatch):
         compiled = compile_blocks_(net, "max-autotune-no-cudagraphs", blocks=Block)
     assert compiled["blocks.0"].entry.options["options"]["fallback_random"]
     assert compiled["blocks.0"].entry.options["options"]["max_autotune"]
-    assert any("wrong masks of dropout (torch's issue 198333)" in line for line in said)
+    assert any("wrong masks of dropout (torch issue 198333)" in line for line in said)
     for one in (net, plain):
         torch.manual_seed(5)
         one(X).square().sum().backward()

@@ -1,4 +1,4 @@
-"""The placement is the best there is: brute force says so."""
+"""The placement is optimal, as verified by brute force."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""Products in 8 bits are those of rows rounded by hand, within the stated bound, wherever the layer is used."""
+"""8-bit products equal those of manually rounded rows, within the documented bound, in every kind of use."""
 
 import copy
 import time
@@ -31,7 +31,7 @@ def _fresh_compiler():
 
 
 def e4m3_numbers():
-    """All finite float8 numbers in the order of their codes, by the format's definition."""
+    """Return all finite float8 values in the order of their codes, by the format's definition."""
     found = []
     for sign in (1, -1):
         for code in range(127):
@@ -42,7 +42,7 @@ def e4m3_numbers():
 
 
 def by_hand(matrix, kind):
-    """Rows rounded as the docstring says, in float64 again."""
+    """Round rows as documented, and return them in float64."""
     scale = (matrix.abs().amax(1, keepdim=True) / TOPS[kind]).double()
     scaled = (matrix / scale.float()).double()
     if kind == "int8":
@@ -96,7 +96,7 @@ def test_output_and_gradients_equal_manually_rounded_ones(kind, tokens):
 def test_a_second_derivative_is_refused(kind):
     input, weight = factors()
     output = linear_in_8_bits(input.requires_grad_(), weight.requires_grad_(), None, kind)
-    with pytest.raises(RuntimeError, match="create_graph=True.*Take LowPrecisionProducts off"):
+    with pytest.raises(RuntimeError, match="create_graph=True.*Remove LowPrecisionProducts"):
         torch.autograd.grad(output.square().sum(), input, create_graph=True)
 
 
@@ -112,7 +112,7 @@ def test_a_16_bit_default_dtype_changes_nothing(kind):
 
 
 def stated_bound(first, second, kind):
-    """As the docstring has it, for each entry of the product."""
+    """Return the documented bound for each entry of the product."""
     a, b = first.double().abs(), second.double().abs()
     a_top, b_top = a.amax(1, keepdim=True), b.amax(1, keepdim=True)
     if kind == "int8":
@@ -144,8 +144,8 @@ def test_the_error_for_normal_values_is_as_documented(kind):
 def test_rows_too_long_for_int32_are_summed_in_chunks(monkeypatch):
     first, second = factors(n=80)
     monkeypatch.setattr(eight_bit_products, "_LONGEST", 32)
-    pieces = [slice(0, 32), slice(32, 64), slice(64, 80)]
-    expected = sum(by_hand(first[:, piece], "int8") @ by_hand(second[:, piece], "int8").t() for piece in pieces)
+    chunks = [slice(0, 32), slice(32, 64), slice(64, 80)]
+    expected = sum(by_hand(first[:, chunk], "int8") @ by_hand(second[:, chunk], "int8").t() for chunk in chunks)
     assert close(multiply_rows(first, second, "int8"), expected)
 
 
@@ -174,7 +174,7 @@ def wide():
 
 
 def kept_bytes(net, input, autocast=None):
-    """What is kept for the backward, by storage, without the parameters."""
+    """Return the bytes kept for the backward, by storage, without the parameters."""
     own, storages = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
 
     def pack(tensor):
@@ -225,7 +225,7 @@ def test_skipped_layers_are_reported_with_reasons():
     assert report.layers == ("wide",)
     assert report.left == {
         "kept": "skip",
-        "odd": "int8 takes sizes that are multiples of 8",
+        "odd": "int8 needs sizes that are multiples of 8",
         "small": "fewer than 64 inputs or outputs",
         "mine": "it is a Replaced, not a plain nn.Linear",
         "patched": "its forward was replaced",
@@ -233,7 +233,7 @@ def test_skipped_layers_are_reported_with_reasons():
         "attention.out_proj": "it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear",
         "head": "a head",
     }
-    assert "1 linear layers multiply in int8; left: kept (skip)" in str(report)
+    assert "1 linear layers multiply in int8; skipped: kept (skip)" in str(report)
 
 
 def test_quantized_layers_are_skipped_and_refused_if_no_layer_is_left():
@@ -263,7 +263,7 @@ def test_an_unknown_kind_lists_the_known_ones(make):
 
 
 def test_a_model_without_suitable_layers_is_refused_with_reasons():
-    with pytest.raises(ValueError, match=r"all are left: 0, 2 \(fewer than 1024 inputs or outputs\), 3 \(a head\)"):
+    with pytest.raises(ValueError, match=r"all are skipped: 0, 2 \(fewer than 1024 inputs or outputs\), 3 \(a head\)"):
         ft.model.multiply_in_low_precision_(wide(), "int8")
     with pytest.raises(ValueError, match="it has no nn.Linear"):
         ft.model.multiply_in_low_precision_(nn.Conv2d(64, 64, 1), "int8")
@@ -281,7 +281,9 @@ def test_a_gpu_without_8_bit_tensor_cores_is_refused_before_training(monkeypatch
     monkeypatch.setattr(low_precision_products, "trainer_of", lambda model: trainer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(ValueError, match="products in float8: A100 has no units for it, .* compute capability 8.9"):
+    with pytest.raises(
+        ValueError, match="products in float8: A100 has no tensor cores for it, .* capability 8.9"
+    ):
         ft.model.multiply_in_low_precision_(wide(), "float8", min_features=16)
     assert ft.model.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
 
@@ -303,7 +305,7 @@ def test_only_eval_mode_without_gradients_uses_full_precision():
     ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     rounded = net(input)
     assert not torch.equal(rounded, plain)
-    assert torch.equal(net.eval()(input), rounded)  # Hugging Face's models come in eval mode, and Lightning keeps it
+    assert torch.equal(net.eval()(input), rounded)  # Hugging Face models start in eval mode, and Lightning keeps it
     with torch.no_grad():
         assert torch.equal(net(input), plain)
 
@@ -339,7 +341,7 @@ def loss_and_gradients(techniques, autocast):
 @each_kind
 @pytest.mark.parametrize("autocast", [False, True])
 def test_compiled_and_recomputed_models_give_the_same_result(kind, autocast):
-    policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # each two of the three meet
+    policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # covers each pair of the three
     techniques = [ft.LowPrecisionProducts(kind, min_features=16)]
     if policy is not None:
         techniques.append(ft.ActivationCheckpointing(policy))
@@ -355,7 +357,7 @@ def distance(one, other):
 
 
 def test_weights_end_within_one_percent_of_their_total_change():
-    """Under SGD; AdamW makes steps of one size even of gradients that are all rounding."""
+    """With SGD; AdamW makes steps of full size even for gradients that are only rounding noise."""
     settings = {"optimizer": torch.optim.SGD, "lr": 0.1}
     start, plain = weights(TinyLM()), weights(fit(TinyLM(**settings), BATCHES))
     ours = weights(fit(TinyLM(**settings), BATCHES, [ft.LowPrecisionProducts("int8", min_features=8)]))
@@ -363,7 +365,7 @@ def test_weights_end_within_one_percent_of_their_total_change():
 
 
 def losses_on_text(kind):
-    """100 steps of the reference GPT on real text."""
+    """Return the losses of 100 steps of the reference GPT on real text."""
     net, text = small_gpt(), torch.frombuffer(bytearray(read_text(max_mib=0.5)), dtype=torch.uint8).long()
     if kind is not None:
         ft.model.multiply_in_low_precision_(net, kind, min_features=16)
@@ -419,7 +421,7 @@ def test_memory_of_8_bit_products_is_predicted():
 @each_kind
 def test_gpu_values_equal_the_cpus_and_a_large_layer_is_timed(kind):
     if torch.cuda.get_device_capability() < eight_bit_products.FORMATS[kind].capability:
-        pytest.skip("this GPU has no such units")
+        pytest.skip("this GPU has no such tensor cores")
     first, second = factors()
     on_gpu = multiply_rows(first.cuda(), second.cuda(), kind).cpu()
     expected = multiply_rows(first, second, kind)

@@ -14,7 +14,7 @@ NEW = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmu
 
 
 def views() -> dict[object, object]:
-    """Everything torch says about float32 precision, by its new and its old names."""
+    """Return all torch settings of float32 precision, from its new and its old API."""
     seen: dict[object, object] = {key: torch._C._get_fp32_precision_getter(*key) for key in NEW}
     for read in (
         torch.get_float32_matmul_precision,

@@ -1,4 +1,4 @@
-"""A limit in GiB is kept, predicted, and met at the least time, while the training stays the same bit for bit."""
+"""A limit in GiB is predicted and met at the least extra time, and training stays bitwise the same."""
 
 import copy
 import gc
@@ -38,11 +38,11 @@ SMALL = {
     "resnet": lambda: reference_models.resnet(layers=1, width=8, batch=8, pixels=32),
     "uneven": lambda: reference_models.uneven(layers=4, width=64, batch=4, length=64),
 }
-STEPS = 8  # costs, peaks, check, time; and room to decide again
+STEPS = 8  # costs, peaks, check, time; and steps for a second plan
 
 
 def train(specimen, policy=None, sizes=(None,) * STEPS):
-    """Weights and the peak of the last step; the policy's plan is in the policy. ``sizes``: of the batches, in rows."""
+    """Return the weights and the peak of the last step; the policy holds its plan. ``sizes``: rows of the batches."""
     torch.manual_seed(0)
     module = specimen.module()
     optimizer = module.configure_optimizers()
@@ -58,7 +58,7 @@ def train(specimen, policy=None, sizes=(None,) * STEPS):
 
 @pytest.fixture(scope="module", params=SMALL)
 def ends(request):
-    """A specimen, its weights after training, and the peaks of a step with everything kept and recomputed."""
+    """A model, its weights after training, and the peaks of a step with everything kept and recomputed."""
     specimen = SMALL[request.param]()
     expected, kept = train(specimen)
     _, recomputed = train(specimen, EveryBlock(), sizes=(None,) * 2)
@@ -88,15 +88,17 @@ def test_the_peak_stays_within_the_limit_and_near_its_prediction(ends, share):
 
 def test_an_unreachable_limit_reports_missing_memory_and_alternatives(ends):
     specimen, _, _, recomputed = ends
-    with pytest.raises(ValueError, match=r"GiB more than that\. Use smaller parts.*MicroBatching.*FusedLossHead"):
+    with pytest.raises(
+        ValueError, match=r"GiB above the limit\. Use smaller micro.*MicroBatching.*FusedLossHead"
+    ):
         train(specimen, MemoryBudget(0.9 * recomputed / GIB))
 
 
-# --- what is measured of a block, and what follows from it -------------------------------------------------------
+# --- measured costs of a block, and the resulting plan -------------------------------------------------------
 
 
 class Chain(nn.Module):
-    """Of known sizes: tanh saves its result, linear its input, and the parameter does not count."""
+    """A block of known sizes: tanh saves its result, linear its input, and the parameter does not count."""
 
     def __init__(self, width):
         super().__init__()
@@ -177,7 +179,7 @@ def test_the_plan_is_optimal(limit):
 
 
 def test_a_limit_below_the_fully_recomputed_peak_is_refused():
-    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB more than that"):
+    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB above the limit"):
         make_plan(COSTS, {"": GIB, "a": 2 * GIB}, int(1.5 * GIB), passes=1, aim_bytes=int(1.5 * GIB))
 
 
@@ -195,13 +197,13 @@ def test_a_plan_prints_a_summary():
     assert plan.table().row_count == 4
 
 
-# --- hosts and company -------------------------------------------------------------------------------------------
+# --- Trainer, mixin and other techniques --------------------------------------------------------------------------
 
 BATCHES = lm_batches(8, size=64, length=32)
 
 
 def limit_between(share=0.5):
-    """In GiB: what a Trainer step of the TinyLM takes with everything recomputed, and a share of the way up."""
+    """Return a limit in GiB between the peaks of a TinyLM step with everything recomputed and kept."""
     peaks = []
     for callbacks in ([], [ActivationCheckpointing()]):
         meter = ft.MemoryMeter()

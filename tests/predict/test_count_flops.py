@@ -15,7 +15,7 @@ def test_flops_of_linear_layers():
     net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
     rows = 7
     forward = 2 * rows * (6 * 10 + 10 * 4)
-    backward = 2 * rows * (6 * 10 + 2 * 10 * 4)  # nobody asks for the gradient of the batch
+    backward = 2 * rows * (6 * 10 + 2 * 10 * 4)  # the gradient of the batch is not needed
     assert count_flops(net, torch.zeros(rows, 6), loss=total) == forward + backward
 
 

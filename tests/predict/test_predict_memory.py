@@ -56,7 +56,7 @@ def test_every_category_of_two_layers_in_closed_form():
     assert report.peaks["inputs"] == square
     scalar = 4
     assert report.peaks["activations"] == square + scalar  # the tanh, which two layers share, and the loss
-    # In the backward, when the last layer has its gradient and that of the tanh goes on to its input.
+    # In the backward, when the last layer has its gradient and that of the tanh is passed to its input.
     assert report.op == "tanh_backward"
     assert report.peak_bytes == (2 + 1 + 2 + 1 + 1 + 2) * square + 2 * scalar
     assert report.at_peak["gradients"] == square
@@ -101,11 +101,11 @@ def test_a_model_larger_than_any_machine_is_predicted():
     assert report.peak_bytes >= 4 * 16 * 2**40
 
 
-# --- held against measurement
+# --- compared with measurements
 
 
 def measured(specimen, techniques=(), parts=1, precision="32-true"):
-    """Peak of the third step, in an own loop of the Trainer's order."""
+    """Return the peak of the third step, in a bare loop with the Trainer's order."""
     module, batch = specimen.module(), specimen.batch()
     ft.apply(module, techniques)
     optimizer = module.configure_optimizers()
@@ -182,7 +182,7 @@ def test_predicts_a_recurrent_network_and_transposed_convolutions():
 
 
 class Mixing(nn.Module):
-    """As in ConvNeXt: convolutions in groups, on what a norm over the channels has turned."""
+    """As in ConvNeXt: grouped convolutions on inputs transposed by a norm over the channels."""
 
     def __init__(self, side, groups):
         super().__init__()
@@ -205,7 +205,7 @@ def test_predicts_convolutions_over_patches(side):
 
 
 def agrees(net, batch, precision="32-true"):
-    """With the third step of a plain training."""
+    """Compare the prediction with the third step of a plain training."""
 
     def loss(net, x):
         return net(x).float().pow(2).mean()
@@ -258,7 +258,7 @@ def test_matches_the_peak_of_the_trainer(techniques):
 
 def test_transfer_hooks_change_batches_as_in_the_trainer():
     class Cut(TinyLM):
-        """Takes the first half of each text, and labels of its own."""
+        """Takes the first half of each text, and its own labels."""
 
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return {name: value[:, :25] for name, value in batch.items()}
@@ -275,12 +275,12 @@ def test_transfer_hooks_change_batches_as_in_the_trainer():
 
 
 def quantised(kind, precision="32-true"):
-    """As the Trainer of this precision would have it."""
+    """Return the model as a Trainer of this precision would quantize it."""
     in_bf16 = precision == "bf16-mixed" and kind != "int8"
     return QuantizedBase(kind, compute_dtype=torch.bfloat16 if in_bf16 else "auto")
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])  # the latter has layers of 352 inputs, no multiple of 64
+@pytest.mark.parametrize("name", ["gpt", "llama"])  # the latter has layers of 352 inputs, not a multiple of 64
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "parts", "precision"),
     [("nf4", False, 1, "32-true"), ("nf4", True, 2, "bf16-mixed"), ("int8", False, 1, "32-true")],
@@ -343,7 +343,7 @@ def test_a_quantized_model_matches_the_peak_of_the_trainer():
 def test_within_five_percent_of_the_caching_allocator(model, precision, checkpointing):
     specimen = model()
     techniques = [ft.ActivationCheckpointing()] if checkpointing else []
-    torch.backends.cuda.enable_cudnn_sdp(False)  # what cuDNN takes for itself is not predicted
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's workspace is not predicted
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
@@ -364,7 +364,7 @@ def test_within_five_percent_of_the_caching_allocator(model, precision, checkpoi
     assert report.peak_bytes == pytest.approx(peak.peak_bytes - before, rel=0.05)
 
 
-# --- what it takes
+# --- inputs
 
 
 def test_a_model_with_configure_model_is_not_built():
@@ -454,7 +454,7 @@ def test_code_that_no_assumed_value_satisfies_is_refused():
             raise ValueError("not seven")
         return net(batch).sum()
 
-    with pytest.raises(ValueError, match="reads numbers out of tensors .* not seven.* Give loss="):
+    with pytest.raises(ValueError, match="branches on values read from tensors.* not seven.* Pass loss="):
         of_chain(linear(), batch=torch.zeros(2, 256), loss=loss)
 
 
@@ -489,7 +489,7 @@ def test_an_unknown_technique_is_named_in_a_note():
 
     notes = of_chain(linear(), batch=torch.zeros(2, 256), techniques=[AverageOfWeights(), ft.StepMeter()]).notes
     assert len(notes) == 1
-    assert "AverageOfWeights is not known" in notes[0]
+    assert "AverageOfWeights cannot be predicted" in notes[0]
 
 
 def test_compilation_is_ignored_with_a_note():
@@ -547,7 +547,7 @@ def test_the_report_names_the_module_at_the_peak_and_the_largest_holders():
     report = predict_memory(
         WithWideHead, torch.zeros(512, 32), loss=lambda net, x: net(x).sum(), optimizer=sgd, device="cpu"
     )
-    assert (report.phase, report.module, report.op) == ("forward", "", "tanh")  # no layer's, but the model's own
+    assert (report.phase, report.module, report.op) == ("forward", "", "tanh")  # not a layer's, but the model's own
     wide = 512 * 4096 * 4
     assert {(h.category, h.module, h.op, h.nbytes) for h in report.holders[:2]} == {
         ("activations", "", "tanh", wide),
@@ -561,7 +561,7 @@ def test_the_report_names_the_module_at_the_peak_and_the_largest_holders():
 def test_backward_allocations_name_the_module_of_their_forward():
     report = of_chain(
         lambda: nn.Conv2d(16, 16, 3, stride=2, padding=1),
-        lambda: nn.BatchNorm2d(16),  # begins with an operation that autograd does not number
+        lambda: nn.BatchNorm2d(16),  # starts with an operation without an autograd sequence number
         batch=torch.zeros(8, 16, 32, 32),
     )
     assert (report.phase, report.module) == ("backward", "0")
@@ -577,7 +577,7 @@ def test_the_report_prints_and_serializes_to_json():
     assert json.loads(json.dumps(dataclasses.asdict(report)))["peak_bytes"] == report.peak_bytes
 
 
-# --- CUDA's own ways, in closed form
+# --- CUDA's own behavior, in closed form
 
 
 def test_cuda_rounds_every_allocation_up():
@@ -603,7 +603,7 @@ def test_cuda_keeps_dropout_masks_of_one_byte():
 
 @pytest.mark.parametrize(("rows", "columns", "mib"), [(4096, 2048, 64), (4096, 512, 16), (2048, 768, 12)])
 def test_cuda_counts_the_workspace_of_a_bias_gradient(rows, columns, mib):
-    """Against what the caching allocator of torch 2.11 gave to this sum on 132 processors."""
+    """Compare with the caching allocator's memory for this sum in torch 2.11 on 132 multiprocessors."""
     report = of_chain(
         lambda: nn.Linear(8, columns),
         batch=(torch.zeros(rows, 8), torch.zeros(rows, columns)),
@@ -611,7 +611,9 @@ def test_cuda_counts_the_workspace_of_a_bias_gradient(rows, columns, mib):
         device="cuda",
     )
     assert report.op == "sum (workspace)"
-    held = report.at_peak["temporaries"] - 32 * MIB - rows * columns * 4  # cuBLAS's, and the layer's output's gradient
+    held = (
+        report.at_peak["temporaries"] - 32 * MIB - rows * columns * 4
+    )  # cuBLAS's workspace, and the output's gradient
     assert held == pytest.approx(mib * MIB, rel=0.02)
 
 
@@ -669,7 +671,7 @@ def test_cuda_runs_norms_in_float32_under_autocast():
         of_chain(*layers, batch=batch, precision="bf16-mixed", device=device).peaks["activations"]
         for device in ("cpu", "cuda")
     )
-    assert on_cuda - on_cpu == pytest.approx(1024 * 256 * 2, rel=0.2)  # its input, kept in twice the bytes
+    assert on_cuda - on_cpu == pytest.approx(1024 * 256 * 2, rel=0.2)  # its input is kept in twice the bytes
 
 
 def test_cuda_updates_all_parameters_at_once():
@@ -706,7 +708,7 @@ def test_an_existing_model_that_cannot_be_copied_is_refused():
     net = nn.Linear(2, 2)
     net.lock = threading.Lock()
     message = refusal(TypeError, net, torch.zeros(1, 2), optimizer=sgd, loss=lambda net, x: net(x).sum())
-    assert "Give a function that builds it" in message
+    assert "Pass a function that builds it" in message
 
 
 def test_manual_optimization_is_refused():
@@ -728,7 +730,7 @@ def test_a_step_that_needs_a_trainer_or_values_is_refused():
 
     batch = lm_batches(1)[0]
     assert "uses self.trainer" in refusal(ValueError, NeedsTrainer, batch)
-    assert "depends on values" in refusal(ValueError, NeedsValues, batch)
+    assert "depends on tensor values" in refusal(ValueError, NeedsValues, batch)
 
 
 def test_a_step_that_names_a_gpu_is_refused_before_torch_aborts():

@@ -1,4 +1,4 @@
-"""What is said, and real processes that hang, are stopped, are killed or fail: see ``guard_scenarios.py``."""
+"""Reports, and real processes that hang, are stopped, are killed or fail: see ``guard_scenarios.py``."""
 
 import copy
 import threading
@@ -33,14 +33,16 @@ def watchers():
 @pytest.mark.parametrize("name", HERE)
 def test_no_process_is_left_running(found, name):
     assert found[name]["orphans"] == []
-    assert None not in found[name]["codes"] or name == "holds the lock"  # there the launcher ends it, as torchrun does
+    assert (
+        None not in found[name]["codes"] or name == "holds the lock"
+    )  # the launcher ends it, as torchrun does
 
 
 def test_the_blocking_rank_is_named_with_its_stack(found):
     seen = found["hangs"]
     assert seen["codes"] == [1, 1]
     assert seen["seconds"] < TIMEOUT_S + 15
-    said = seen["err"]["0"].partition("HangWatch: no sign of life for too long.")[2]
+    said = seen["err"]["0"].partition("HangWatch: no sign of life within the limit.")[2]
     assert "rank 1: step 4, next batch" in said or "rank 1: step 4, forward" in said
     assert "rank 0: step 4, backward" in said
     assert "rank 1 is the furthest behind: the others wait for it.\nrank 1 is at" in said
@@ -71,7 +73,7 @@ def test_a_lock_held_from_the_start_is_shown_too(found):
 def test_a_stopped_child_is_named_and_killed(found):
     assert "rank 1 is silent" in found["stopped"]["err"]["main"]
     assert found["stopped"]["codes"] in ENDED
-    assert "failed:" not in found["stopped"]["err"]["main"]  # what follows from the end is no error of its own
+    assert "failed:" not in found["stopped"]["err"]["main"]  # errors that follow from the end are not reported
 
 
 def test_a_stopped_main_process_is_named_and_killed_by_its_child(found):
@@ -81,11 +83,11 @@ def test_a_stopped_main_process_is_named_and_killed_by_its_child(found):
 
 def test_a_stopped_child_ends_with_its_killed_main_process(found):
     assert found["main killed"]["codes"] == [-9]
-    assert found["main killed"]["seconds"] < TIMEOUT_S  # the kernel tells it, no time limit
+    assert found["main killed"]["seconds"] < TIMEOUT_S  # reported by the kernel, without a time limit
 
 
 def test_the_watchdog_ends_a_rank_whose_launcher_has_ended(found):
-    assert "ends, as its launcher" in found["orphan"]["err"]["main"]
+    assert "ends because its launcher" in found["orphan"]["err"]["main"]
 
 
 def test_waiting_for_a_rank_that_makes_progress_is_not_a_hang(found):
@@ -107,7 +109,7 @@ def test_a_ranks_error_is_shown_first_and_later_waits_are_limited(found):
     error, _, report = seen["err"]["main"].partition("HangWatch: no sign of life")
     assert "rank 1 failed:\nTraceback" in error
     assert "ValueError: boom on rank 1" in error
-    assert "rank 1 has failed with ValueError: boom on rank 1. The others wait for it." in report
+    assert "rank 1 failed with ValueError: boom on rank 1. The others wait for it." in report
     assert seen["codes"] in ENDED
     assert seen["seconds"] < TIMEOUT_S + 15
 
@@ -129,9 +131,9 @@ EVERYONE = {1: Position(1, step=3, beats=1, phase="forward"), 2: Position(2, ste
         (Position(0, step=2, beats=9), EVERYONE, (), 3, "rank 0 is the furthest behind"),
         (Position(0, step=3, beats=1), EVERYONE, (), 3, "ranks 0, 1 are the furthest behind"),
         (Position(0, step=3, beats=4), EVERYONE, {2}, 3, "rank 2 is silent"),
-        (Position(0, step=3, beats=4, error="ValueError: x"), EVERYONE, {2}, 3, "rank 0 has failed with ValueError: x"),
+        (Position(0, step=3, beats=4, error="ValueError: x"), EVERYONE, {2}, 3, "rank 0 failed with ValueError: x"),
         (Position(0, step=3, beats=4), EVERYONE, (), 5, "ranks 3, 4 are not in the loop"),
-        (Position(0, step=3, beats=1), {1: EVERYONE[1]}, (), 2, "All ranks are at the same place"),
+        (Position(0, step=3, beats=1), {1: EVERYONE[1]}, (), 2, "All ranks are at the same position"),
         (Position(0), None, (), 2, "rank 0, which holds it, has stopped or ended"),
     ],
 )
@@ -201,11 +203,13 @@ def test_a_sign_of_life_is_cheap():
             start = time.perf_counter()
             watch.beat("backward")
             times.append(time.perf_counter() - start)
-    assert sorted(times)[1000] < 20e-6  # some 0.3 µs; a lock, a clock or a system call would still pass, a store not
+    assert (
+        sorted(times)[1000] < 20e-6
+    )  # about 0.3 µs; a lock or a system call would pass, a store would not
 
 
 @pytest.mark.parametrize("arguments", [{"timeout_s": 0}, {"timeout_s": -1.0}, {"first_timeout_s": 0}])
 def test_times_must_be_positive(arguments):
     for kind in (HangWatch, ProgressWatch):
-        with pytest.raises(ValueError, match="a rank needs some time"):
+        with pytest.raises(ValueError, match="expected a positive time"):
             kind(**arguments)

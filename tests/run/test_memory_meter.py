@@ -25,7 +25,7 @@ def test_only_simultaneous_allocations_add_up():
         a = torch.empty(1000)
         b = a + a
         del a
-        c = b + b  # 8000 bytes again: `a` is gone
+        c = b + b  # 8000 bytes again: `a` is freed
     assert (peak.added_bytes, peak.peak_bytes) == (8000, 8000)
     assert c.numel() == 1000
 
@@ -33,7 +33,7 @@ def test_only_simultaneous_allocations_add_up():
 def test_the_peak_within_an_operation_is_measured():
     logits = torch.randn(64, 1000)
     with PeakMemory("cpu", logits) as peak:
-        nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long))  # log_softmax lives inside
+        nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long))  # log_softmax exists inside
     assert peak.peak_bytes == near(2 * 4 * 64 * 1000)
 
 
@@ -94,7 +94,7 @@ def test_optimizer_state_and_sparse_gradients_are_counted():
 
 
 def step(net, optimizer, batch, release_first: bool) -> None:
-    """Two activations live during the forward, one in the backward; Adam needs two more weights."""
+    """Run a step with two activations in the forward and one in the backward; Adam needs two more weights."""
     x, factor = batch
     if release_first:
         optimizer.zero_grad()
@@ -122,7 +122,7 @@ def test_accumulated_gradients_count_once():
     sgd = torch.optim.SGD(net.parameters(), foreach=False)
     step(net, sgd, batch, release_first=False)
     with PeakMemory("cpu", net) as peak:
-        net(batch[0]).sum().backward()  # adds to the gradient that is there: one more while it does
+        net(batch[0]).sum().backward()  # accumulates into the existing gradient: one more during the addition
     assert peak.peak_bytes == pytest.approx(3 * WEIGHT, abs=3 * 4 * 4 * DIM + SCALARS)
 
 
@@ -213,7 +213,7 @@ def test_peak_in_the_trainer_matches_hand_computed_bytes(tmp_path, model, settin
 
 
 def test_an_accumulating_step_is_measured_completely(tmp_path):
-    class ReleasesAfterStep(Net):  # its first forward has no gradients beside it, its second has
+    class ReleasesAfterStep(Net):  # gradients exist during its second forward, but not during its first
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx % 2 == 1:
                 self.zero_grad()

@@ -49,7 +49,7 @@ def record_step(net, optimizer, batch, forward=None) -> MemoryRecord:
     return recording.record
 
 
-# The sigmoid's output serves its own backward and the layer after it; the layers' outputs are needed by nobody.
+# The sigmoid's output serves its own backward and the layer after it; the layers' outputs are not needed.
 @pytest.mark.parametrize(("make", "state"), [(sgd, 2 * WEIGHT), (adamw, 4 * WEIGHT + 2 * 4)])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_every_category_matches_hand_computed_bytes(make, state, is_first):
@@ -80,7 +80,7 @@ def test_checkpointed_activations_match_hand_computed_bytes():
 
     batch = torch.randn(ROWS, DIM)
     record, whole = (record_step(net, sgd(net), batch, step) for step in (forward, net))
-    # The inputs of the last two, and the two sigmoids that are made again. The layers' inputs are freed one by one.
+    # The inputs of the last two, and the two recomputed sigmoids. The layers' inputs are freed one by one.
     assert record.peaks["activations"] == 4 * ROW_BYTES + SCALARS
     assert whole.peaks["activations"] == 6 * ROW_BYTES + SCALARS
 
@@ -157,7 +157,7 @@ def test_later_batches_count_as_inputs():
     record = recording.record
     kept = [a for a in record.allocations if a.category == "inputs" and a.nbytes == ROW_BYTES]
     assert len(kept) == 3
-    assert len(record.steps_ms) == 4  # the entry begins one, too
+    assert len(record.steps_ms) == 4  # entering the block begins one, too
     assert any(a.category == "inputs" and a.nbytes == 4 * 7 * DIM for a in record.allocations)
     assert record.peaks["activations"] == ROW_BYTES + SCALARS
 
@@ -168,7 +168,7 @@ def test_the_largest_layer_is_at_the_peak():
         net["giant"](net["small"](batch)).sum()
     climb = recording.record.climb
     assert (climb.module, climb.op, climb.nbytes) == ("giant.1", "aten::softplus", 4 * 64 * 10_000)
-    assert recording.record.peak.change.op == "aten::sum"  # which adds four bytes
+    assert recording.record.peak.change.op == "aten::sum"  # adds four bytes
     assert "aten::softplus of giant.1" in str(recording.record)
 
 
@@ -216,7 +216,7 @@ class RunsOut(nn.Module):
 
 
 class Net(L.LightningModule):
-    """Its one weight takes 8 MB, a batch 2 MB, and what the sigmoid keeps 4 MB."""
+    """Its only weight takes 8 MB, a batch 2 MB, and the sigmoid's output 4 MB."""
 
     def __init__(self, runs_out: bool = True) -> None:
         super().__init__()
@@ -375,7 +375,7 @@ def test_a_fit_that_is_too_short_is_reported(tmp_path, caplog):
     caplog.set_level("INFO", "lightning_fasttrain")
     timeline = MemoryTimeline(tmp_path, first_step=4)
     fit(Net(runs_out=False), [BATCH] * 3, [timeline])
-    assert "nothing recorded" in caplog.text
+    assert "nothing was recorded" in caplog.text
     assert (timeline.record, list(tmp_path.iterdir())) == (None, [])
 
 
@@ -434,7 +434,7 @@ def test_fabric_names_are_those_of_the_unwrapped_model():
 
 
 def test_memory_allocated_before_counts_with_and_without_a_name():
-    """As on CUDA, which knows the sum, rounds up to 512 bytes, and tells of every free."""
+    """As on CUDA, which knows the total, rounds up to 512 bytes, and reports every free."""
     forward, before = Place("forward", "0", "aten::mm"), 512 + 1024 + 2048
     events = Events([Change(10, 7, 4096, forward), Change(20, 5, -1024, Place()), Change(30, 7, -4096, forward)])
     weight = _Seen(0, 3, 500, "parameters", "weight", watched=True)

@@ -25,7 +25,7 @@ BATCHES = lm_batches(5)
 
 
 class SignalAt(L.Callback):
-    """Sends this process a signal during a hook, the k-th time that it comes."""
+    """Sends this process a signal during the k-th call of a hook."""
 
     def __init__(self, hook="on_train_batch_start", k=1, number=signal.SIGTERM):
         self.k, self.number = k, number
@@ -38,7 +38,7 @@ class SignalAt(L.Callback):
 
 
 class Resumable:
-    """A loader that knows how far it is: without one, Lightning begins the epoch's data again."""
+    """A loader with a position: without one, Lightning restarts the epoch's data."""
 
     def __init__(self, batches):
         self.batches, self.given = batches, 0
@@ -192,7 +192,7 @@ def test_in_another_thread_it_warns_and_accepts_requests():
 
     def loop():
         flag = PreemptionFlag()
-        with pytest.warns(FastTrainWarning, match="SIGTERM cannot be heard in this thread: .*main thread"):
+        with pytest.warns(FastTrainWarning, match="SIGTERM cannot be handled in this thread: .*main thread"):
             flag.__enter__()
         answers.append(flag.should_stop())
         flag.request()
@@ -249,10 +249,10 @@ def test_lightnings_observer_lets_the_main_process_finish_unless_a_child_failed(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"signals": ()}, ValueError, "nothing could tell the run to go"),
-        ({"signals": signal.SIGTERM}, TypeError, "this is one signal"),
-        ({"signals": (signal.SIGKILL,)}, ValueError, "no signal that can be caught"),
-        ({"signals": (999,)}, ValueError, "999 is no signal"),
+        ({"signals": ()}, ValueError, "no signal could request preemption"),
+        ({"signals": signal.SIGTERM}, TypeError, "expected a sequence of signals"),
+        ({"signals": (signal.SIGKILL,)}, ValueError, "not a signal that can be caught"),
+        ({"signals": (999,)}, ValueError, "999 is not a signal"),
         ({"exit_code": 300}, ValueError, "exit_code=300"),
         ({"every": 0}, ValueError, "every=0"),
     ],
@@ -266,7 +266,7 @@ def test_slurms_requeue_signal_is_left_to_lightning(monkeypatch):
     for name, value in {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "a", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
     t = trainer([Preemption(signals=(signal.SIGUSR1,))], plugins=[SLURMEnvironment(auto_requeue=True)])
-    with pytest.raises(ValueError, match=r"saves and requeues the job when it gets SIGUSR1.*Leave this signal out"):
+    with pytest.raises(ValueError, match=r"saves and requeues the job when it receives SIGUSR1.*Remove this signal"):
         t.fit(TinyLM(), as_loader(BATCHES))
 
 
@@ -290,7 +290,7 @@ def test_several_ranks_end_normally_without_a_signal(found):
 
 
 def test_a_bare_loop_stops_at_the_same_step_on_all_ranks(found):
-    assert [rank["bare loop"] for rank in found["ranks"]] == [9, 9]  # told at 4, asked at 6, answered at 9
+    assert [rank["bare loop"] for rank in found["ranks"]] == [9, 9]  # signal at 4, exchange at 6, answer at 9
 
 
 def test_preempted_torchrun_saves_one_checkpoint_and_all_ranks_exit_with_143(found):
@@ -301,7 +301,7 @@ def test_preempted_torchrun_saves_one_checkpoint_and_all_ranks_exit_with_143(fou
 
 
 def test_a_preempted_child_of_lightning_ends_the_main_process_too(found):
-    seen = found["preempted, Lightning"]  # all are told again while they save
+    seen = found["preempted, Lightning"]  # all receive the signal again while they save
     assert seen["codes"] == [143]
     assert seen["codes of ranks"] == ["143", "143"]
     assert len(seen["saved"]) == 1

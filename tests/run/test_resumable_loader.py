@@ -1,4 +1,4 @@
-"""A loader that continues where it was, without a Trainer."""
+"""A loader that resumes at its position, without a Trainer."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ EPOCHS = 3
 
 
 class Rows(Dataset):
-    """Augmented from the generators of three libraries, and from one of its own."""
+    """Samples augmented with the generators of three libraries, and with its own."""
 
     def __init__(self, count=7):
         self.count, self.loaded, self.generator = count, 0, np.random.default_rng(3)
@@ -55,7 +55,7 @@ class Stream(IterableDataset):
 
 
 class Again:
-    """No DataLoader, and no length."""
+    """An iterable without a length that is not a DataLoader."""
 
     def __init__(self):
         self.rng = np.random.RandomState(5)
@@ -91,7 +91,7 @@ LOADERS = {
 
 
 def run(make, saved=None, stop=None):
-    """A loop that draws, as training does. It ends with all that was seen, or what it saved at ``stop``."""
+    """Run a loop that draws random numbers, as training does; return all batches, or the state saved at ``stop``."""
     loader = resumable(make())
     first, seen = 0, []
     if saved is not None:
@@ -113,14 +113,14 @@ def seed(number):
     np.random.seed(number)
 
 
-@functools.cache  # the same for each place where it is cut
+@functools.cache  # the same for each stop
 def uninterrupted(make):
     seed(1)
     return run(make)
 
 
 def run_to(stop, make):
-    """What a run that began as the uninterrupted one saved after so many batches; another process follows."""
+    """Return the state that the same run saves after ``stop`` batches; then seed as in another process."""
     seed(1)
     saved = run(make, stop=stop)
     seed(2)
@@ -186,7 +186,7 @@ def test_skipping_by_indices_loads_no_samples():
     again = resumable(DataLoader(Rows(), batch_size=2, shuffle=True))
     again.load_state_dict(loader.state_dict())
     next(iter(again))
-    assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one
+    assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one row
 
 
 def test_rereading_batches_is_logged_with_their_number(caplog):
@@ -197,7 +197,7 @@ def test_rereading_batches_is_logged_with_their_number(caplog):
     again.load_state_dict(loader.state_dict())
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
         next(iter(again))
-    assert "2 batches are read again" in caplog.text
+    assert "reading and dropping 2 batches" in caplog.text
 
 
 def test_a_stream_using_the_global_generator_gives_a_warning():
@@ -241,7 +241,7 @@ def test_a_different_sampler_than_the_saved_one_is_refused():
     next(iter(loader))
     other = resumable(LOADERS["plain"]())
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="2 generators of a loader, this one has 1"):
+    with pytest.raises(ValueError, match="expected 1 generator states for a loader, got 2"):
         next(iter(other))
 
 

@@ -1,4 +1,4 @@
-"""A run that skipped, or went back, is the run that never had those batches."""
+"""A run that skips or rewinds equals a run without those batches."""
 
 import re
 
@@ -15,7 +15,7 @@ SPIKE = 8
 
 
 class Spiky(TinyLM):
-    """Its loss, or its gradient alone, is larger for batches that say so."""
+    """Its loss, or only its gradient, is larger for marked batches."""
 
     def loss(self, batch):
         loss = super().loss(batch) * batch["times"].mean()
@@ -113,7 +113,7 @@ def test_a_rewind_skips_the_data_since_the_checkpoint(tmp_path):
     assert t.optimizers[0].param_groups[0]["lr"] == u.optimizers[0].param_groups[0]["lr"]
     assert (steady.rewinds, steady.skipped, t.global_step) == (1, 1, 12)
     said = str(told[-1].message)
-    assert re.search(r"back from step 9 to .*step=6.ckpt of step 6; batches up to 8 are passed over", said)
+    assert re.search(r"rewinds from step 9 to .*step=6.ckpt of step 6; batches up to 8 are skipped", said)
 
 
 @pytest.mark.parametrize("then", ["skip", "rewind"])
@@ -133,14 +133,14 @@ def test_a_run_that_is_resumed_ends_as_the_uninterrupted_one(tmp_path, then, ste
 def test_without_a_checkpoint_the_step_is_only_skipped_with_a_warning():
     with pytest.warns(ft.FastTrainWarning) as told:
         run(with_spike(SPIKE), [guard("rewind")])
-    assert any("no checkpoint yet" in str(one.message) for one in told)
+    assert any("no checkpoint was saved yet" in str(one.message) for one in told)
 
 
 def test_rewinds_and_consecutive_skips_are_limited(tmp_path):
     steady = guard("rewind", most_rewinds=1)
     with (
         pytest.warns(ft.FastTrainWarning),
-        pytest.raises(RuntimeError, match="back from step 11 .* it did so 1 time already"),
+        pytest.raises(RuntimeError, match="rewinds from step 11 .* it has rewound 1 time already"),
     ):
         run(with_spike(SPIKE, 10), [steady, writer(tmp_path)], enable_checkpointing=True)
     with (

@@ -1,4 +1,4 @@
-"""Two real processes with gloo, of which one has what is not right. One launch serves all tests."""
+"""Two real processes with gloo, one of which has a fault. One launch serves all tests."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_a_nan_of_one_rank_is_skipped_by_both_and_named(found, kind):
         assert (difference, skipped) == (0, 1)
     first, second = (rank[f"nan, {kind}"][2] for rank in found)
     assert second == []
-    assert re.search("epoch 0, batch 4, rank 1, not seen again", first[0])
+    assert re.search("epoch 0, batch 4, rank 1, the non-finite value could not be reproduced", first[0])
 
 
 def test_a_bad_loss_without_a_bad_gradient_is_skipped_by_both(found):

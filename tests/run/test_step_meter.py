@@ -18,7 +18,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 
 class Clock:
-    """Time that passes only where a test says so, in milliseconds."""
+    """A clock that advances only when a test says so, in milliseconds."""
 
     now_ms = 0.0
 
@@ -108,7 +108,7 @@ def test_samples_and_tokens_of_a_batch(batch, expected):
 
 
 class Timed(BoringModel):
-    """Every part of a step takes the time of its own."""
+    """Every phase of a step takes a distinct time."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_step_includes_all_accumulated_batches(clock, tmp_path):
 
 
 def test_prefetched_batches_are_counted_in_their_own_step(clock, tmp_path):
-    class Endless(torch.utils.data.IterableDataset):  # without a length Lightning fetches one batch ahead
+    class Endless(torch.utils.data.IterableDataset):  # without a length Lightning prefetches one batch
         def __iter__(self):
             for _ in range(4):
                 clock.passes(7)
@@ -308,7 +308,7 @@ def test_apply_names_the_function_for_a_bare_loop():
 
 
 class FakeEvent:
-    """A CUDA event on a device whose work is done only when the test says so."""
+    """A CUDA event on a device that finishes only when the test says so."""
 
     passed: bool
     reads: int
@@ -373,7 +373,7 @@ def test_a_rank_is_named_only_if_it_costs_time():
     assert said.startswith("rank 2 (b) takes 23 ms until its backward where the others take 13 (1.77 times as long")
     assert said.endswith("most of it forward); they wait for it 10 ms of a step of 40 ms")
     assert describe_slowest([usual, usual, {**usual, "forward": 12.0}], phases, 1.2) == ""  # not much slower
-    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # nor is much of the step lost
+    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # and only little of the step is lost
     with pytest.raises(ValueError, match="compare_ranks_every=-1"):
         ft.StepMeter(compare_ranks_every=-1)
 
@@ -405,7 +405,7 @@ def test_peak_flops_is_the_speed_of_a_matrix_product(clock, monkeypatch):
 
 
 def test_zero_flops_are_refused():
-    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.predict\.count_flops"):
+    with pytest.raises(ValueError, match=r"flops=0: expected a positive number\. Use ft\.predict\.count_flops"):
         StepMeter(flops=0)
 
 

@@ -105,7 +105,7 @@ def compile_blocks_(
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-        # The compiler identifies a replaced forward by its identity, so blocks with such layers share no code.
+        # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
         replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
         signature = (type(block), _runs_class_forward(block), shapes, *replaced)
         if signature not in entries:

@@ -10,7 +10,7 @@ MOST = 8192  # candidates kept at once; of more, the cheapest in each interval o
 def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -> list[int] | None:
     """Choose one option for each block with the least total cost, so that the bytes never exceed the free bytes.
 
-        minimise  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
+        minimize  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
 
     Each prefix of i blocks has its own limit, because the backward of block i + 1 leaves it that many bytes: memory
     of the later blocks is free by then. Dynamic programming, block by block, over the candidates that no other one

@@ -64,10 +64,10 @@ class FiniteSteps:
         >>> loss.backward()
         >>> steps.note_loss(loss)
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     optimizer.step()
-        >>> str(told[0].message)
+        >>> str(caught[0].message)
         'a step was skipped because its loss or gradient is not finite (skipped so far: 1).'
         >>> steps.skipped, optimizer.state_dict()["state"]
         (1, {})

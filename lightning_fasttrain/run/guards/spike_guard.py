@@ -53,7 +53,7 @@ class SteadySteps:
         >>> steps = SteadySteps(after=3)
         >>> undo = steps.guard_(optimizer)
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     for scale in (1.0, 1.1, 1.0, 50.0):
         ...         optimizer.zero_grad()
@@ -61,7 +61,7 @@ class SteadySteps:
         ...         loss.backward()
         ...         steps.note_loss(loss)
         ...         optimizer.step()
-        >>> "gradient norm" in str(told[0].message)
+        >>> "gradient norm" in str(caught[0].message)
         True
         >>> steps.skipped
         1
