@@ -239,9 +239,7 @@ def test_evaluation_alone_makes_no_comparison():
         net(X)
         net.train()(X)
     assert compiled["blocks.0"].entry.verdict is None
-    with pytest.warns(
-        ft.FastTrainWarning, match="is off by"
-    ):  # a frozen submodule has gradients in eval mode
+    with pytest.warns(ft.FastTrainWarning, match="is off by"):  # a frozen submodule has gradients in eval mode
         net.eval()(X)
 
 

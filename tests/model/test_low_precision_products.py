@@ -281,9 +281,7 @@ def test_a_gpu_without_8_bit_tensor_cores_is_refused_before_training(monkeypatch
     monkeypatch.setattr(low_precision_products, "trainer_of", lambda model: trainer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(
-        ValueError, match="products in float8: A100 has no tensor cores for it, .* capability 8.9"
-    ):
+    with pytest.raises(ValueError, match="products in float8: A100 has no tensor cores for it, .* capability 8.9"):
         ft.model.multiply_in_low_precision_(wide(), "float8", min_features=16)
     assert ft.model.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
 

@@ -88,9 +88,7 @@ def test_the_peak_stays_within_the_limit_and_near_its_prediction(ends, share):
 
 def test_an_unreachable_limit_reports_missing_memory_and_alternatives(ends):
     specimen, _, _, recomputed = ends
-    with pytest.raises(
-        ValueError, match=r"GiB above the limit\. Use smaller micro.*MicroBatching.*FusedLossHead"
-    ):
+    with pytest.raises(ValueError, match=r"GiB above the limit\. Use smaller micro.*MicroBatching.*FusedLossHead"):
         train(specimen, MemoryBudget(0.9 * recomputed / GIB))
 
 

@@ -68,9 +68,7 @@ OPTIMIZERS = {
 def test_a_skipped_batch_leaves_weights_state_and_schedule_unchanged(name, place):
     optimizer, settings = OPTIMIZERS[name]
     guard, net, other = ft.FiniteGuard(), *(Spoilt(optimizer=optimizer, **settings) for _ in range(2))
-    with pytest.warns(
-        ft.FastTrainWarning, match=f"epoch 0, batch {place}, rank 0, .* could not be reproduced"
-    ):
+    with pytest.warns(ft.FastTrainWarning, match=f"epoch 0, batch {place}, rank 0, .* could not be reproduced"):
         t = run(net, spoil(BATCHES, place), guard)
     u = run(other, without(BATCHES, place))
     assert largest_difference(weights(net), weights(other)) == 0
@@ -94,9 +92,7 @@ def test_a_token_weighted_window_is_skipped_too():
     with pytest.warns(ft.FastTrainWarning, match="batch 2, rank 0"):
         run(Poisoned(net, 2), batches, guard, [ft.TokenWeightedAccumulation(2, check=False)])
     run(other, without(batches, 2, 3), None, [ft.TokenWeightedAccumulation(2, check=False)])
-    assert (
-        largest_difference(weights(net), weights(other)) <= 1e-6
-    )  # sums are close to those of the first batch
+    assert largest_difference(weights(net), weights(other)) <= 1e-6  # sums are close to those of the first batch
 
 
 def Poisoned(net, place):

@@ -33,9 +33,7 @@ def watchers():
 @pytest.mark.parametrize("name", HERE)
 def test_no_process_is_left_running(found, name):
     assert found[name]["orphans"] == []
-    assert (
-        None not in found[name]["codes"] or name == "holds the lock"
-    )  # the launcher ends it, as torchrun does
+    assert None not in found[name]["codes"] or name == "holds the lock"  # the launcher ends it, as torchrun does
 
 
 def test_the_blocking_rank_is_named_with_its_stack(found):
@@ -203,9 +201,7 @@ def test_a_sign_of_life_is_cheap():
             start = time.perf_counter()
             watch.beat("backward")
             times.append(time.perf_counter() - start)
-    assert (
-        sorted(times)[1000] < 20e-6
-    )  # about 0.3 µs; a lock or a system call would pass, a store would not
+    assert sorted(times)[1000] < 20e-6  # about 0.3 µs; a lock or a system call would pass, a store would not
 
 
 @pytest.mark.parametrize("arguments", [{"timeout_s": 0}, {"timeout_s": -1.0}, {"first_timeout_s": 0}])

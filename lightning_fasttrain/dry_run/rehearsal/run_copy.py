@@ -236,7 +236,7 @@ def _no_callbacks() -> list[L.Callback]:
 
 
 def _without_last_words(callback: L.Callback) -> L.Callback:
-    """Disable ``on_exception`` and teardown hooks of a user's callback, which may send messages; keep ours."""
+    """Disable ``on_exception`` of a user's callback, which may send messages; techniques use it to undo changes."""
     if not isinstance(callback, Technique):
         callback.on_exception = _say_nothing
     return callback

@@ -267,7 +267,7 @@ def _eps_of(output: Tensor) -> float:
 @contextmanager
 def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
     """Restore random states, buffers and attributes after calls that must have no side effects."""
-    put_back = remember([module])
+    restore = remember([module])
     outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
         # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
@@ -275,7 +275,7 @@ def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
             yield
     finally:
         recomputed_outside.reset(outside)
-        put_back()
+        restore()
 
 
 def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:

@@ -163,7 +163,7 @@ class _StepProfiler(Profiler):
             self.profile = defaultdict(nullcontext, self.actions).__getitem__
 
     def enter_loop(self) -> None:
-        """End the previous step, unless it is still accumulating, because a batch is requested.""" 
+        """End the previous step, unless it is still accumulating, because a batch is requested."""
         if not self.in_loop:
             self.in_loop = True
             self.timer.phase("pause").__exit__()
