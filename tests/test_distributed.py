@@ -95,13 +95,13 @@ def test_a_step_that_returns_none_is_an_error_on_every_rank(found):
 def test_ranks_rehearse_together_and_train_as_if_they_had_not(found):
     assert largest(found, "rehearsed") == 0
     for rank in found:
-        assert "the same training with MicroBatching" in rank["rehearsal"]["verify"]
+        assert "MicroBatching: the same" in rank["rehearsal"]["verify"]
         assert "bit for bit" in rank["rehearsal"]["resume"]
     assert "18 × 5" not in found[0]["rehearsal"]["largest batch"]  # it has none, and takes part
-    assert "12 × 5, the largest of 5, where the first is 4 × 5, went well" in found[1]["rehearsal"]["largest batch"]
+    assert "12 × 5, the largest of 5 (the first: 4 × 5), succeeded" in found[1]["rehearsal"]["largest batch"]
 
 
 def test_a_rank_that_drifts_ends_the_rehearsal_of_all(found):
     one, other = (rank["drifts"] for rank in found)
     assert one == other
-    assert one.startswith("on rank 1, a checkpoint was saved and loaded, and differs in weight")  # rank zero's is saved
+    assert one.startswith("on rank 1, a checkpoint was saved and loaded, but differs in weight")  # rank zero's is saved

@@ -128,7 +128,7 @@ def test_frozen_unused_and_shared_parameters_train_as_plain(technique):
 def test_a_storm_of_recompilations_is_said():
     torch._dynamo.reset()
     batches = [lm_batches(1, length=n)[0] for n in range(2, 14)]
-    with pytest.warns(ft.FastTrainWarning, match=r"recompilations: .*Pad batches to a few lengths"):
+    with pytest.warns(ft.FastTrainWarning, match=r"recompilations: .*Pad batches to a few sequence lengths"):
         fit(TinyLM(), batches, [ft.CompileBlocks(backend="eager", dynamic=False)])
 
 

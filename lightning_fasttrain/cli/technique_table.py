@@ -53,12 +53,12 @@ def card(technique: type[Technique], ladder: Climbed | None = None, facts: Facts
     Example:
         >>> from lightning_fasttrain.model import ActivationOffload
         >>> print(card(ActivationOffload).partition("source")[0])
-        ActivationOffload: saved activations wait in host memory, or on disk
+        ActivationOffload: saved activations are kept in host memory, or on disk
         <BLANKLINE>
         when       activations of long sequences do not fit, and recomputing them would cost more than moving them; not
                    on a CPU
         exactness  exact
-        not with   CompileBlocks: CUDA graphs keep what they save in memory of their own, so moving it would free
+        not with   CompileBlocks: CUDA graphs keep saved tensors in their own memory, so moving them would free
                    nothing. Use CompileBlocks(mode='max-autotune-no-cudagraphs').
         Trainer    L.Trainer(callbacks=[ft.ActivationOffload(min_mib=4)])
         mixin      class Net(ft.FastTrainMixin, L.LightningModule): techniques = [ft.ActivationOffload(min_mib=4)]

@@ -1,6 +1,6 @@
-"""Run a few steps on copies, and check them: that training is the same, and that it will still run in its later hours.
+"""Run a few steps on copies, to check that techniques keep training the same and that the run will not fail later.
 
-``verification`` compares steps with and without techniques; ``rehearsal`` tries out checkpoints, resuming, validation
+``verification`` compares steps with and without techniques; ``rehearsal`` tries checkpoints, resuming, validation
 and the largest batch.
 
 From the bottom up: ``verification``, ``rehearsal``.

@@ -1,7 +1,6 @@
-"""Changes the nn.Module before the optimizer exists.
+"""Techniques that change the nn.Module before the optimizer exists.
 
-What blocks save for the backward is recomputed, moved away, or never made; what they compute is compiled, or
-multiplied in 8 bits.
+Activations that blocks save for the backward are recomputed or offloaded; blocks are compiled, or multiply in 8 bits.
 
 From the bottom up: ``_stored_bytes``, ``checkpoint_savings``, ``eight_bit_products``, ``matmul_precision``,
 ``activation_offload``, ``checkpointed_forward``, ``low_precision_products``, ``compile``, ``activation_checkpointing``,

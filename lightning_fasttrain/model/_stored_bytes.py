@@ -1,4 +1,4 @@
-"""The bytes of one device storage, kept elsewhere: in pinned host memory, or in a file."""
+"""Copies of one device storage: in pinned host memory, or in a file."""
 
 import itertools
 import shutil
@@ -13,15 +13,15 @@ from lightning_fasttrain.core.messages import explain
 
 
 class PinnedCopy:
-    """Bytes in pinned host memory. Both copies run on side streams, and the host waits for none of them.
+    """Bytes in pinned host memory. Both copies run on side streams, and the host waits for neither.
 
-    The allocator hands memory that is freed to the next kernel of the stream that it came from. So neither what is
-    read by the copy to the host, nor what is written by the copy back, is let go before that stream has been told to
-    wait for the copy. (``Tensor.record_stream`` would do without the wait, but keeps memory from being used again
-    for as long as the host runs ahead.)
+    The allocator reuses freed memory for the next kernel of the stream that allocated it. So neither the source of the
+    copy to the host nor the target of the copy back is freed before that stream waits for the copy.
+    (``Tensor.record_stream`` would avoid the wait, but keeps memory from being reused for as long as the host runs
+    ahead.)
 
     Args:
-        source: the whole storage as bytes [N], on a CUDA device.
+        source: the complete storage as bytes [N], on a CUDA device.
         host: pinned memory [N] for it.
         out: the stream of copies to the host.
         back: the stream of copies to the device.
@@ -38,23 +38,23 @@ class PinnedCopy:
         self.here: Tensor | None = source
 
     def leave(self) -> None:
-        """Give up the memory on the device."""
+        """Free the memory on the device."""
         self.main.wait_event(self.left)
         self.here = None
 
     def fetch(self) -> None:
-        """Start the copy back, if there is nothing on the device."""
+        """Start the copy back, unless the bytes are on the device."""
         if self.here is None:
             with torch.cuda.stream(self.main):
-                # Memory of the computing stream, whose kernels read it and after which it is free again.
+                # Allocated on the computing stream, whose kernels read it, so that it is freed after them.
                 self.here = torch.empty(self.nbytes, dtype=torch.uint8, device=self.back.device)
-            self.back.wait_stream(self.main)  # what had this memory before must be done with it
+            self.back.wait_stream(self.main)  # earlier users of this memory must be finished with it
             with torch.cuda.stream(self.back):
                 self.here.copy_(self.host, non_blocking=True)
             self.arrived = self.back.record_event()
 
     def bytes(self) -> Tensor:
-        """All bytes [N], on the device."""
+        """Return all bytes [N], on the device."""
         self.fetch()
         if self.arrived is not None:
             self.main.wait_event(self.arrived)
@@ -68,31 +68,31 @@ class PinnedCopy:
 
 
 class SpillFolder:
-    """A private folder for :class:`FileCopy`, which goes when it is closed, no longer in use, or Python ends.
+    """A private folder for :class:`FileCopy`, removed when it is closed, unused, or when Python ends.
 
     Args:
         parent: an existing folder.
     """
 
     def __init__(self, parent: Path) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix="activations-", dir=parent))  # for this user alone: mode 0700
+        self.path = Path(tempfile.mkdtemp(prefix="activations-", dir=parent))  # only for this user: mode 0700
         self.close = weakref.finalize(self, shutil.rmtree, self.path, ignore_errors=True)
         self._numbers = itertools.count()
 
     def new_file(self) -> Path:
-        """A path at which no file is yet."""
+        """Return a path of a file that does not exist yet."""
         return self.path / str(next(self._numbers))
 
 
 class FileCopy:
-    """Bytes in a file. Written at once, read when they are needed; the computation waits for both.
+    """Bytes in a file, written at once and read when they are needed; the computation waits for both.
 
     Args:
-        source: the whole storage as bytes [N], on any device.
-        folder: where the file is made.
+        source: the complete storage as bytes [N], on any device.
+        folder: the folder of the file.
 
     Raises:
-        OSError: the file cannot be written; nothing is left of it.
+        OSError: the file cannot be written; it is removed.
     """
 
     def __init__(self, source: Tensor, folder: SpillFolder) -> None:
@@ -100,7 +100,7 @@ class FileCopy:
         self.folder, self.path = folder, folder.new_file()
         self.here: Tensor | None = None
         try:
-            with open(self.path, "xb") as file:  # never over a file that is there
+            with open(self.path, "xb") as file:  # never overwrites an existing file
                 file.write(source.cpu().numpy().data)
         except OSError as error:
             self.path.unlink(missing_ok=True)
@@ -109,26 +109,26 @@ class FileCopy:
             ) from error
 
     def bytes(self) -> Tensor:
-        """All bytes [N], on the device they came from.
+        """Return all bytes [N], on the device of their source.
 
         Raises:
-            OSError: the file is gone, or not as long as it was.
+            OSError: the file is missing, or its size has changed.
         """
         if self.here is None:
             here = torch.empty(self.nbytes, dtype=torch.uint8, device="cpu")
             try:
                 with open(self.path, "rb") as file:
-                    found = file.readinto(here.numpy().data) + len(file.read(1))  # one more: a file that has grown
+                    found = file.readinto(here.numpy().data) + len(file.read(1))  # one more: detects a grown file
                 if found != self.nbytes:
-                    raise OSError(f"{found} bytes instead of {self.nbytes}")
+                    raise OSError(f"expected {self.nbytes} bytes, got {found}")
             except OSError as error:
                 raise self._disk_error(error, "activations could not be read back") from error
-            self.path.unlink()  # at once, so that the disk holds only what is still to be read
+            self.path.unlink()  # at once, so that the disk holds only bytes that are still needed
             self.here = here.to(self.device)
         return self.here
 
     def _disk_error(self, error: OSError, what: str) -> OSError:
-        way_out = "Give a folder with more room, that nothing else cleans, or leave folder= out"
+        way_out = "Use a folder with more free space, that nothing else cleans up, or remove folder="
         message = explain(f"{what} ({self.path})", error.strerror or str(error), way_out)
         return OSError(error.errno, message) if error.errno else OSError(message)
 

@@ -1,4 +1,4 @@
-"""Activations of a block are recomputed in the backward pass instead of being kept."""
+"""Recompute activations of blocks in the backward instead of keeping them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
@@ -31,40 +31,40 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 
 class CheckpointPolicy(ABC):
-    """Which blocks are recomputed, and what of them is kept.
+    """Selects the blocks that are recomputed, and the results in them that are kept.
 
     One of :class:`EveryBlock`, :class:`SelectiveOps` and :class:`~lightning_fasttrain.MemoryBudget`.
 
     Attributes:
-        measures: whether it decides by measuring the first steps.
+        measures: whether the policy decides by measuring the first steps.
     """
 
     measures: ClassVar[bool] = False
 
     @abstractmethod
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        """Replace the blocks' ``forward`` by what recomputes; none of them has that yet.
+        """Replace the blocks' ``forward`` by one that recomputes; none of them is checkpointed yet.
 
         Args:
-            model: the whole model.
+            model: the complete model.
             blocks: qualified name → block, in the model's order.
 
         Returns:
-            Qualified name of each block that was changed → how to undo it.
+            Qualified name of each changed block → how to undo the change.
         """
 
     def see(self, batch: Any) -> None:  # noqa: B027 (most have nothing to do)
-        """Told by the Trainer before each batch; a policy that measures memory counts it."""
+        """Called by the Trainer before each batch; a policy that measures memory counts the batch."""
 
 
 class EveryBlock(CheckpointPolicy):
-    """Recompute every k-th block as a whole.
+    """Recompute every k-th block completely.
 
     Args:
-        k: 1 is all of them.
+        k: interval between recomputed blocks; 1 recomputes all.
 
     Raises:
-        TypeError, ValueError: ``k`` is no whole number of at least 1.
+        TypeError, ValueError: ``k`` is not an integer of at least 1.
 
     Example:
         >>> EveryBlock(2)
@@ -83,20 +83,20 @@ class EveryBlock(CheckpointPolicy):
 
 
 class SelectiveOps(CheckpointPolicy):
-    """In every block keep what is expensive to recompute; the rest is recomputed: norms, activations, dropout, casts.
+    """Keep the expensive results of every block; recompute the rest: norms, activations, dropout, casts.
 
-    Expensive are the products with weights (matrix products, convolutions), hundreds of operations for each number that
-    they give, and fused attention. ``bmm`` is not: an attention that is written out would keep its [T, T] tables.
-    Nothing random is kept, so neither is attention with dropout: what is left out of the recomputation would shift
-    the random numbers of all that follows. Unless the block is compiled, each of its operations passes through Python
-    for this, twice, which blocks with little to compute feel.
+    Expensive are products with weights (matrix products, convolutions), with hundreds of operations per result element,
+    and fused attention. ``bmm`` is not: unfused attention would keep its [T, T] matrices. Random results are never
+    kept, including attention with dropout: skipping them in the recomputation would shift the random state of all later
+    operations. In uncompiled blocks each operation passes through Python for this, twice, which costs time in blocks
+    with little computation.
 
     Args:
-        also: further operations to keep, as overloads such as ``torch.ops.aten.bmm.default``. If a result is changed
-            in place afterwards, the backward raises a RuntimeError.
+        also: further operations to keep, as overloads such as ``torch.ops.aten.bmm.default``. If a kept result is
+            changed in place afterwards, the backward raises a RuntimeError.
 
     Raises:
-        TypeError: an entry of ``also`` is no operation overload.
+        TypeError: an entry of ``also`` is not an operator overload.
         ValueError: an entry of ``also`` draws random numbers.
 
     Example:
@@ -111,30 +111,30 @@ class SelectiveOps(CheckpointPolicy):
         self.also = tuple(also)
         for op in self.also:
             if not isinstance(op, OpOverload):
-                way_out = f"Use torch.ops.{op}.default" if isinstance(op, OpOverloadPacket) else "Use one"
-                raise TypeError(explain(f"also={op!r}", "this is no operation overload", way_out))
+                way_out = f"Use torch.ops.{op}.default" if isinstance(op, OpOverloadPacket) else "Use an overload"
+                raise TypeError(explain(f"also={op!r}", "expected an operator overload", way_out))
             if torch.Tag.nondeterministic_seeded in op.tags:
-                why = "it draws random numbers; left out of the recomputation it would shift all later ones"
-                raise ValueError(explain(f"also={op}", why, "Leave it out: it is cheap to recompute"))
+                why = "it draws random numbers; if it is not recomputed, all later draws shift"
+                raise ValueError(explain(f"also={op}", why, "Remove it: it is cheap to recompute"))
 
     def __repr__(self) -> str:
         also = [str(op) for op in self.also]
         return f"SelectiveOps(also={also})" if also else "SelectiveOps()"
 
     def wrap(self, model: nn.Module, blocks: Mapping[str, nn.Module]) -> dict[str, Undo]:
-        savings = CheckpointSavings(repr(self))  # one for all blocks: what counts is their sum
+        savings = CheckpointSavings(repr(self))  # one for all blocks, whose sum is compared
         return {name: CheckpointedForward(block, self.keeps, savings).install() for name, block in blocks.items()}
 
     def keeps(self, context: SelectiveCheckpointContext | None, op: OpOverload, *args: Any, **kwargs: Any) -> Keep:
-        """What ``create_selective_checkpoint_contexts`` asks about each operation."""
+        """Answer ``create_selective_checkpoint_contexts`` for each operation."""
         kept = op in self.also or (op in _dear_ops() and not _drops_out(op, args, kwargs))
         return Keep.MUST_SAVE if kept else Keep.PREFER_RECOMPUTE
 
 
-# Names of aten's operations; those that this torch does not have are passed over.
+# Names of aten operators; those that are missing in this torch are skipped.
 _EXPENSIVE = (
     *("mm", "addmm", "linear", "mkldnn_linear", "convolution", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    "_int_mm",  # of LowPrecisionProducts
+    "_int_mm",  # used by LowPrecisionProducts
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
@@ -153,7 +153,7 @@ def _dear_ops() -> frozenset[OpOverload]:
 def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     for position, argument in enumerate(op._schema.arguments):
         if argument.name == "dropout_p":
-            # By position or by name, as the caller of the operation has it.
+            # By position or by name, depending on the caller.
             return bool(args[position] if position < len(args) else kwargs.get("dropout_p"))
     return False
 
@@ -161,28 +161,28 @@ def _drops_out(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 def checkpoint_activations_(
     model: nn.Module, policy: CheckpointPolicy | None = None, blocks: Blocks | None = None
 ) -> dict[str, Undo]:
-    """Keep only the inputs of the model's blocks, in place, and recompute the rest in the backward pass.
+    """Keep only the inputs of the model's blocks, in place, and recompute the rest in the backward.
 
-    With L equal blocks that save A bytes each, the peak falls from L·A to about A plus L inputs, for one more
-    forward of each block. The recomputation is the same computation: the random state of torch, Python and NumPy is
-    put back for it (dropout draws the same masks), and buffers that the forward changes (BatchNorm statistics) are
-    changed once. Non-reentrant always, so frozen inputs, keyword arguments and DDP work. The first pass counts what is
-    kept, and warns if plain blocks would keep no more.
+    With L equal blocks that save A bytes each, the peak falls from L·A to about A plus L inputs, for one additional
+    forward of each block. The recomputation is identical: random states of torch, Python and NumPy are restored for it
+    (dropout draws the same masks), and buffers that the forward changes (BatchNorm statistics) are changed once. It is
+    always non-reentrant, so frozen inputs, keyword arguments and DDP work. In the first pass the kept bytes are
+    counted, with a warning if plain blocks would not keep more.
 
     Args:
-        model: any module. Hugging Face models have their key-value cache switched off, which cannot be recomputed; on
-            some CPUs that alone changes the last bit, as attention reads keys and values from elsewhere.
-        policy: which blocks are recomputed and what of them is kept: ``EveryBlock(k)``, all of them by default,
-            ``SelectiveOps()``, or ``MemoryBudget(gib)``.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        model: any module. The key-value cache of Hugging Face models is disabled, since it cannot be recomputed; on
+            some CPUs that alone changes the last bit, as attention reads keys and values from other memory.
+        policy: the blocks that are recomputed and the results that are kept: ``EveryBlock(k)``, all blocks by
+            default, ``SelectiveOps()``, or ``MemoryBudget(gib)``.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Returns:
-        Qualified name of each block that is now checkpointed → how to undo it. If some were before, these names, and
-        nothing is done. Where a model's cache was switched off, that setting's name too.
+        Qualified name of each block that is now checkpointed → how to undo it. If some were checkpointed before,
+        their names, and nothing is done. If a model's cache was disabled, the name of that setting too.
 
     Raises:
-        TypeError: ``policy`` is no policy.
-        ValueError: no blocks found.
+        TypeError: ``policy`` is not a checkpoint policy.
+        ValueError: no blocks were found.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4)])
@@ -190,8 +190,8 @@ def checkpoint_activations_(
         ['0', '2']
 
     Source:
-        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; on
-        ``torch.utils.checkpoint``, which keeps torch's random state but neither Python's, NumPy's nor buffers.
+        Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", https://arxiv.org/abs/1604.06174; uses
+        ``torch.utils.checkpoint``, which restores torch's random state but neither Python's, NumPy's nor buffers.
     """
     policy = _check_policy(policy)
     found = find_blocks(model, blocks)
@@ -209,7 +209,7 @@ def _check_policy(policy: CheckpointPolicy | None) -> CheckpointPolicy:
         way_out = (
             f"Use EveryBlock({policy})" if isinstance(policy, int) else "Use EveryBlock, SelectiveOps or MemoryBudget"
         )
-        raise TypeError(explain(f"policy={policy!r}", "this is no policy of activation checkpointing", way_out))
+        raise TypeError(explain(f"policy={policy!r}", "expected a checkpoint policy", way_out))
     return policy or EveryBlock()
 
 
@@ -218,27 +218,27 @@ def _do_nothing() -> None:
 
 
 def _without_cache(model: nn.Module, undos: dict[str, Undo]) -> None:
-    """A key-value cache filled in the forward would be filled again by the recomputation."""
+    """Disable a key-value cache, which the recomputation would fill again."""
     for name, module in model.named_modules():
         config = getattr(module, "config", None)
         if getattr(config, "use_cache", False) is True:
-            # Modules share configs: the next one with this config finds False, so it is restored just once.
+            # Modules share configs: the next one with this config finds False, so it is restored only once.
             undos[f"{name}.config.use_cache"] = patch(config, "use_cache", False)
-            note_once("checkpoint_activations_: use_cache=False in the model's config while its blocks are recomputed")
+            note_once("checkpoint_activations_: use_cache=False in the model's config while blocks are checkpointed")
 
 
 class ActivationCheckpointing(Technique):
-    """Recompute the activations of the model's blocks in the backward pass.
+    """Recompute the activations of the model's blocks in the backward.
 
-    Acts right after ``configure_model``, before adapters' optimizer and compilation; undone at teardown.
+    Acts right after ``configure_model``, before compilation and before adapters' optimizer; undone at teardown.
 
     Args:
-        policy: which blocks are recomputed and what of them is kept; see
+        policy: the blocks that are recomputed and the results that are kept; see
             :func:`~lightning_fasttrain.checkpoint_activations_`.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
-        TypeError: ``policy`` is no policy.
+        TypeError: ``policy`` is not a checkpoint policy.
 
     Example:
         >>> everything, half, lean = ActivationCheckpointing(), ActivationCheckpointing(EveryBlock(2)), SelectiveOps()
@@ -248,8 +248,8 @@ class ActivationCheckpointing(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.CHECKPOINT
-    effect: ClassVar[str] = "recomputes all blocks, every k-th, what is cheap, or just what a limit in GiB asks"
-    when: ClassVar[str] = "activations do not fit, and a step may take a third longer; try MicroBatching first"
+    effect: ClassVar[str] = "recomputes all blocks, every k-th, cheap operations, or as much as a limit in GiB requires"
+    when: ClassVar[str] = "activations do not fit, and a step may take a third more time; try MicroBatching first"
     in_a_loop: ClassVar[str] = "checkpoint_activations_(model)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (
         Setting("recompute", "selective", {"policy": SelectiveOps()}, cost=1.08),
@@ -279,14 +279,14 @@ class ActivationCheckpointing(Technique):
 
     def predict(self, step: PredictedStep) -> "ActivationCheckpointing":
         if self.policy.measures:
-            why = "it measures the first steps to choose what to recompute, and keeps to its budget in any case"
+            why = "it measures the first steps to choose what to recompute, and stays within its budget"
             way_out = "Predict with EveryBlock() or SelectiveOps()"
             raise ValueError(explain(f"ActivationCheckpointing({self.policy})", why, way_out))
         return self
 
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, CheckpointedForward)
-        how = "recomputed" if isinstance(self.policy, EveryBlock) else f"recomputed as {self.policy} says"
+        how = "recomputed" if isinstance(self.policy, EveryBlock) else f"recomputed by {self.policy}"
         return f"{blocks} {how}" if blocks else ""
 
     def outcome(self, model: nn.Module) -> str:
@@ -300,5 +300,5 @@ class ActivationCheckpointing(Technique):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the batch is there, and nothing has been computed with it."""
+        """Hook: the batch exists, and nothing has been computed from it."""
         self.policy.see(batch)

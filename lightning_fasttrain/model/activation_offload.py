@@ -36,33 +36,34 @@ def offload_activations(
     in_flight_mib: float = 1024.0,
     folder: str | os.PathLike[str] | None = None,
 ) -> AbstractContextManager[None]:
-    """Inside this context, what autograd saves for the backward goes to pinned host memory; for any code.
+    """Offload tensors that autograd saves in this context to pinned host memory; for any code.
 
-    Copies run beside the computation: to the host while the forward goes on, and back, in the reverse of the order
-    of saving, ahead of the backward. A storage that is saved several times, also through different views, travels
-    once. The values are the same, bit for bit; a saved tensor that is changed in place before the backward is an
-    error, as it is without hooks. What is still on its way when the backward wants it is used where it lies.
+    Copies run beside the computation: to the host during the forward, and back, in the reverse order of saving, ahead
+    of the backward. A storage that is saved several times, also through different views, is copied once. Values are
+    bitwise the same; changing a saved tensor in place before the backward is an error, as it is without hooks. A
+    storage whose copy is still running when the backward needs it is used from the device.
 
-    The host memory is torch's own cache of pinned memory, which serves the next step too, and rounds each size up to
-    a power of two. On the CPU nothing is moved, for there it is in host memory already, unless ``folder`` is given.
-    Sparse, quantised and nested tensors and tensor subclasses stay.
+    Host memory comes from torch's cache of pinned memory, which later steps reuse, and which rounds each size up to a
+    power of two. On the CPU nothing is moved, since tensors are in host memory already, unless ``folder`` is given.
+    Sparse, quantized and nested tensors and tensor subclasses are not moved.
 
     Args:
-        model: its parameters and buffers stay where they are, and views of them. So do the copies that autocast
-            makes of trained parameters; of frozen ones, and in compiled code, they look like any activation.
-        min_mib: storages below this size, in MiB, stay too. Of a small one the launch costs more than the copy.
-        in_flight_mib: how much may be on its way at once, in MiB, in each direction, or else one storage. More
-            smooths the traffic, and takes that much memory on the device.
+        model: the model whose parameters and buffers, and views of them, are not moved. Neither are the copies that
+            autocast makes of trained parameters; those of frozen ones, and those in compiled code, are treated as
+            activations.
+        min_mib: smaller storages, in MiB, are not moved, since launching a small copy takes longer than copying.
+        in_flight_mib: maximum size of running copies in MiB, in each direction, or one storage if it is larger. A
+            larger value smooths the traffic, and takes that much device memory.
         folder: spill to files in a private folder inside this existing one, for machines short of host memory. The
-            computation waits for the disk. A folder that is itself in memory, such as ``/dev/shm``, saves nothing.
+            computation waits for the disk. A folder in memory, such as ``/dev/shm``, saves nothing.
 
     Returns:
-        A context manager to run the forward in; the backward may come later.
+        A context manager for the forward; the backward may run later.
 
     Raises:
-        TypeError, ValueError: a size that is no number of at least 0; no such folder.
+        TypeError, ValueError: a size is not a number of at least 0, or the folder does not exist.
         RuntimeError: in the backward, if a saved tensor was changed in place.
-        OSError: the disk is full, or the files were tampered with.
+        OSError: the disk is full, or the files were changed.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
@@ -71,27 +72,27 @@ def offload_activations(
         >>> loss.backward()
 
     Source:
-        The saved-tensor hooks of ``torch.autograd.graph.save_on_cpu``, which copies every tensor, parameters too,
-        on the computing stream. Two streams, as torchtune's activation offloading has; the rest is ours.
+        The saved-tensor hooks of ``torch.autograd.graph.save_on_cpu``, which copies every tensor, including
+        parameters, on the computing stream. Two streams as in torchtune's activation offloading; the rest is ours.
     """
     return _Offload(min_mib, in_flight_mib, folder).watch_forward(model)
 
 
 class _Offload:
-    """Decides what moves, in which order, and how much at once."""
+    """Decides which storages move, in which order, and how many at once."""
 
     def __init__(self, min_mib: float, in_flight_mib: float, folder: str | os.PathLike[str] | None) -> None:
         self.settings = min_mib, in_flight_mib, folder
-        self.min_bytes = max(1, _bytes("min_mib", min_mib))  # nothing is gained by moving empty storages
+        self.min_bytes = max(1, _bytes("min_mib", min_mib))  # moving empty storages gains nothing
         self.in_flight_bytes = _bytes("in_flight_mib", in_flight_mib)
         self.folder = folder
         if folder is not None and not Path(folder).is_dir():
-            raise ValueError(explain(f"folder={str(folder)!r}", "there is no such folder", "Make it first"))
+            raise ValueError(explain(f"folder={str(folder)!r}", "the folder does not exist", "Create it first"))
         self.spill: SpillFolder | None = None
-        self.largest_left = 0  # bytes, of what stayed for its size
+        self.largest_left = 0  # bytes of the largest tensor below min_mib
         self.moved = self.cannot_pin = self.told = False
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
-        # A copy keeps a weak reference to its storage, so that no other gets the same address while it is listed.
+        # A copy keeps a weak reference to its storage, so that its address is not reused while it is listed.
         self._stored: weakref.WeakValueDictionary[tuple[Any, ...], StoredBytes] = weakref.WeakValueDictionary()
         self._leaving: list[weakref.ref[PinnedCopy]] = []
         self._order: list[weakref.ref[_Saved]] = []
@@ -101,12 +102,12 @@ class _Offload:
         return _Offload, self.settings
 
     def watch_forward(self, module: nn.Module) -> AbstractContextManager[None]:
-        """The context for a forward of ``module``."""
-        # Other classes of tensors, such as DTensor, may have no storage to ask for, and never move.
+        """Return the context for a forward of ``module``."""
+        # Other classes of tensors, such as DTensor, may have no accessible storage, and are never moved.
         tensors = [t for t in (*module.parameters(), *module.buffers()) if type(t) in (Tensor, nn.Parameter)]
         devices = {tensor.device.type for tensor in tensors}
         if self.folder is None and devices and "cuda" not in devices:
-            where = "cpu: that is host memory already" if devices == {"cpu"} else f"{', '.join(sorted(devices))}"
+            where = "cpu, which is host memory already" if devices == {"cpu"} else f"{', '.join(sorted(devices))}"
             note_once(f"activation offload does nothing on the {where}; with folder= activations are spilled to disk")
             return nullcontext()
         kept = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -127,7 +128,7 @@ class _Offload:
             self.spill.close()
 
     def _pack(self, kept: set[int], tensor: Tensor) -> "_Saved":
-        # Not copied before two more are saved: rrelu saves its noise, and its input, before it draws the noise.
+        # Copied only after two more are saved: rrelu saves its noise and its input before it draws the noise.
         if len(self._waiting) == 2:
             self._move(*self._waiting.pop(0))
         saved = _Saved(tensor)
@@ -139,14 +140,14 @@ class _Offload:
         stored = self._store(tensor, source)
         if stored is None:
             return
-        # What an earlier backward is done with, or the list would grow with every step.
+        # Drop entries of finished backwards, otherwise the list grows with every step.
         while self._order and self._order[-1]() is None:
             self._order.pop()
         saved.move(tensor, source, stored, len(self._order))
         self._order.append(weakref.ref(saved))
 
     def _unpack(self, saved: "_Saved") -> Tensor:
-        if not self.told:  # the first backward: a whole forward has been seen
+        if not self.told:  # the first backward: a complete forward has been seen
             self.told = True
             self._tell_if_idle()
         tensor = saved.unpack()
@@ -156,8 +157,8 @@ class _Offload:
 
     def _tell_if_idle(self) -> None:
         if self.largest_left and not self.moved:
-            largest = f"the largest tensor that was saved has {self.largest_left / 2**20:.3g} MiB"
-            note_once(f"activation offload: nothing was moved; {largest}, which is below min_mib={self.settings[0]}")
+            largest = f"the largest saved tensor has {self.largest_left / 2**20:.3g} MiB"
+            note_once(f"activation offload: nothing was moved: {largest}, below min_mib={self.settings[0]}")
 
     def _moves(self, tensor: Tensor, kept: set[int]) -> bool:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided or isinstance(tensor._base, nn.Parameter):
@@ -173,13 +174,13 @@ class _Offload:
         return self.folder is not None or tensor.device.type == "cuda"
 
     def _store(self, tensor: Tensor, source: Tensor) -> StoredBytes | None:
-        """The bytes of the storage of ``source``, which is ``tensor`` or a copy of it; once for all that share them."""
+        """Store the bytes of the storage of ``source``, which is ``tensor`` or a copy; once for all that share them."""
         storage = tensor.untyped_storage()
         part = None if source is tensor else (tensor.storage_offset(), tensor.size(), tensor.stride())
-        key = storage._cdata, tensor._version, part  # written to since, it has other bytes
+        key = storage._cdata, tensor._version, part  # a later version has other bytes
         stored = self._stored.get(key)
         if stored is None:
-            # All bytes of the storage, whatever part of it the tensor is.
+            # All bytes of the storage, even if the tensor is only a part of it.
             whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(source.untyped_storage())
             stored = self._to_disk(whole) if self.folder is not None else self._to_host(whole)
             if stored is None:
@@ -205,29 +206,29 @@ class _Offload:
         except RuntimeError as error:
             self.cannot_pin = True
             why = str(error).partition("\n")[0].rstrip(".")
-            warn(explain("activations stay on the device from here on", why, "Raise min_mib, or spill to a folder="))
+            warn(explain("activations stay on the device from now on", why, "Raise min_mib, or spill to a folder="))
             return None
         stored = PinnedCopy(source, host, *self._streams[source.device])
         leaving = [one for ref in self._leaving if (one := ref()) is not None]
         while sum(one.nbytes for one in leaving) > self.in_flight_bytes:
-            leaving.pop(0).leave()  # the oldest, whose copy is the furthest
+            leaving.pop(0).leave()  # the oldest, whose copy has progressed furthest
         self._leaving = [weakref.ref(one) for one in (*leaving, stored)]
         return stored
 
     def _fetch_ahead(self, index: int) -> None:
-        """Start the way back of those that were saved before this one: the backward needs them next."""
+        """Start copying back the storages saved before this one, which the backward needs next."""
         ahead = 0
         for i in reversed(range(index)):
             saved = self._order[i]()
             if saved is not None and isinstance(saved.stored, PinnedCopy):
                 saved.stored.fetch()
                 ahead += saved.stored.nbytes
-                if ahead >= self.in_flight_bytes:  # asked after the fetch, so that one always is on its way
+                if ahead >= self.in_flight_bytes:  # checked after the fetch, so that at least one copy is running
                     return
 
 
 def is_copy_of_parameter(tensor: Tensor) -> bool:
-    """Whether it is a trained parameter in another dtype, or a view of that: what autocast computes with.
+    """Whether the tensor is a trained parameter cast to another dtype by autocast, or a view of that.
 
     Example:
         >>> linear = nn.Linear(2, 2)
@@ -235,17 +236,17 @@ def is_copy_of_parameter(tensor: Tensor) -> bool:
         (True, False)
     """
     whole = tensor if tensor._base is None else tensor._base
-    if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":  # what ``Tensor.to`` leaves
+    if whole.grad_fn is None or whole.grad_fn.name() != "ToCopyBackward0":  # the node of ``Tensor.to``
         return False
     source = whole.grad_fn.next_functions[0][0]
     return isinstance(getattr(source, "variable", None), nn.Parameter)
 
 
 def _own_part(tensor: Tensor) -> Tensor:
-    """``tensor``; or a copy, if it is a part of its storage and no view that autograd knows.
+    """Return ``tensor``, or a copy if it is a part of its storage but not a view known to autograd.
 
-    Such parts, as ``unsafe_chunk`` makes them in an LSTM, are written to one by one, and the version of each tells of
-    its own writes alone. So the storage of one, saved whole, would hold what its neighbours were before.
+    Such tensors, as created by ``unsafe_chunk`` in an LSTM, are written one by one, and each version counter counts
+    only its own writes. A saved storage would therefore hold outdated values of the neighboring tensors.
     """
     if tensor._base is not None:
         return tensor
@@ -255,7 +256,7 @@ def _own_part(tensor: Tensor) -> Tensor:
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
-    """The tensor before it was expanded: its dimensions of stride 0 have one element."""
+    """Return the tensor before it was expanded: its dimensions of stride 0 get one element."""
     sizes = list(tensor.size())
     for axis, stride in enumerate(tensor.stride()):
         if stride == 0:
@@ -264,46 +265,46 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 class _Saved:
-    """One saved tensor: which bytes of a storage it is, and how often it had been written to."""
+    """One saved tensor: its bytes in a storage, and its version."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.stored: StoredBytes | None = None
         self.version, self.index = tensor._version, 0
-        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # with its history it would hold itself
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()  # otherwise it references itself through its graph
 
     def move(self, tensor: Tensor, source: Tensor, stored: StoredBytes, index: int) -> None:
-        """Keep the bytes of ``source``, which is ``tensor`` or a copy of it, in the place of the tensor itself."""
+        """Replace the tensor's memory by the stored bytes of ``source``, which is ``tensor`` or a copy of it."""
         self.stored, self.index = stored, index
         self.view = source.storage_offset(), source.size(), source.stride()
         self.layout = None if source is tensor else (tensor.size(), tensor.stride())
         self.tensor = tensor.detach()
-        self.tensor.data = tensor.new_empty(0)  # no memory, but still the version counter of the original
+        self.tensor.data = tensor.new_empty(0)  # no memory, but it keeps the version counter of the original
 
     def unpack(self) -> Tensor:
         if self.tensor._version != self.version:
-            what = f"a tensor saved at version {self.version} is at version {self.tensor._version}"
+            what = f"expected a saved tensor at version {self.version}, got version {self.tensor._version}"
             why = "one of the variables needed for gradient computation has been modified by an inplace operation"
-            raise RuntimeError(explain(what, why, "Let that operation make a new tensor: x = x + 1 instead of x += 1"))
+            raise RuntimeError(explain(what, why, "Use an out-of-place operation: x = x + 1 instead of x += 1"))
         if self.stored is None:
             return self.tensor
         found = self.tensor.new_empty(0).set_(self.stored.bytes().untyped_storage(), *self.view)
         if self.layout is None:
             return found
-        size, stride = self.layout  # compiled code counts on them, and other kernels round in another way
+        size, stride = self.layout  # compiled code relies on them, and other kernels round differently
         found = torch.empty_strided(found.size(), stride, dtype=found.dtype, device=found.device).copy_(found)
         return found.as_strided(size, stride)
 
 
 def _bytes(name: str, mib: float) -> int:
     if not isinstance(mib, int | float) or isinstance(mib, bool):
-        raise TypeError(explain(f"{name}={mib!r}", "it is a size in MiB", f"Use a number: {name}=1.0"))
+        raise TypeError(explain(f"{name}={mib!r}", "expected a size in MiB", f"Use a number, for example {name}=1.0"))
     if not 0 <= mib < math.inf:
-        raise ValueError(explain(f"{name}={mib}", "it is a size in MiB, at least 0", f"Use {name}=0 or more"))
+        raise ValueError(explain(f"{name}={mib}", "expected a size in MiB of at least 0", f"Use {name}=0 or more"))
     return int(mib * 2**20)
 
 
 class OffloadedForward(WrappedForward):
-    """A forward whose saved tensors wait elsewhere for the backward."""
+    """A forward whose saved tensors are offloaded until the backward."""
 
     def __init__(self, module: nn.Module, offload: _Offload) -> None:
         super().__init__(module)
@@ -318,24 +319,24 @@ class OffloadedForward(WrappedForward):
             return self.inner(*args, **kwargs)
 
 
-@torch.compiler.assume_constant_result  # so the compiler runs it instead of tracing it
+@torch.compiler.assume_constant_result  # so that the compiler runs it instead of tracing it
 def _say_compiled() -> bool:
-    note_once("ActivationOffload: a compiled graph keeps what it saves; compile the blocks, by CompileBlocks, instead")
+    note_once("ActivationOffload: a compiled graph keeps its saved tensors. Compile the blocks with CompileBlocks")
     return True
 
 
 class ActivationOffload(Technique):
-    """Move what the model's blocks save for the backward to pinned host memory, and back in time.
+    """Move activations that the model's blocks save for the backward to pinned host memory, and back in time.
 
-    Acts right after ``configure_model`` and after compilation, because the hooks must lie outside of compiled and of
-    checkpointed blocks: of the former, what the graph saves then passes through them; of the latter, the inputs.
-    What is saved outside of the blocks stays. Undone at teardown.
+    Acts right after ``configure_model`` and after compilation, because the hooks must lie outside of compiled and
+    checkpointed blocks: for compiled ones they receive tensors that the graph saves; for checkpointed ones, the inputs.
+    Tensors saved outside of the blocks are not moved. Undone at teardown.
 
     Args:
         min_mib: as for :func:`~lightning_fasttrain.offload_activations`.
-        in_flight_mib: likewise.
-        folder: likewise.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        in_flight_mib: as for :func:`~lightning_fasttrain.offload_activations`.
+        folder: as for :func:`~lightning_fasttrain.offload_activations`.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
 
     Raises:
         TypeError, ValueError: as for :func:`~lightning_fasttrain.offload_activations`.
@@ -348,7 +349,7 @@ class ActivationOffload(Technique):
     """
 
     surgery: ClassVar[Surgery | None] = Surgery.OFFLOAD
-    effect: ClassVar[str] = "saved activations wait in host memory, or on disk"
+    effect: ClassVar[str] = "saved activations are kept in host memory, or on disk"
     when: ClassVar[str] = (
         "activations of long sequences do not fit, and recomputing them would cost more than moving them; not on a CPU"
     )
@@ -366,18 +367,18 @@ class ActivationOffload(Technique):
     ) -> None:
         self.settings = min_mib, in_flight_mib, folder
         self.blocks = blocks
-        _Offload(*self.settings)  # complains now rather than in the first forward
+        _Offload(*self.settings)  # raises now rather than in the first forward
 
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
-            return "what waits in host memory would wait where it is"
+            return "activations on a CPU are in host memory already"
         if facts.blocks == 0:
             return NO_BLOCKS
         return None
 
     def predict(self, step: PredictedStep) -> None:
-        step.leave_out(self, "what waits in host memory is counted as if it stayed, so this is an upper bound")
+        step.leave_out(self, "offloaded activations are counted as if they stayed, so this is an upper bound")
 
     def apply(self, model: nn.Module) -> Undo:
         offload = _Offload(*self.settings)
@@ -394,7 +395,7 @@ class ActivationOffload(Technique):
     def took_hold(self, model: nn.Module) -> str:
         blocks = count_wrapped(model, OffloadedForward)
         where = "host memory" if self.settings[2] is None else "files"
-        return f"what {blocks} save waits in {where}" if blocks else ""
+        return f"activations of {blocks} are kept in {where}" if blocks else ""
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, OffloadedForward)

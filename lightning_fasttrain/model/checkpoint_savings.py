@@ -1,4 +1,4 @@
-"""What recomputation keeps between forward and backward, counted against what plain blocks would keep."""
+"""Compare the bytes that recomputed blocks keep between forward and backward with those of plain blocks."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -14,17 +14,17 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain.core.messages import explain, note_once, warn
 
-_WORTH_A_WARNING = 2**20  # bytes; with less in all blocks, memory is no concern
+_WORTH_A_WARNING = 2**20  # bytes; with less in all blocks, memory does not matter
 
 
 class CheckpointSavings:
-    """Counts in the first pass of a training, and warns if nothing is saved; then it is done.
+    """Counts in the first pass of a training, and warns if no memory is saved.
 
-    Recomputed blocks hold their inputs and what a policy keeps, and one of them at a time holds all that it saves. For
-    blocks with little in them, as the single layers of an MLP, that is as much as all blocks save plainly, or more.
+    Recomputed blocks hold their inputs and the results that a policy keeps, and one of them at a time holds all that it
+    saves. For small blocks, such as the single layers of an MLP, that is as much as all plain blocks save, or more.
 
     Args:
-        policy: how the warning calls it.
+        policy: name of the policy in the warning.
     """
 
     def __init__(self, policy: str) -> None:
@@ -35,7 +35,7 @@ class CheckpointSavings:
         self._calls: list[_Storages] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CheckpointSavings":
-        # A copy of the model counts for itself, from the beginning.
+        # A copy of the model starts a separate count.
         return CheckpointSavings(self.policy)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -43,14 +43,14 @@ class CheckpointSavings:
 
     @contextmanager
     def of_call(self, block: nn.Module, inputs: Iterable[Any], keeps: Callable[..., Keep] | None) -> Iterator[None]:
-        """Count one forward, inside of the hooks by which the checkpoint drops what is saved."""
-        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # the checkpoint's own
+        """Count one forward, inside of the hooks with which the checkpoint drops saved tensors."""
+        outer = torch._C._autograd._top_saved_tensors_default_hooks(False)  # those of the checkpoint
         if outer is None:
             yield
             return
         call = _Storages()
         self._calls.append(call)
-        # Weights are there with and without recomputation.
+        # Weights exist with and without recomputation.
         fixed = _Storages()
         for tensor in (*block.parameters(), *block.buffers()):
             fixed.add(tensor)
@@ -61,7 +61,7 @@ class CheckpointSavings:
             if not fixed.has(tensor):
                 call.add(tensor)
                 self._plain.add(tensor)
-            return outer[0](tensor)  # torch asks the innermost hooks alone
+            return outer[0](tensor)  # torch calls only the innermost hooks
 
         with ExitStack() as stack:
             stack.enter_context(saved_tensors_hooks(pack, outer[1]))
@@ -70,11 +70,11 @@ class CheckpointSavings:
             yield
 
     def tell(self) -> None:
-        """The forward is over: compare, once."""
+        """Compare once, at the end of the forward."""
         if not self.counting:
             return
         self.counting = False
-        # Blocks are recomputed one after the other, so just one of them is whole at a time.
+        # Blocks are recomputed one after the other, so only one of them is complete at a time.
         largest = max((call.nbytes(without=self._kept) for call in self._calls), default=0)
         plain, recomputed = self._plain.nbytes(), self._kept.nbytes() + largest
         calls = len(self._calls)
@@ -85,15 +85,15 @@ class CheckpointSavings:
             tell(
                 explain(
                     f"ActivationCheckpointing({self.policy}) saves no memory in this model",
-                    f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, with what one of them recomputes, "
-                    f"where plain ones keep {plain / 2**20:.3g} MiB",
-                    "Leave it out, or name larger blocks with blocks=",
+                    f"{calls} calls of blocks keep {recomputed / 2**20:.3g} MiB, including one recomputed block, "
+                    f"while plain blocks keep {plain / 2**20:.3g} MiB",
+                    "Remove it, or select larger blocks with blocks=",
                 )
             )
 
 
 class _Storages:
-    """A set of storages. Weakly: they may go, while their identity stays theirs."""
+    """A set of storages, held weakly: they may be freed, but their identities are not reused."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -117,12 +117,12 @@ def _storage_of(thing: object) -> torch.UntypedStorage | None:
         return None
     try:
         return thing.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # a subclass that wraps others
+    except (NotImplementedError, RuntimeError):  # a subclass that wraps other tensors
         return None
 
 
 class _KeptResults(TorchDispatchMode):
-    """Notes the results that a policy keeps."""
+    """Records the results that a policy keeps."""
 
     def __init__(self, keeps: Callable[..., Keep], kept: _Storages) -> None:
         super().__init__()

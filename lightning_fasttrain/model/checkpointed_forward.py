@@ -1,4 +1,4 @@
-"""A block's forward that is run again in the backward pass, as it was."""
+"""A block's forward that is recomputed identically in the backward."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,12 +16,12 @@ from lightning_fasttrain.model.checkpoint_savings import CheckpointSavings
 
 
 class CheckpointedForward(RecomputedForward):
-    """A forward whose activations are recomputed in the backward pass.
+    """A forward whose activations are recomputed in the backward.
 
     Args:
         module: the block.
-        keeps: says of each operation in it whether its result is kept; None for nothing at all.
-        savings: what counts the bytes of the first pass; None for nothing.
+        keeps: decides for each operation whether its result is kept; None keeps nothing.
+        savings: counts the bytes of the first pass; None does not count.
     """
 
     def __init__(
@@ -38,15 +38,15 @@ class CheckpointedForward(RecomputedForward):
         if not torch.is_grad_enabled():
             return self.inner(*args, **kwargs)
         self.ran = True
-        if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalises buffers itself
+        if torch.compiler.is_compiling():  # the compiler traces the recomputation, and functionalizes buffers itself
             if self.keeps is None:
                 return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
             contexts = partial(create_selective_checkpoint_contexts, self.keeps)
             return checkpoint(self.inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         if recomputed_outside.get():
             return self.inner(*args, **kwargs)
-        # By position and flat: of other tensors, torch neither finds the device, whose random state is to be put back,
-        # nor lets hooks on saved tensors see them.
+        # By position and flat: for nested tensors torch neither finds the device, whose random state must be restored,
+        # nor do hooks on saved tensors see them.
         leaves, structure = tree_flatten((args, kwargs))
 
         def run(*leaves: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A linear layer whose three matrix products, of the forward and the backward, are of numbers in 8 bits."""
+"""A linear layer whose three matrix products, in forward and backward, use 8-bit values."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,13 @@ from lightning_fasttrain.core.modules.first_derivatives import refuse_second_der
 
 @dataclass(frozen=True)
 class Format:
-    """Numbers in 8 bits, and what the units that multiply them ask for.
+    """An 8-bit format, and the requirements of the tensor cores that multiply it.
 
     Args:
-        dtype: of the rounded numbers.
-        top: the largest that a row is scaled to.
+        dtype: dtype of the rounded values.
+        top: maximum to which a row is scaled.
         multiple: both sizes of a layer must be multiples of it.
-        capability: CUDA's compute capability from which on there are such units.
+        capability: minimum CUDA compute capability with such tensor cores.
     """
 
     dtype: torch.dtype
@@ -31,21 +31,21 @@ FORMATS = {
     "float8": Format(torch.float8_e4m3fn, 448.0, 16, (8, 9)),
     "int8": Format(torch.int8, 127.0, 8, (7, 5)),
 }
-_FEWEST_ROWS = 17  # of the first factor that CUDA's int8 product takes
-_LONGEST = 2**17  # numbers in a row: 127² times as many are below 2³¹, which a sum of int32 must be
+_FEWEST_ROWS = 17  # minimum rows of the first factor in CUDA's int8 product
+_LONGEST = 2**17  # values in a row: 127² times as many are below 2³¹, the limit of an int32 sum
 
 
 def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """Scale each row so that its largest number is the format's largest, and round: ``matrix ≈ rounded · scale``.
+    """Scale each row so that its maximum is the format's maximum, and round: ``matrix ≈ rounded · scale``.
 
-    What is not finite makes its row's scale so, and with it the products: nothing is hidden from a loss scaler.
+    Non-finite values make their row's scale non-finite, and so the products: a loss scaler still sees them.
 
     Args:
-        matrix: [m, n], in any floating-point type.
+        matrix: [m, n], of any floating-point dtype.
         kind: ``"float8"`` or ``"int8"``.
 
     Returns:
-        The rounded numbers [m, n], row after row in memory, and scales [m, 1] in float32.
+        The rounded values [m, n], row-major, and scales [m, 1] in float32.
 
     Example:
         >>> rounded, scale = round_rows(torch.tensor([[1.27, -0.5], [0.0, 0.0]]), "int8")
@@ -54,7 +54,7 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """
     form = FORMATS[kind]
     largest = matrix.abs().amax(1, keepdim=True).float()
-    # A row of zeros has a scale too, or it would be divided by zero.
+    # A row of zeros gets a nonzero scale, to avoid a division by zero.
     scale = (largest / form.top).clamp(min=torch.finfo(torch.float32).tiny)
     scaled = matrix / scale
     if not form.dtype.is_floating_point:
@@ -63,7 +63,7 @@ def round_rows(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
-    """first · secondᵀ, of both factors rounded row by row to 8 bits; sums are in int32 or float32.
+    """Compute first · secondᵀ with both factors rounded row by row to 8 bits, accumulating in int32 or float32.
 
     Args:
         first: [m, n].
@@ -77,7 +77,7 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
     if length > _LONGEST:
         start = multiply_rows(first[:, :_LONGEST], second[:, :_LONGEST], kind)
         return start + multiply_rows(first[:, _LONGEST:], second[:, _LONGEST:], kind)
-    if length % 16:  # tokens, in the product that is the weight's gradient; zeros add nothing
+    if length % 16:  # tokens, in the product for the weight's gradient; zeros add nothing
         first, second = F.pad(first, (0, -length % 16)), F.pad(second, (0, -length % 16))
     left, left_scale = round_rows(first, kind)
     right, right_scale = round_rows(second, kind)
@@ -85,19 +85,19 @@ def multiply_rows(first: Tensor, second: Tensor, kind: str) -> Tensor:
         missing = max(0, _FEWEST_ROWS - len(left))
         if missing:
             left = F.pad(left, (0, 0, 0, missing))
-        # ``right`` lies row after row, so ``right.t()`` column after column, as the units want their second factor.
+        # ``right`` is row-major, so ``right.t()`` is column-major, as tensor cores require for the second factor.
         product = torch._int_mm(left, right.t())[: len(first)]
     else:
-        # With one scale for all, the sums are exact to float32 and kept in it, on every device that has the units;
-        # torch's product with a scale for each row is slow with exact sums, and gives bfloat16 on some of them.
+        # With one scale for all, sums are accumulated and kept in float32 on all supported devices; torch's product
+        # with a scale per row is slow with exact sums, and returns bfloat16 on some of them.
         one = torch.ones((), dtype=torch.float32, device=first.device)
-        with torch.autocast(first.device.type, enabled=False):  # which would reach into what a CPU does instead
+        with torch.autocast(first.device.type, enabled=False):  # which would change the CPU's emulation
             product = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.float32)
     return product * left_scale * right_scale.t()
 
 
 class _Products(torch.autograd.Function):
-    """input · weightᵀ and both gradients of it, each product of rows that are rounded along what is summed."""
+    """input · weightᵀ and both gradients of it, each a product of rows rounded along the summed dimension."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, kind: str) -> Tensor:
@@ -107,24 +107,24 @@ class _Products(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        way_out = "Take LowPrecisionProducts off for this"
+        way_out = "Remove LowPrecisionProducts for this"
         refuse_second_derivative("a product in 8 bits", way_out)  # rounding has no derivative
         input, weight = ctx.saved_tensors
         of_input = of_weight = None
         if ctx.needs_input_grad[0]:
-            # [m, k] · [k, n]; transposed, as the second factor is given by rows along what is summed.
+            # [m, k] · [k, n]; transposed, as the second factor has rows along the summed dimension.
             of_input = multiply_rows(gradient, weight.t(), ctx.kind).to(input.dtype)
         if ctx.needs_input_grad[1]:
-            # [k, m] · [m, n]: what is summed are tokens.
+            # [k, m] · [m, n]: summed over tokens.
             of_weight = multiply_rows(gradient.t(), input.t(), ctx.kind).to(weight.dtype)
         return of_input, of_weight, None
 
 
 def linear_in_8_bits(input: Tensor, weight: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """``F.linear``, its products and those of its backward in 8 bits.
+    """Compute ``F.linear`` with its products, also those of its backward, in 8 bits.
 
-    Under autocast the input is cast as for ``F.linear``, so that no more is kept for the backward; the weight is
-    rounded as it is, and its gradient comes in its own type.
+    Under autocast the input is cast as for ``F.linear``, so that no more memory is kept for the backward; the weight is
+    rounded directly, and its gradient has its dtype.
 
     Args:
         input: [..., n].
@@ -133,7 +133,7 @@ def linear_in_8_bits(input: Tensor, weight: Tensor, bias: Tensor | None, kind: s
         kind: ``"float8"`` or ``"int8"``.
 
     Returns:
-        [..., k] in the type that ``F.linear`` would give.
+        [..., k] in the dtype of ``F.linear``.
 
     Example:
         >>> input, weight = torch.randn(3, 32), torch.randn(16, 32)
@@ -143,7 +143,7 @@ def linear_in_8_bits(input: Tensor, weight: Tensor, bias: Tensor | None, kind: s
 
     Source:
         Rows scaled for each product as in torchao's float8 recipe "rowwise" and its int8 mixed-precision training,
-        https://github.com/pytorch/ao; gradients too are e4m3, with 3 bits of mantissa, since rows have scales.
+        https://github.com/pytorch/ao; gradients are e4m3 too, with 3 bits of mantissa, since rows have scales.
     """
     device = input.device.type
     if torch.is_autocast_enabled(device):

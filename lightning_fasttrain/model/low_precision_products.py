@@ -1,4 +1,4 @@
-"""The matrix products of linear layers in 8 bits during training; weights, gradients and optimizer as they are."""
+"""Matrix products of linear layers in 8 bits during training; weights, gradients and optimizer are unchanged."""
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -23,7 +23,7 @@ _TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class EightBitForward(WrappedForward):
-    """A linear layer's forward in 8 bits; an evaluation, in eval mode without gradients, stays in full precision."""
+    """A linear layer's forward in 8 bits; in eval mode without gradients it stays in full precision."""
 
     rounds: ClassVar[bool] = True
 
@@ -33,7 +33,7 @@ class EightBitForward(WrappedForward):
 
     def __call__(self, input: Tensor) -> Tensor:
         evaluates = not self.module.training and not torch.is_grad_enabled()
-        if self.paused or evaluates or input.numel() == 0:  # experts without tokens get none, which have no largest
+        if self.paused or evaluates or input.numel() == 0:  # experts without tokens: no maximum to scale by
             return self.inner(input)
         layer: Any = self.module
         return linear_in_8_bits(input, layer.weight, layer.bias, self.kind)
@@ -41,14 +41,14 @@ class EightBitForward(WrappedForward):
 
 @dataclass(frozen=True)
 class LowPrecisionReport:
-    """What :func:`multiply_in_low_precision_` has done; print it for one line.
+    """Result of :func:`multiply_in_low_precision_`; print it for one line.
 
     Args:
         kind: ``"float8"`` or ``"int8"``.
         layers: qualified names of the layers that now multiply in 8 bits.
-        already: of those that did before.
-        left: name of each other linear layer → why it was left.
-        undo: puts the layers' own forward back.
+        already: qualified names of layers that did before.
+        left: name of each other linear layer → why it was skipped.
+        undo: restores the layers' own forward.
     """
 
     kind: str
@@ -60,48 +60,48 @@ class LowPrecisionReport:
     def __str__(self) -> str:
         parts = [f"{len(self.layers)} linear layers multiply in {self.kind}"]
         if self.already:
-            parts.append(f"{len(self.already)} did before")
+            parts.append(f"{len(self.already)} did already")
         for reason, names in _by_reason(self.left).items():
-            parts.append(f"left: {list_some(names)} ({reason})")
+            parts.append(f"skipped: {list_some(names)} ({reason})")
         return "; ".join(parts)
 
 
 def multiply_in_low_precision_(
     model: nn.Module, kind: str, *, skip: Blocks = (), min_features: int = MIN_FEATURES
 ) -> LowPrecisionReport:
-    """Compute the products of a model's linear layers in 8 bits while it trains: forward, and both gradients.
+    """Compute the products of a model's linear layers in 8 bits during training: forward, and both gradients.
 
-    Of each product both factors are rounded just before, row by row along what is summed, with a scale for each row:
-    to int8, ``scale = max|row| / 127``, or to float8 (e4m3), ``scale = max|row| / 448``. Products are summed in int32
-    or float32 and scaled back. Weights, their gradients and the optimizer keep their precision, ``state_dict`` its
-    keys, and every module its type. Against products in float64, each number of the result Σ aₖ·bₖ is off by at most
+    In each product both factors are rounded row by row along the summed dimension, with a scale per row: to int8,
+    ``scale = max|row| / 127``, or to float8 (e4m3), ``scale = max|row| / 448``. Products are accumulated in int32 or
+    float32 and scaled back. Weights, their gradients and the optimizer keep their precision, ``state_dict`` its keys,
+    and every module its class. The error of each element Σ aₖ·bₖ, compared with float64, is at most
 
         int8:    (max|b| · Σ|aₖ| + max|a| · Σ|bₖ|) / 254 + n · max|a| · max|b| / 254²
-        float8:  (1/8 + 1/256) · Σ|aₖ·bₖ|, and a little more where numbers are below 1/28,000 of their row's largest
+        float8:  (1/8 + 1/256) · Σ|aₖ·bₖ|, and slightly more for values below 1/28,000 of their row's maximum
 
-    beside float32's own rounding. For normally distributed numbers these are 1% and 4% of the result's norm.
+    in addition to float32's own rounding. For normally distributed values these are 1% and 4% of the result's norm.
 
-    Left alone, with a reason in the report: heads, what ``skip`` names, subclasses of ``nn.Linear`` such as quantised
-    layers and those inside ``nn.MultiheadAttention``, layers whose forward somebody has replaced, sizes that the
-    units do not take (multiples of 8 for int8, of 16 for float8), and layers too small to gain: rounding takes time
-    in proportion to rows and columns, the product to both. Under an adapter, the frozen layer multiplies in 8 bits and
-    the adapter in its own precision. Attention's products of activations are in no layer, so not reached either.
+    Skipped, with a reason in the report, are heads, layers matched by ``skip``, subclasses of ``nn.Linear`` such as
+    quantized layers and those inside ``nn.MultiheadAttention``, layers with a replaced forward, sizes that tensor cores
+    do not support (multiples of 8 for int8, of 16 for float8), and layers too small to gain: rounding takes time in
+    proportion to rows and columns, the product to both. Under an adapter, the frozen layer multiplies in 8 bits and the
+    adapter in its own precision. Attention's products of activations do not belong to a layer, and are not changed.
 
     Args:
-        model: any module, wherever its weights are, on the meta device too.
+        model: any module, with weights on any device, including the meta device.
         kind: ``"float8"`` for GPUs of compute capability 8.9 (Ada, Hopper) and later, ``"int8"`` from 7.5 (Turing) on.
-            Both also run on a CPU: int8 on its own units, where it has them, float8 by emulation, without gain.
-        skip: layers to leave: a class, a class name, or a pattern of qualified names as for
-            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. What lies inside of them is left too.
-        min_features: layers with fewer inputs or outputs are left. torchao's filter for this recipe, made on an H100
-            with compiled code, asks for more than 1,024 inputs and 2,048 outputs.
+            Both also run on a CPU: int8 with hardware support, if available, float8 by emulation, without gain.
+        skip: layers to skip: a class, a class name, or a pattern of qualified names as for
+            :func:`~lightning_fasttrain.model.find_blocks`; or several of these. Layers inside of them are skipped too.
+        min_features: layers with fewer inputs or outputs are skipped. torchao's filter for this recipe, measured on an
+            H100 with compiled code, requires more than 1,024 inputs and 2,048 outputs.
 
     Returns:
-        What was changed, what was left and why, and how to undo it. Twice is the same as once.
+        The changed layers, the skipped ones with reasons, and how to undo it. Applying it twice has no further effect.
 
     Raises:
-        ValueError: unknown kind; ``skip`` matches nothing; no layer to change; a device that has no such units.
-        TypeError: ``skip`` holds something else than patterns and classes; ``min_features`` is no whole number.
+        ValueError: unknown kind; ``skip`` matches nothing; no layer to change; a device without such tensor cores.
+        TypeError: ``skip`` contains something other than patterns and classes; ``min_features`` is not an integer.
 
     Example:
         >>> net = nn.Sequential(nn.Linear(1024, 1024), nn.Tanh(), nn.Linear(1024, 5))
@@ -112,8 +112,8 @@ def multiply_in_low_precision_(
 
     Source:
         torchao's float8 recipe "rowwise" and its int8 mixed-precision training, https://github.com/pytorch/ao; Wortsman
-        et al. 2023, "Stable and low-precision training", https://arxiv.org/abs/2304.13013, keep the weight's gradient
-        in 16 bits for int8; here as in torchao it is in 8 bits too.
+        et al. 2023, "Stable and low-precision training", https://arxiv.org/abs/2304.13013, compute the weight's
+        gradient in 16 bits for int8; here, as in torchao, it is in 8 bits too.
     """
     one_of("kind", kind, KINDS)
     positive_int("min_features", min_features)
@@ -133,7 +133,7 @@ def multiply_in_low_precision_(
 def _sort_out(
     model: nn.Module, kind: str, skip: Blocks, min_features: int
 ) -> tuple[dict[str, nn.Linear], list[str], dict[str, str]]:
-    """The linear layers of ``model``: to be changed, changed already, and left, with the reason."""
+    """Return the linear layers of ``model``: to be changed, changed already, and skipped, with the reason."""
     skipped, heads = find_skipped(model, skip), find_heads(model)
     layers: dict[str, nn.Linear] = {}
     already: list[str] = []
@@ -155,17 +155,17 @@ def _sort_out(
 
 
 def _why_unfit(layer: nn.Module, kind: str, min_features: int) -> str:
-    """Empty where nothing speaks against the layer itself."""
+    """Return why the layer itself is unsuitable; empty if it is suitable."""
     weight = layer._parameters.get("weight")
     if type(layer) is not nn.Linear or weight is None:
-        return f"it is a {type(layer).__name__}, not a plain nn.Linear"  # a quantised one, say, has its own product
-    if "forward" in vars(layer):  # ours would pass it by
+        return f"it is a {type(layer).__name__}, not a plain nn.Linear"  # such as a quantized one, with its own product
+    if "forward" in vars(layer):  # ours would bypass it
         return "its forward was replaced"
     if weight.dtype not in _TYPES:
         return f"its weight is in {weight.dtype}"
     multiple, sizes = FORMATS[kind].multiple, (layer.in_features, layer.out_features)
     if any(size % multiple for size in sizes):
-        return f"{kind} takes sizes that are multiples of {multiple}"
+        return f"{kind} needs sizes that are multiples of {multiple}"
     return f"fewer than {min_features} inputs or outputs" if min(sizes) < min_features else ""
 
 
@@ -179,48 +179,48 @@ def _by_reason(left: dict[str, str]) -> dict[str, list[str]]:
 def _nothing_to_change(model: nn.Module, left: dict[str, str]) -> str:
     what = f"no layer of {type(model).__name__} can multiply in 8 bits"
     if not left:
-        return explain(what, "it has no nn.Linear", "Leave LowPrecisionProducts out")
+        return explain(what, "it has no nn.Linear", "Remove LowPrecisionProducts")
     reasons = [f"{list_some(names)} ({reason})" for reason, names in _by_reason(left).items()]
-    return explain(what, f"all are left: {', '.join(reasons)}", "Leave LowPrecisionProducts out")
+    return explain(what, f"all are skipped: {', '.join(reasons)}", "Remove LowPrecisionProducts")
 
 
 def _refuse_device(model: nn.Module, kind: str) -> None:
-    """Refuse a GPU without units for this kind, where it is known already which one it will be."""
+    """Refuse a GPU without tensor cores for this kind, if the device is already known."""
     trainer = trainer_of(model)
     device = trainer.strategy.root_device if trainer is not None else next(model.parameters()).device
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < FORMATS[kind].capability:
         needed = ".".join(map(str, FORMATS[kind].capability))
-        why = f"{torch.cuda.get_device_name(device)} has no units for it, which came with compute capability {needed}"
+        why = f"{torch.cuda.get_device_name(device)} has no tensor cores for it, which need compute capability {needed}"
         raise ValueError(explain(f"products in {kind}", why, "Train in bf16 or float16 without them"))
     if device.type not in ("cuda", "cpu", "meta"):
-        why = "torch multiplies numbers in 8 bits on CUDA devices and CPUs"
-        raise ValueError(explain(f"products in {kind} on {device}", why, "Leave LowPrecisionProducts out"))
+        why = "torch supports 8-bit products on CUDA devices and CPUs"
+        raise ValueError(explain(f"products in {kind} on {device}", why, "Remove LowPrecisionProducts"))
     if kind == "float8" and not torch.cuda.is_available():
-        note_once("float8 products: there is no GPU here, and a CPU only emulates them, slower than float32.")
+        note_once("float8 products: without a GPU they are emulated on the CPU, slower than float32.")
 
 
 class LowPrecisionProducts(Technique):
-    """Compute the products of linear layers in 8 bits while training; see :func:`multiply_in_low_precision_`.
+    """Compute the products of linear layers in 8 bits during training; see :func:`multiply_in_low_precision_`.
 
-    Acts right after ``configure_model``, after adapters have come and before blocks are recomputed or compiled, which
-    must see it; undone at teardown, so that what was trained is evaluated and saved as any other model. The rounding
-    of each factor is a few passes over memory of its own unless :class:`~lightning_fasttrain.CompileBlocks` fuses it.
+    Acts right after ``configure_model``, after adapters are added and before blocks are recomputed or compiled, which
+    must include it; undone at teardown, so that the trained model is evaluated and saved as any other. Rounding a
+    factor takes a few separate passes over memory unless :class:`~lightning_fasttrain.CompileBlocks` fuses it.
 
-    The tolerance is that of each product; what training makes of it has no bound. Over 100 steps of a small GPT on text
-    the loss stays within 1% of that in full precision (means of the last ten steps). In int8 weights drift from it
-    about as far as in bf16-mixed, in float8 several times as far.
+    The tolerance is that of each product; its effect on training has no bound. Over 100 steps of a small GPT on text
+    the loss stays within 1% of that in full precision (means of the last ten steps). In int8, weights drift from full
+    precision about as far as in bf16-mixed, in float8 several times as far.
 
     Args:
         kind: ``"float8"`` or ``"int8"``.
-        skip: layers to leave, as for the function.
+        skip: layers to skip, as for the function.
         min_features: as for the function.
 
     Attributes:
-        report: a :class:`LowPrecisionReport`, once it has acted.
+        report: a :class:`LowPrecisionReport`, once the technique has acted.
 
     Raises:
         ValueError: unknown kind.
-        TypeError: ``min_features`` is no whole number.
+        TypeError: ``min_features`` is not an integer.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -236,8 +236,8 @@ class LowPrecisionProducts(Technique):
     capabilities: ClassVar[frozenset[Capability]] = frozenset({Capability.REPLACES_PRODUCTS})
     effect: ClassVar[str] = "linear layers multiply in float8 or int8; weights and gradients keep their precision"
     when: ClassVar[str] = (
-        "most time goes into linear layers with thousands of inputs and outputs, and blocks are compiled; not on a CPU "
-        "with units for bf16"
+        "most time is spent in linear layers with thousands of features, and blocks are compiled; not on a CPU "
+        "with bf16 support"
     )
     in_a_loop: ClassVar[str] = 'apply(model, [LowPrecisionProducts("int8")])'
     predicted: ClassVar[bool] = True
@@ -251,14 +251,14 @@ class LowPrecisionProducts(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.device == "cpu":
-            return "a CPU emulates float8, slower than float32; int8 gains on float32 where it has avx512_vnni"
+            return "a CPU emulates float8, slower than float32; int8 is faster than float32 with avx512_vnni"
         if torch.cuda.is_available() and torch.cuda.get_device_capability() < FORMATS["int8"].capability:
-            return "this GPU has no units for products in 8 bits"
+            return "this GPU has no tensor cores for 8-bit products"
         return None
 
     def predict(self, step: PredictedStep) -> "LowPrecisionProducts":
         if self.kind == "float8" and not step.on_cuda:
-            step.notes.append("The copies in which a CPU multiplies float8 numbers are not counted.")
+            step.notes.append("Copies that a CPU makes to multiply float8 values are not counted.")
         return self
 
     def apply(self, model: nn.Module) -> Undo:

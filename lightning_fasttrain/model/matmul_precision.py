@@ -1,4 +1,4 @@
-"""Float32 matrix products in TF32 or in full float32, set in one place and put back afterwards."""
+"""Set float32 matrix products to TF32 or full float32 in one place, and restore the setting afterwards."""
 
 from contextlib import suppress
 from typing import ClassVar
@@ -13,29 +13,29 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo
 from lightning_fasttrain.technique import Exactness, Technique
 from lightning_fasttrain.technique.facts import Facts
 
-# What torch accepts for fp32_precision on CUDA; the word set_float32_matmul_precision has for the same.
+# The values of fp32_precision on CUDA, and the corresponding value of set_float32_matmul_precision.
 _OLD_WORD = {"tf32": "high", "ieee": "highest"}
 
 
 def matmul_precision_(precision: str) -> Undo:
-    """Set how CUDA multiplies float32 numbers: in linear layers, convolutions and recurrent layers alike.
+    """Set how CUDA multiplies float32 values in linear, convolutional and recurrent layers.
 
-    TF32 rounds the factors to 10 bits of mantissa (float32 has 23) and sums in float32. The tensors stay float32;
-    tensor cores of compute capability 8.0 and later do the product several times faster. Plain torch uses TF32 for
-    convolutions and recurrent layers and full float32 for matrix products.
+    TF32 rounds the factors to 10 bits of mantissa (float32 has 23) and accumulates in float32. The tensors stay
+    float32; tensor cores of compute capability 8.0 and later are several times faster with it. Plain torch uses TF32
+    for convolutions and recurrent layers and full float32 for matrix products.
 
-    torch keeps two views of this switch, and reading the old one raises once the new one alone was written.
-    Inductor's autotuning, flex attention and Lightning's CUDA accelerator read the old one, so both are kept in
-    step, unless somebody has already left the old one unreadable: then it is not touched.
+    torch has an old and a new API for this setting, and reading the old one raises once only the new one was written.
+    Inductor's autotuning, flex attention and Lightning's CUDA accelerator read the old one, so both are kept
+    consistent, unless the old one is already unreadable: then it is not changed.
 
     Args:
         precision: ``"tf32"``, or ``"ieee"`` for full float32 everywhere.
 
     Returns:
-        How to put back what was there.
+        How to restore the previous setting.
 
     Raises:
-        ValueError: any other word.
+        ValueError: any other value.
 
     Example:
         >>> import torch
@@ -59,17 +59,17 @@ def matmul_precision_(precision: str) -> Undo:
     before = [operation.fp32_precision for operation in operations]
     old_word, old_cudnn = _old_view()
 
-    if old_word is not None and (old_word == "highest") != (precision == "ieee"):  # "medium" is TF32 on CUDA too
+    if old_word is not None and (old_word == "highest") != (precision == "ieee"):  # "medium" also means TF32 on CUDA
         torch.set_float32_matmul_precision(_OLD_WORD[precision])
-        if before[1] != "bf16":  # the old view cannot say "full float32 on CUDA, bfloat16 on the CPU"
+        if before[1] != "bf16":  # the old API cannot express "full float32 on CUDA, bfloat16 on the CPU"
             cpu_matmul.fp32_precision = before[1]
     if old_cudnn is not None:
         torch.backends.cudnn.allow_tf32 = precision == "tf32"
-    for operation in (matmul, conv, rnn):  # not cpu_matmul: only what CUDA does is to change
+    for operation in (matmul, conv, rnn):  # not cpu_matmul: only CUDA is changed
         operation.fp32_precision = precision
 
     def undo() -> None:
-        # The old switches first: they set the new ones of CUDA and of the CPU too.
+        # The old settings first: they also set the new ones of CUDA and of the CPU.
         if old_word is not None:
             torch.set_float32_matmul_precision(old_word)
         if old_cudnn is not None:
@@ -81,11 +81,11 @@ def matmul_precision_(precision: str) -> Undo:
 
 
 def _old_view() -> tuple[str | None, bool | None]:
-    """Both switches by their old names; None where reading raises, because only the new ones were written."""
+    """Return both settings of the old API; None where reading raises, because only the new ones were written."""
     word: str | None = None
     cudnn: bool | None = None
     with suppress(RuntimeError):
-        allowed = torch.backends.cuda.matmul.allow_tf32  # raises in cases where the word can still be read
+        allowed = torch.backends.cuda.matmul.allow_tf32  # may raise even if the other setting can still be read
         word = torch.get_float32_matmul_precision()
         assert allowed == (word != "highest")
     with suppress(RuntimeError):
@@ -94,17 +94,17 @@ def _old_view() -> tuple[str | None, bool | None]:
 
 
 class MatmulPrecision(Technique):
-    """Multiply float32 numbers in TF32 on CUDA, or in full float32; see :func:`matmul_precision_`.
+    """Multiply float32 values in TF32 on CUDA, or in full float32; see :func:`matmul_precision_`.
 
-    Acts in ``setup``, before the model is configured, in every entry point of the Trainer, and puts the old setting
-    back at teardown. "ieee" is nearer to the mathematics than plain torch, which has TF32 on for convolutions, so
-    neither word gives a plain run's numbers to the last bit.
+    Acts in ``setup``, before the model is configured, in every entry point of the Trainer, and restores the old setting
+    at teardown. "ieee" is more precise than plain torch, which uses TF32 for convolutions, so neither value is bitwise
+    equal to a plain run.
 
     Args:
         precision: ``"tf32"`` or ``"ieee"``.
 
     Raises:
-        ValueError: any other word.
+        ValueError: any other value.
 
     Example:
         >>> import lightning_fasttrain as ft
@@ -115,7 +115,7 @@ class MatmulPrecision(Technique):
         'ieee'
 
     Source:
-        See :func:`matmul_precision_`. Lightning only advises to set it, and reads it by its old name (its issue 21256).
+        See :func:`matmul_precision_`. Lightning only advises to set it, and reads the old API (its issue 21256).
     """
 
     exactness: ClassVar[Exactness] = Exactness.TOLERANCE
@@ -132,12 +132,12 @@ class MatmulPrecision(Technique):
         if facts.device == "cpu":
             return "TF32 is a format of GPUs"
         if facts.precision is not None and facts.precision.startswith(("bf16", "16")):
-            return f"in {facts.precision} products are not of float32 numbers"
+            return f"in {facts.precision} products are not of float32 values"
         return None
 
     def outcome(self, model: nn.Module) -> str:
         on_cpu = all(parameter.device.type == "cpu" for parameter in model.parameters())
-        return f"gained nothing, since {self.why_not(Facts('cpu'))}" if on_cpu else ""
+        return f"had no effect: {self.why_not(Facts('cpu'))}" if on_cpu else ""
 
     def apply(self, model: nn.Module) -> Undo:
         return matmul_precision_(self.precision)

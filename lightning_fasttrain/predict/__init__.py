@@ -1,6 +1,6 @@
-"""Predict the memory and the operations of a training step before anything is allocated.
+"""Predict the memory and the FLOPs of a training step before anything is allocated.
 
-The step runs on tensors that have shapes but no memory. What kernels allocate beside them is added where it is known.
+The step runs on tensors with shapes but without memory. Workspace of kernels is added where its size is known.
 
 From the bottom up: ``data_dependent_values``, ``cuda_dispatch``, ``allocation_trace``, ``fake_model``,
 ``cuda_workspace``, ``kernel_workspace``, ``memory_report``, ``predict_memory``, ``count_flops``.

@@ -1,4 +1,4 @@
-"""Every tensor that a step on fake tensors would allocate: how large, what for, by whom, from when until when."""
+"""Trace every allocation of a step on fake tensors: size, category, operation and lifetime."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,18 +24,18 @@ Kept = Callable[[Sequence[Any], Any], tuple[Tensor, int]]
 
 @dataclass
 class Allocation:
-    """One storage.
+    """Allocation of one storage.
 
     Args:
         nbytes: its size, as the device's allocator rounds it.
-        module: qualified name of the module at work, or of the owner of a parameter; "" outside of all.
-        op: the operation that made it.
+        module: qualified name of the running module, or of the owner of a parameter; "" outside of all modules.
+        op: the operation that allocated it.
         phase: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
-        born: time, in events of the trace.
-        died: likewise.
-        known: its category, if it has been told; see :meth:`category`.
-        period: count of stretches of forward work and of other work, at birth.
-        outlived: whether it was still there when another stretch had begun.
+        born: time of allocation, in events of the trace.
+        died: time at which it was freed.
+        known: its category, if it was set; see :meth:`category`.
+        period: index of the interval of forward or other work in which it was allocated.
+        outlived: whether it still existed when the next interval began.
     """
 
     nbytes: int
@@ -50,31 +50,31 @@ class Allocation:
 
     @property
     def category(self) -> str:
-        """Activations are what a forward, or a recomputation, leaves for the backward; all else is temporary."""
+        """Activations are what a forward or recomputation keeps for the backward; everything else is temporary."""
         if self.known is not None:
             return self.known
         return "activations" if self.phase in ("forward", "recomputation") and self.outlived else "temporaries"
 
 
 class AllocationTrace(AssumedNumbers):
-    """Notes every storage that operations make, and when the last tensor on it is gone.
+    """Records every storage that operations allocate, and when the last tensor on it is freed.
 
     Enter it inside a ``FakeTensorMode``, whose tensors have sizes and lifetimes but no memory.
 
     Args:
-        granule: allocations are rounded up to a multiple of so many bytes.
-        workspace: operation → (arguments, result) → bytes that its kernel allocates for itself, which a fake run
-            does not see.
-        kept: operation → (arguments, result) → the tensor in the result that is larger than a fake run makes it,
-            and how large.
+        granule: allocations are rounded up to a multiple of this many bytes.
+        workspace: operation → (arguments, result) → bytes of workspace that its kernel allocates, invisible to a
+            fake run.
+        kept: operation → (arguments, result) → the tensor in the result that is larger than in a fake run, and its
+            size in bytes.
         truth: see :class:`AssumedNumbers`.
 
     Attributes:
-        allocations: in the order of birth.
+        allocations: all allocations, in order of birth.
 
     Source:
         ``torch.distributed._tools.mem_tracker.MemTracker`` follows storages in the same way and keeps running sums;
-        here the lifetimes are kept, so that categories and peaks are found when all is known.
+        here lifetimes are kept, so that categories and peaks can be computed at the end.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class AllocationTrace(AssumedNumbers):
         self._module_of_node: dict[int, str] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.prim.device.default:  # a question, and autograd asks it at every node
+        if func is torch.ops.prim.device.default:  # only a query, which autograd makes at every node
             return func(*args)
         phase, module = self._phase(), self._module()
         if self._in_forward != (phase in ("forward", "recomputation")):
@@ -117,25 +117,25 @@ class AllocationTrace(AssumedNumbers):
         return result
 
     def _phase(self) -> str:
-        # The engine runs nodes without gradients, and checkpointing switches them on to run a block once more.
+        # The engine runs nodes without gradients, and checkpointing enables them to recompute a block.
         recomputing = self.phase == "backward" and torch.is_grad_enabled() and _current_node() is not None
         return "recomputation" if recomputing else self.phase
 
     def _module(self) -> str:
         if self._inside:
             return self._inside[-1]
-        # No hook tells of modules in a backward; the node tells which operation of the forward it belongs to.
+        # Hooks do not report modules in a backward, but the node identifies its forward operation.
         node = _current_node()
         return self._module_of_node.get(node._sequence_nr(), "") if node is not None else ""
 
     def _note(self, tensor: Tensor, module: str, op: str, phase: str) -> Allocation:
         storage = tensor.untyped_storage()
-        key = storage._cdata  # of the memory itself, which all views share
+        key = storage._cdata  # identifies the memory, which all views share
         if key in self._alive:
             return self._alive[key][1]
         if tensor.device.type != "cpu":
-            why = "a prediction runs on the CPU, whatever device it is for"
-            way_out = "Make tensors where the module is (module.device, tensor.device)"
+            why = "a prediction runs on the CPU, whatever device it predicts"
+            way_out = "Create tensors on the device of the module (module.device, tensor.device)"
             raise ValueError(explain(f"{op} in {module or 'the step'} made a tensor on {tensor.device}", why, way_out))
         allocation = self._allocate(storage.nbytes(), module, op, phase)
         self._alive[key] = (weakref.ref(storage, partial(self._forget, key)), allocation)
@@ -144,7 +144,7 @@ class AllocationTrace(AssumedNumbers):
     def _note_workspace(self, nbytes: int, module: str, op: str, phase: str) -> None:
         allocation = self._allocate(nbytes, module, f"{op} (workspace)", phase)
         self.now += 1
-        allocation.died, allocation.outlived = self.now, False  # gone when its kernel ends
+        allocation.died, allocation.outlived = self.now, False  # freed when its kernel ends
 
     def _allocate(self, nbytes: int, module: str, op: str, phase: str) -> Allocation:
         self.now += 1
@@ -160,13 +160,13 @@ class AllocationTrace(AssumedNumbers):
         allocation.died, allocation.outlived = self.now, allocation.period != self._period
 
     def mark(self, tensor: Tensor, category: str, module: str = "") -> None:
-        """Say what the storage of ``tensor`` is for."""
+        """Set the category of the storage of ``tensor``."""
         if _has_storage(tensor):
             allocation = self._note(tensor, module, "", self.phase)
             allocation.known, allocation.module = category, module or allocation.module
 
     def mark_all(self, batch: Any, category: str) -> Any:
-        """``batch``, with every tensor in it marked."""
+        """Set the category of every tensor in ``batch``, and return ``batch``."""
 
         def mark(tensor: Tensor) -> Tensor:
             self.mark(tensor, category)
@@ -175,16 +175,16 @@ class AllocationTrace(AssumedNumbers):
         return apply_to_collection(batch, Tensor, mark)
 
     def reserve(self, nbytes: int, op: str) -> None:
-        """Count ``nbytes`` that are there from now on and belong to no tensor."""
+        """Add an allocation of ``nbytes`` that belongs to no tensor and is never freed."""
         self._allocate(nbytes, "", op, self.phase).known = "temporaries"
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[None]:
-        """Know which module is at work, and what is a gradient of ``model``."""
+        """Track the running module, and the gradients of ``model``."""
         with ExitStack() as hooks:
             for name, module in model.named_modules():
                 hooks.callback(module.register_forward_pre_hook(partial(self._enter, name)).remove)
-                # Always: checkpointing ends a recomputation early by raising, out of modules that have been entered.
+                # Always called: checkpointing ends a recomputation early with an exception inside of entered modules.
                 hooks.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for name, parameter in model.named_parameters():
                 self.mark(parameter, "parameters", name)
@@ -207,7 +207,7 @@ class AllocationTrace(AssumedNumbers):
 
 
 def _has_storage(tensor: Tensor) -> bool:
-    """A sparse tensor has none itself; its indices and values are seen when they are made."""
+    """Whether the tensor has a storage. Sparse tensors have none; their indices and values are seen when created."""
     return tensor.layout is torch.strided and tensor.device.type != "meta"
 
 

@@ -1,4 +1,4 @@
-"""How much arithmetic a training step is."""
+"""Count the floating-point operations of a training step."""
 
 from typing import Any
 
@@ -18,18 +18,18 @@ from lightning_fasttrain.predict.predict_memory import Loss, explaining_errors, 
 def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = None) -> int:
     """Count the floating-point operations of a plain forward and backward, without computing anything.
 
-    Counted are matrix products, convolutions and attention (a causal one as if it were not), a multiplication and an
-    addition as two. What techniques compute once more is no progress and not in it: give the model as it is before
-    them. So this is what "model FLOPs utilization" counts.
+    Matrix products, convolutions and attention (causal attention counts as full) are counted, with two FLOPs per
+    multiply-add. Recomputation by techniques is excluded: pass the model as it is before them. The result is therefore
+    the count that "model FLOPs utilization" uses.
 
     Args:
-        module: what builds the model, or the model, which is left as it is.
-        batch: one batch, as the loader gives it.
+        module: a function that builds the model, or the model, which is not changed.
+        batch: one batch of the loader.
         loss: (module, batch) → loss, instead of ``training_step``.
 
     Raises:
         TypeError: no model, no loss, or a model that cannot be copied.
-        ValueError: code whose shapes depend on the values in tensors.
+        ValueError: the code has shapes that depend on tensor values.
 
     Example:
         >>> import torch
@@ -41,10 +41,10 @@ def count_flops(module: nn.Module | Factory, batch: Any, *, loss: Loss | None = 
         ``FlopCounterMode``.
     """
     mode, counter = FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False)
-    with isolate_rng(include_cuda=False), explaining_errors():  # nothing on CUDA is drawn, and asking would start it
+    with isolate_rng(include_cuda=False), explaining_errors():  # nothing is drawn on CUDA; a query would initialize it
         net = fake_module(module, mode)
         forward = forward_of(net, loss, Precision())
-        # Attention's own kernel for CPUs is one that torch does not count; as matrix products it is counted.
+        # Torch does not count the CPU kernel of attention, but does count its matrix products.
         with mode, AssumedNumbers(truth=False), sdpa_kernel(SDPBackend.MATH), counter:
             loss_of(forward(fake_batch(batch, mode))).backward()
     return counter.get_total_flops()

@@ -1,4 +1,4 @@
-"""A step that is traced on the CPU, with the choices that torch makes on a GPU."""
+"""Trace a step on the CPU with the choices that torch makes on a GPU."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -11,10 +11,10 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-GRANULE = 512  # bytes that the caching allocator rounds up to
+GRANULE = 512  # the caching allocator rounds up to multiples of this many bytes
 CUBLAS_WORKSPACE = 32 * 2**20  # on Hopper; 8.1 MiB before
 
-# Functions that autocast runs in float32 on CUDA and not on the CPU.
+# Functions that autocast runs in float32 on CUDA but not on the CPU.
 _IN_FLOAT32 = (  # noqa: SIM905
     "layer_norm group_norm softmax log_softmax cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss kl_div "
     "binary_cross_entropy_with_logits cosine_similarity normalize norm sum prod cumsum pow __pow__ exp log log1p "
@@ -24,11 +24,11 @@ _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
 
 class AsOnCuda(TorchFunctionMode):
-    """Dropout keeps a mask of one byte an element, attention is fused with its dropout, autocast has CUDA's list.
+    """CUDA's dropout with a mask of one byte per element, fused attention with dropout, and CUDA's autocast list.
 
     Source:
-        The list is in PyTorch's "CUDA Ops that can autocast to float32"; the rest are the CUDA branches of
-        ``dropout`` and ``scaled_dot_product_attention``. What lies inside ``nn.MultiheadAttention`` is not reached.
+        The list is PyTorch's "CUDA Ops that can autocast to float32"; the rest are the CUDA branches of ``dropout``
+        and ``scaled_dot_product_attention``. The inside of ``nn.MultiheadAttention`` is not covered.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -36,7 +36,7 @@ class AsOnCuda(TorchFunctionMode):
         if func is F.dropout:
             return _fused_dropout(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            # Without dropout: on the CPU no fused kernel takes it, and on CUDA it keeps a seed rather than a mask.
+            # Without dropout: fused CPU kernels do not support it, and on CUDA a seed is kept instead of a mask.
             return _attention(**{**dict(zip(_ATTENTION, args, strict=False)), **kwargs, "dropout_p": 0.0})
         if getattr(func, "__name__", "") in _IN_FLOAT32 and torch.is_autocast_enabled("cpu"):
             args, kwargs = tree_map_only(Tensor, _in_float32, (args, kwargs))
@@ -44,7 +44,7 @@ class AsOnCuda(TorchFunctionMode):
 
 
 def _attention(query: Tensor, **settings: Any) -> Tensor:
-    """Of the fused kernels, only flash attention shares keys among heads, and it takes no float32."""
+    """Use the math kernel for shared keys in float32: only flash attention supports shared keys, and not in float32."""
     in_float32 = query.dtype is torch.float32 and not torch.is_autocast_enabled("cpu")
     whole = in_float32 and settings.get("enable_gqa", False)
     with sdpa_kernel(SDPBackend.MATH) if whole else nullcontext():
@@ -60,8 +60,8 @@ def _in_float32(tensor: Tensor) -> Tensor:
 
 
 def step_in_lists_(optimizer: Optimizer) -> None:
-    """Where the optimizer was left to choose, it updates all parameters at once on CUDA: a list of temporaries."""
+    """Select the multi-tensor update, CUDA's default, which needs a list of temporaries."""
     for group in optimizer.param_groups:
-        # 0 where the optimizer has no such setting; None is the setting of one that chooses by the device.
+        # 0 if the optimizer has no such setting; None means that it chooses by the device.
         if group.get("foreach", 0) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

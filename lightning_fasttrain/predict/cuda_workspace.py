@@ -1,6 +1,6 @@
-"""What CUDA's kernels allocate for themselves, as far as it matters; without cuDNN's, which differ from card to card.
+"""Workspace that CUDA's kernels allocate, where it matters; without cuDNN's, which differs between GPUs.
 
-The operations are those that a fake run on the CPU performs, named beside what takes their place on CUDA.
+The operations are those that a fake run on the CPU performs, listed with their counterparts on CUDA.
 """
 
 import math
@@ -12,14 +12,14 @@ from torch import Tensor, ops
 from lightning_fasttrain.predict.allocation_trace import Workspace
 
 PROCESSORS, THREADS = 132, 2048  # of an H100 or H200: streaming multiprocessors, and resident threads of each
-VECTOR = 4  # neighbouring columns that a thread sums up
+VECTOR = 4  # adjacent columns that a thread sums up
 WARP, MOST_THREADS = 32, 512
-FEWEST_VALUES, MOST_VALUES = 16, 256  # that a thread should sum up
+FEWEST_VALUES, MOST_VALUES = 16, 256  # values that a thread should sum up
 FLOAT32 = 4
 
 
 def _sum(arguments: Sequence[Any], _: object) -> int:
-    """The sum over all rows, such as a bias's gradient: thread blocks that share a column put partial sums in memory.
+    """Workspace of a sum over all rows, such as a bias's gradient: partial sums of blocks that share a column.
 
     Source:
         ``setReduceConfig`` and ``ReduceConfig::global_memory_size`` in ATen's ``Reduce.cuh``.
@@ -40,7 +40,7 @@ def _sum(arguments: Sequence[Any], _: object) -> int:
 
 
 def _rows(table: Tensor, axes: Sequence[int] | None) -> int:
-    """How many numbers are summed up in each column; 0 where the columns are no neighbours in memory."""
+    """Return the number of values summed up in each column; 0 if the columns are not adjacent in memory."""
     if not table.ndim:
         return 0
     # No axes means all of them; negative ones count from the end.
@@ -51,7 +51,7 @@ def _rows(table: Tensor, axes: Sequence[int] | None) -> int:
 
 
 def _block(columns: int, rows: int) -> tuple[int, int]:
-    """Width and height of a thread block."""
+    """Return width and height of a thread block."""
     most = MOST_THREADS // VECTOR
     wide, high = (min(1 << (n.bit_length() - 1), most) for n in (columns, rows))
     height = min(high, most // min(wide, WARP))
@@ -59,7 +59,7 @@ def _block(columns: int, rows: int) -> tuple[int, int]:
 
 
 def _attention_backward(arguments: Sequence[Any], _: object) -> int:
-    """The queries' gradients are summed up in float32, beside one number a query."""
+    """Workspace of attention's backward: the queries' gradients in float32, and one value per query."""
     query = arguments[1]
     return FLOAT32 * (query.numel() + query.numel() // query.shape[-1])
 

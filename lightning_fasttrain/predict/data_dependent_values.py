@@ -1,4 +1,4 @@
-"""Answers that a run on tensors without values needs: numbers are assumed, and shapes that depend on them."""
+"""Assume values for ``.item()`` and data-dependent shapes when tracing with fake tensors."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ from torch import Tensor, ops
 from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._python_dispatch import TorchDispatchMode
 
-MOST = 10_000  # numbers; a loop that waits for another one would never end
+MOST = 10_000  # values; a loop that waits for another value would never end
 
 
 class AssumedNumbers(TorchDispatchMode):
-    """Gives 1 for every number that is read out of a tensor, where torch would give up. Enter it inside a fake mode.
+    """Returns 1 for every value read from a tensor, where torch would raise an error. Enter it inside a fake mode.
 
     Args:
-        truth: what is given for a truth value.
+        truth: the value returned for booleans.
 
     Attributes:
-        assumed: how many numbers were given.
+        assumed: number of assumed values.
     """
 
     def __init__(self, truth: bool) -> None:
@@ -29,12 +29,12 @@ class AssumedNumbers(TorchDispatchMode):
         return self.answer(func, args, kwargs or {})
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The operation's result."""
+        """Return the operation's result with assumed values."""
         if func is ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_product(*args, **kwargs)
         if func is ops.aten.masked_select.default:
             self.assumed += 1
-            # As if all were selected, which is the most that there can be.
+            # Assumes that all elements are selected, the upper bound.
             return args[0].new_empty(torch.broadcast_shapes(args[0].shape, args[1].shape).numel())
         try:
             return func(*args, **kwargs)
@@ -49,7 +49,7 @@ class AssumedNumbers(TorchDispatchMode):
 
 
 def _grouped_product(first: Tensor, second: Tensor, ends: Tensor | None = None, *_: Any, **settings: Any) -> Tensor:
-    """Products of groups of rows, as the experts of a mixture make them. Fake tensors know it for bfloat16 alone."""
+    """Multiply groups of rows, as for mixtures of experts. Fake tensors support it only in bfloat16."""
     ends = settings.get("offs", ends)
     groups: tuple[int, ...] = ()
     if first.ndim == second.ndim and ends is not None:

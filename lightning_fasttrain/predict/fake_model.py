@@ -1,4 +1,4 @@
-"""Models and batches without their memory: the same shapes, types and ties, on the CPU."""
+"""Models and batches without memory: the same shapes, dtypes and ties, on the CPU."""
 
 import copy
 import warnings
@@ -20,39 +20,39 @@ Factory = Callable[[], nn.Module]
 
 
 def fake_module(module: nn.Module | Factory, mode: FakeTensorMode, dtype: torch.dtype | None = None) -> nn.Module:
-    """Build a module without memory, or copy one that exists, which is left as it is.
+    """Build a module without memory, or copy an existing one, which is not changed.
 
     Args:
-        module: what builds it, or the module itself, on any device (``"meta"`` too).
-        mode: whose tensors it gets.
-        dtype: of its floating-point parameters and buffers; None leaves them.
+        module: a function that builds it, or the module itself, on any device (including ``"meta"``).
+        mode: the fake mode of its tensors.
+        dtype: dtype of its floating-point parameters and buffers; None keeps theirs.
 
     Raises:
-        TypeError: neither a module nor a function that returns one, or a module that cannot be copied.
+        TypeError: not a module nor a function that returns one, or a module that cannot be copied.
     """
-    exists = isinstance(module, nn.Module)  # perhaps without a parameter before its configure_model
+    exists = isinstance(module, nn.Module)  # perhaps without parameters before its configure_model
     if not isinstance(module, nn.Module):
         with mode, AssumedNumbers(truth=False), warnings.catch_warnings():  # for nn.init.trunc_normal_
-            # Modules such as nn.TransformerEncoder copy their layers, and copying looks for an address.
+            # Modules such as nn.TransformerEncoder copy their layers, and copying reads an address.
             warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
             built = module() if callable(module) else module
         if not isinstance(built, nn.Module):
-            why = "a model is needed"
-            way_out = "Give an nn.Module, or a function without arguments that returns one"
-            raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", why, way_out))
+            why = f"expected an nn.Module, got {type(built).__name__}"
+            way_out = "Pass an nn.Module, or a function without arguments that returns one"
+            raise TypeError(explain(f"module={module!r}", why, way_out))
         module = built
     if exists or any(not _belongs(tensor, mode) for tensor in [*module.parameters(), *module.buffers()]):
         module = _copy_module(module, mode)
     if isinstance(module, L.LightningModule):
         with mode, AssumedNumbers(truth=False):
-            module.configure_model()  # which has to do nothing the second time, Lightning's docs say
+            module.configure_model()  # by Lightning's docs, a second call must do nothing
         module.log = module.log_dict = _say_nothing  # there is no Trainer to log to
     settle_(module, mode, dtype)
     return module
 
 
 def fake_batch(batch: Any, mode: FakeTensorMode) -> Any:
-    """``batch`` with every tensor replaced by one of the same shape and strides without memory, on the CPU."""
+    """Replace every tensor in ``batch`` by a fake one of the same shape and strides, on the CPU."""
     return apply_to_collection(batch, Tensor, lambda tensor: _make_fake(tensor, mode, tensor.dtype))
 
 
@@ -63,11 +63,11 @@ def _belongs(tensor: Tensor, mode: FakeTensorMode) -> bool:
 def _copy_module(module: nn.Module, mode: FakeTensorMode) -> nn.Module:
     try:
         with FakeCopyMode(mode):
-            # The second argument is deepcopy's memo: what is in it counts as copied already.
+            # The second argument is deepcopy's memo: its entries count as copied already.
             return copy.deepcopy(module, _quantized_parts(module, mode))
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        way_out = "Give a function that builds it: lambda: MyModule(...)"
+        way_out = "Pass a function that builds it: lambda: MyModule(...)"
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
 
 
@@ -77,7 +77,7 @@ def _quantized_parts(module: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
 
 
 def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) -> None:
-    """Put what is elsewhere, or real, on the CPU without memory, and in ``dtype``; tied parameters stay tied.
+    """Replace real tensors, or those on other devices, by fake CPU tensors in ``dtype``; tied parameters stay tied.
 
     Adapters stay in float32, as in the run.
     """
@@ -101,9 +101,9 @@ def settle_(module: nn.Module, mode: FakeTensorMode, dtype: torch.dtype | None) 
 def _make_fake(tensor: Tensor, mode: FakeTensorMode, dtype: torch.dtype) -> Tensor:
     plain = not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.dtype == dtype
     if plain and not isinstance(tensor, nn.Parameter):
-        return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage stay so
+        return mode.from_tensor(tensor, static_shapes=True)  # tensors on one storage keep sharing it
     with mode:
-        # With its strides: an expanded tensor takes no more memory than it did.
+        # With its strides: an expanded tensor takes no extra memory.
         like = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="cpu")
     return nn.Parameter(like, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else like
 

@@ -1,10 +1,10 @@
-"""What kernels allocate where a fake run does not look, as far as it matters.
+"""Workspace that kernels allocate outside of a fake run, where it matters.
 
-From measuring single operations of oneDNN with AVX-512 and with AVX2, in float32 and bfloat16. Convolutions work on
-copies in a layout of their own, with the channels in blocks of 16, or of 8 with AVX2; of images with the channels last,
-only the weights are copied. With AVX2 alone bfloat16 is torch's own, which turns the images round instead. With AMX
-bfloat16 images with the channels last have a kernel of their own for the gradient of the weights.
-Left out are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
+Derived from measurements of single oneDNN operations with AVX-512 and AVX2, in float32 and bfloat16. Convolutions
+work on copies in oneDNN's own layout, with channels in blocks of 16, or of 8 with AVX2; of channels-last images only
+the weights are copied. With AVX2 alone torch's own bfloat16 kernel runs, which transposes the images instead. With AMX,
+bfloat16 channels-last images have a separate kernel for the gradient of the weights.
+Not included are 1 × 1 convolutions of few images on one thread, which need no copies, and the transposed operands of
 bfloat16 matrix products, a few per cent of a step.
 """
 
@@ -20,13 +20,13 @@ from lightning_fasttrain.predict.allocation_trace import Kept, Workspace
 _AVX2 = backends.cpu.get_cpu_capability() == "AVX2"
 _AMX = cpu._is_amx_tile_supported()
 BLOCK = 8 if _AVX2 else 16
-# Of wider kernels, as of patches, the gradient in float32 is a product with each image's columns.
+# For larger kernels, as for patches, the float32 gradient is a matrix product with each image's columns.
 _WIDEST = 13 if _AVX2 else 14
 _TILES = 20_000  # bytes of registers that AMX keeps for each thread
 
 
 def _blocked_bytes(image: Tensor) -> int:
-    """Bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
+    """Return the bytes of a copy of ``image`` [N, C, ...] in oneDNN's layout."""
     return image.nbytes * _in_blocks(image.shape[1]) // image.shape[1]
 
 
@@ -61,11 +61,11 @@ def _convolution_backward(arguments: Sequence[Any], _: object) -> int:
 
 
 def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
-    """Groups are summed up in whole blocks of channels, however few they have, and bfloat16 in float32 too."""
+    """Workspace of a grouped backward: groups are padded to blocks of channels; bfloat16 is summed in float32 too."""
     if _AVX2 and weight.dtype is bfloat16:
         return inputs.nbytes + weight.nbytes
     height, width = weight.shape[2:]
-    if weight.shape[:2] == (groups, 1) and height == width == 3:  # has a kernel of its own
+    if weight.shape[:2] == (groups, 1) and height == width == 3:  # has a separate kernel
         if min(inputs.shape[2:]) >= 3:
             return 3 * weight.nbytes
         if _AVX2:
@@ -75,11 +75,11 @@ def _grouped_backward(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: 
     if weight.dtype is not bfloat16:
         return weight.nbytes + padded * weight.element_size()
     images = groups * (inside * math.prod(inputs.shape[2:]) + outside * math.prod(gradient.shape[2:]))
-    return weight.nbytes + padded * (2 + 4) + 2 * images  # one image of each, turned round
+    return weight.nbytes + padded * (2 + 4) + 2 * images  # one transposed image of each
 
 
 def _backward_in_tiles(inputs: Tensor, gradient: Tensor, weight: Tensor, groups: int) -> int:
-    """Sums in float32 and a copy in bfloat16 of whole blocks of channels, and one image of each, its rows padded."""
+    """Workspace with AMX: float32 sums and a bfloat16 copy of padded channel blocks, and one image with padded rows."""
     height, width = weight.shape[2:]
     inside, outside = _in_blocks(weight.shape[1]), _in_blocks(weight.shape[0] // groups)
     sums = inside * outside * height * width * (8 if inside == BLOCK else 6)
@@ -106,7 +106,7 @@ def _lstm_backward(arguments: Sequence[Any], _: object) -> int:
 
 
 def _kept_by_lstm(arguments: Sequence[Any], result: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Gates and states of all times wait for the backward in a tensor that has no size in a fake run."""
+    """Return LSTM's gates and states of all time steps, kept in a tensor that has no size in a fake run."""
     inputs, outputs, kept = arguments[0], result[0], result[3]
     numbers = 9.6 * outputs.numel() + 6 * max(inputs.numel(), outputs.numel())
     return kept, int(numbers * (2.84 if outputs.dtype is bfloat16 else 4))
@@ -122,7 +122,7 @@ CPU_WORKSPACE: dict[Any, Workspace] = {
 
 
 def quantized_workspace() -> dict[Any, Workspace]:
-    """A product with weights in 4 bits makes a whole weight of them, and whole constants of its blocks."""
+    """Return workspaces of products with 4-bit weights: the dequantized weight and the constants of its blocks."""
     if sys.modules.get("bitsandbytes") is None:
         return {}
 

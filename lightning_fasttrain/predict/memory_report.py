@@ -1,4 +1,4 @@
-"""What a training step needs at its peak, for people and for programs."""
+"""Report of the peak memory of a training step, for users and for programs."""
 
 import re
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ LARGEST = 10  # holders that are listed
 
 @dataclass(frozen=True)
 class Holder:
-    """What is in memory at the peak on account of one module, or of its like in every block.
+    """Memory held at the peak by one module, or by the same module of every block.
 
     Args:
-        module: qualified name of a module or parameter, numbers written as ``*``; "" outside of all modules.
-        category: one of the six.
-        op: the operation that made it; "" for what was there before the step.
-        count: how many tensors.
-        nbytes: all of them together.
+        module: qualified name of a module or parameter, with indices as ``*``; "" outside of all modules.
+        category: one of the six categories.
+        op: the operation that allocated it; "" for memory that existed before the step.
+        count: number of tensors.
+        nbytes: their total size.
     """
 
     module: str
@@ -40,16 +40,16 @@ class MemoryReport:
     """The memory of one training step, in bytes.
 
     Args:
-        peak_bytes: the most that is in memory at once.
-        at_peak: category → bytes at that moment; they sum to ``peak_bytes``.
-        peaks: category → the most it takes at any moment of the step.
-        phase: when the peak is: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
-        module: qualified name of the module at work there; "" outside of all.
-        op: the operation that reaches it.
-        holders: what holds the most at the peak, largest first.
-        device: whose memory this is.
+        peak_bytes: the peak.
+        at_peak: category → bytes at the peak; they add up to ``peak_bytes``.
+        peaks: category → its own peak in the step.
+        phase: phase of the peak: ``"forward"``, ``"recomputation"``, ``"backward"`` or ``"optimizer step"``.
+        module: qualified name of the running module at the peak; "" outside of all modules.
+        op: the operation that reaches the peak.
+        holders: the largest holders at the peak, largest first.
+        device: the predicted device.
         precision: as given.
-        notes: what was assumed or left out.
+        notes: assumptions and omissions.
     """
 
     peak_bytes: int
@@ -64,11 +64,11 @@ class MemoryReport:
     notes: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """In plain JSON's kinds."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def as_table(self) -> Table:
-        """For ``rich``: the categories, and what holds the most."""
+        """Build a ``rich`` table with the categories and the largest holders."""
         where = f"{self.phase} of {self.module}" if self.module else self.phase
         table = Table(
             title=f"Peak {format_bytes(self.peak_bytes)} on {self.device}, {self.precision}, in the {where}: {self.op}",
@@ -98,8 +98,8 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
     """Find the peak among ``allocations`` from the time ``since`` on.
 
     Args:
-        allocations: of a trace that has ended.
-        since: a time of that trace; what was there then counts from the beginning.
+        allocations: allocations of a finished trace.
+        since: a time of that trace; memory that existed then counts from the beginning.
         about: ``device``, ``precision`` and ``notes`` of the report.
     """
     counted = [allocation for allocation in allocations if allocation.died > since]
@@ -108,7 +108,7 @@ def report(allocations: Sequence[Allocation], since: int, **about: Any) -> Memor
     now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     peaks = dict(now)
     total, peak_bytes, peak = 0, -1, (since, counted[0])
-    # Times differ, except at `since`; sorting is stable, so what was there then is counted first.
+    # Times differ, except at `since`; sorting is stable, so memory that existed then is counted first.
     for time, change, allocation in sorted(births + deaths, key=lambda event: event[0]):
         category = allocation.category
         now[category] += change
@@ -137,7 +137,7 @@ def _find_largest(held: Sequence[Allocation]) -> tuple[Holder, ...]:
     groups: dict[tuple[str, str, str], list[int]] = {}
     for allocation in held:
         module = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", allocation.module)
-        # Parameters, gradients and states are put together, whichever operation made each of them.
+        # Parameters, gradients and states are merged, whichever operation allocated them.
         op = allocation.op if allocation.category in ("activations", "temporaries") else ""
         groups.setdefault((module, allocation.category, op), []).append(allocation.nbytes)
     holders = [Holder(*key, count=len(sizes), nbytes=sum(sizes)) for key, sizes in groups.items()]

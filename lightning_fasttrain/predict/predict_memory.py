@@ -1,4 +1,4 @@
-"""The memory that a training step will need, without needing it."""
+"""Predict the memory that a training step will need, without allocating it."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -35,12 +35,12 @@ from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 PRECISIONS: dict[str, Callable[[], Precision]] = {
     "32-true": Precision,
-    # Autocast is switched on for one kind of device, and fake tensors are on the CPU.
+    # Autocast is enabled for one kind of device, and fake tensors are on the CPU.
     "bf16-mixed": lambda: MixedPrecision("bf16-mixed", "cpu"),
     "bf16-true": lambda: HalfPrecision("bf16-true"),
 }
 DEVICES = ("cpu", "cuda")
-_ASSUMED = "The code reads numbers out of tensors (.item()): 1 was assumed for each."
+_ASSUMED = "The code reads values from tensors (.item()): 1 was assumed for each."
 _UNKNOWN = (DataDependentOutputException, DynamicOutputShapeException)
 
 Loss = Callable[[Any, Any], Any]
@@ -58,35 +58,35 @@ def predict_memory(
 ) -> MemoryReport:
     """Predict the peak memory of one training step, by category, without allocating the model.
 
-    Two steps are run on tensors that have shapes and lifetimes but no memory, in the Trainer's order: forward,
+    Two steps are run on tensors with shapes and lifetimes but without memory, in the Trainer's order: forward,
     ``zero_grad``, backward, optimizer step. The second is the steady state, in which the optimizer has its state and
-    the last step's gradients are still there during the forward. So a model far larger than this machine can be
-    asked about; it takes seconds.
+    the previous step's gradients still exist during the forward. A model far larger than this machine's memory can
+    therefore be predicted, in seconds.
 
-    Counted is what tensors take, the batch included, as :class:`~lightning_fasttrain.run.PeakMemory` would measure it.
-    Not counted: what the process and CUDA's context take, fragmentation, and most of what kernels allocate for
-    themselves. Of that, convolutions, BatchNorm and LSTMs on the CPU are in; and on CUDA one cuBLAS workspace, sums
-    over rows, and attention, but not cuDNN's. Code is run eagerly: for
-    :class:`~lightning_fasttrain.CompileBlocks` this is an upper bound.
+    All tensors are counted, including the batch, as :class:`~lightning_fasttrain.run.PeakMemory` would measure them.
+    Not counted are memory of the process and the CUDA context, fragmentation, and most workspace of kernels. Included
+    are workspaces of convolutions, BatchNorm and LSTMs on the CPU; and on CUDA one cuBLAS workspace, sums over rows,
+    and attention, but not cuDNN's. Code is run eagerly: for :class:`~lightning_fasttrain.CompileBlocks` the result is
+    an upper bound.
 
     Args:
-        module: a function that builds the model, such as ``lambda: Net(...)``, or a model that exists, which is left
-            as it is, its memory uncopied. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
-        batch: one batch, as the loader gives it; only shapes and types matter.
+        module: a function that builds the model, such as ``lambda: Net(...)``, or an existing model, which is neither
+            changed nor copied in memory. A LightningModule brings its ``training_step`` and ``configure_optimizers``.
+        batch: one batch of the loader; only shapes and dtypes matter.
         loss: (module, batch) → loss, instead of ``training_step``.
         optimizer: parameters → optimizer, or a :class:`~lightning_fasttrain.NamedOptimizer`, instead of
             ``configure_optimizers``.
-        techniques: those to be used, as the Trainer would get them.
-        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as Lightning means them.
-        device: whose allocator and kernels to assume, ``"cuda"`` or ``"cpu"``; none is touched.
+        techniques: the techniques, as for the Trainer.
+        precision: ``"32-true"``, ``"bf16-mixed"`` or ``"bf16-true"``, as in Lightning.
+        device: the device whose allocator and kernels are assumed, ``"cuda"`` or ``"cpu"``; neither is used.
 
     Returns:
-        Its ``peak_bytes`` and what they consist of; print it for a table.
+        A report with ``peak_bytes`` and its parts; print it for a table.
 
     Raises:
         TypeError: no model, no loss, no optimizer, or a model that cannot be copied.
-        ValueError: an unknown precision or device, techniques that do not go together, manual optimisation, or code
-            whose shapes depend on the values in tensors.
+        ValueError: an unknown precision or device, conflicting techniques, manual optimization, or code with shapes
+            that depend on tensor values.
 
     Example:
         >>> report = predict_memory(
@@ -100,9 +100,9 @@ def predict_memory(
         (20000004, 'forward', 4000000)
 
     Source:
-        Ours, on torch's fake tensors. Held against :class:`~lightning_fasttrain.run.PeakMemory` on the CPU by
-        ``examples/memory_prediction.py``. What differs on CUDA follows PyTorch's documentation and sources; a test
-        for machines with a GPU holds it against the caching allocator.
+        Ours, on torch's fake tensors. ``examples/memory_prediction.py`` compares it with
+        :class:`~lightning_fasttrain.run.PeakMemory` on the CPU. Differences on CUDA follow PyTorch's documentation and
+        sources; a test for machines with a GPU compares it with the caching allocator.
     """
     one_of("precision", precision, tuple(PRECISIONS))
     one_of("device", device, DEVICES)
@@ -111,7 +111,7 @@ def predict_memory(
     planned = PredictedStep(precision, on_cuda)
     surgeons = _ask(techniques, planned)
     granule, workspace = (GRANULE, CUDA_WORKSPACE) if on_cuda else (1, CPU_WORKSPACE)
-    # Code that reads truth values out of tensors may raise for one of the two.
+    # Code that reads booleans from tensors may raise for one of the two.
     for truth in (True, False):
         trace = AllocationTrace(granule, workspace, KEPT, truth)
         try:
@@ -123,17 +123,17 @@ def predict_memory(
             if not trace.assumed:
                 raise
             failure = error
-    why = f"there are none, and with those that were assumed it ends in {type(failure).__name__}: {failure}"
-    way_out = "Give loss=, a function of (module, batch) that goes without"
-    raise ValueError(explain("the code reads numbers out of tensors and decides by them", why, way_out)) from failure
+    why = f"a prediction has no values, and with assumed ones the code raises {type(failure).__name__}: {failure}"
+    way_out = "Pass loss=, a function of (module, batch) that does not need values"
+    raise ValueError(explain("the code branches on values read from tensors", why, way_out)) from failure
 
 
 def _ask(techniques: Sequence[Technique], planned: PredictedStep) -> list[Technique]:
-    """Have each technique write its share into ``planned``; those to operate on the model with."""
+    """Let each technique add its share to ``planned``; return those to apply to the model."""
     for technique in techniques:
-        if not technique.predicted:  # of a stranger's class only what apply() does to the model is seen
+        if not technique.predicted:  # of an unknown class only the effect of apply() on the model is seen
             name = type(technique).__name__
-            planned.notes.append(f"{name} is not known here: what its hooks keep or free is not counted.")
+            planned.notes.append(f"{name} cannot be predicted: memory that its hooks keep or free is not counted.")
     told = [technique.predict(planned) for technique in techniques]
     return [technique for technique in told if technique is not None]
 
@@ -147,20 +147,20 @@ def _trace_steps(
     surgeons: Sequence[Technique],
     planned: PredictedStep,
 ) -> int:
-    """Run two steps under ``trace``; the time at which the second began."""
+    """Run two steps under ``trace``; return the time at which the second began."""
     mode, plugin = FakeTensorMode(allow_non_fake_inputs=True), PRECISIONS[planned.precision]()
     with ExitStack() as undo:
         dtype = torch.bfloat16 if planned.precision == "bf16-true" else None
         net = fake_module(module, mode, dtype)
         undo.enter_context(mode)
         undo.enter_context(apply(net, surgeons))
-        settle_(net, mode, dtype)  # what adapters have added
+        settle_(net, mode, dtype)  # includes weights that adapters have added
         trace.workspace = {**trace.workspace, **quantized_workspace()}  # now: techniques may have imported bitsandbytes
         with AssumedNumbers(truth=False):
             stepper = _make_optimizer(net, optimizer)
         for act in planned.on_optimizer:
             act(stepper)
-        undo.enter_context(trace)  # the optimizer is made before: how it builds its state is no part of a step
+        undo.enter_context(trace)  # the optimizer is created before: its construction does not belong to a step
         undo.enter_context(trace.watch(net))
         data = plugin.convert_input(fake_batch(batch, mode))
         if loss is None and isinstance(net, L.LightningModule):
@@ -171,7 +171,7 @@ def _trace_steps(
         if planned.on_cuda:
             step_in_lists_(stepper)
             trace.reserve(CUBLAS_WORKSPACE, "cuBLAS workspace")
-            undo.enter_context(AsOnCuda())  # for the backward too, which runs blocks once more
+            undo.enter_context(AsOnCuda())  # for the backward too, which recomputes blocks
         forward = forward_of(net, loss, plugin)
         since = 0
         for _ in range(2):
@@ -184,9 +184,9 @@ def _trace_steps(
 def _step(
     trace: AllocationTrace, forward: Callable[[Any], Any], batch: Any, optimizer: Optimizer, planned: PredictedStep
 ) -> None:
-    """One optimizer step, in the order of the Trainer or, with several parts, of our accumulation."""
+    """Run one optimizer step, in the order of the Trainer or, with several micro-batches, of our accumulation."""
     parts = list(planned.split(batch))
-    # Gradients are there from the second part on, so the later ones need no more.
+    # Gradients exist from the second micro-batch on, so later ones need no more.
     parts = (parts * min(planned.window, 2))[:2]
     trace.phase = "forward"
     if len(parts) == 1:
@@ -203,9 +203,9 @@ def _step(
                 loss = loss_of(forward(part))
                 trace.phase = "backward"
                 _backward(loss)
-                del loss  # it holds the graph, which the next part's forward would have beside its own
+                del loss  # frees the graph, which would otherwise exist beside that of the next micro-batch
     trace.phase = "optimizer step"
-    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes none of the device
+    if not (planned.on_cuda and isinstance(optimizer, HostOptimizer)):  # a step in host memory takes no device memory
         with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which fake tensors cannot
             optimizer.step()
     if planned.releases:
@@ -213,16 +213,16 @@ def _step(
 
 
 def _backward(loss: Tensor) -> None:
-    """As ``loss.backward()``, which :class:`AsOnCuda` would take for one function and see nothing inside of it."""
+    """Call backward without ``loss.backward()``, which :class:`AsOnCuda` would treat as one opaque function."""
     root = torch.ones_like(loss)
     _engine_run_backward((loss,), (root,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable[[Any], Any]:
-    """What makes a loss of a batch: ``loss``, or the ``training_step`` of ``net``."""
+    """Return the function from a batch to its loss: ``loss``, or the ``training_step`` of ``net``."""
     if loss is None and not isinstance(net, L.LightningModule):
         why = "only a LightningModule has a training_step"
-        way_out = "Give loss=, a function of (module, batch)"
+        way_out = "Pass loss=, a function of (module, batch)"
         raise TypeError(explain(f"{type(net).__name__} without loss=", why, way_out))
 
     def step(batch: Any) -> Any:
@@ -230,7 +230,7 @@ def forward_of(net: nn.Module, loss: Loss | None, plugin: Precision) -> Callable
             if loss is not None:
                 return loss(net, batch)
             assert isinstance(net, L.LightningModule)
-            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)  # as Lightning asks
+            takes_index = is_param_in_hook_signature(net.training_step, "batch_idx", min_args=2)  # as in Lightning
             return net.training_step(batch, 0) if takes_index else net.training_step(batch)
 
     return step
@@ -241,7 +241,7 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
         return make_optimizer(make, net)
     if not isinstance(net, L.LightningModule):
         why = "only a LightningModule has configure_optimizers"
-        way_out = "Give optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
+        way_out = "Pass optimizer=, a function of the parameters: lambda p: torch.optim.AdamW(p)"
         raise TypeError(explain(f"{type(net).__name__} without optimizer=", why, way_out))
     optimizers = configured_optimizers(net)
     if len(optimizers) != 1 or not net.automatic_optimization:
@@ -249,8 +249,8 @@ def _make_optimizer(net: nn.Module, make: Callable[[Any], Optimizer] | None) -> 
             explain(
                 f"{type(net).__name__} with {len(optimizers)} optimizers, "
                 f"automatic_optimization={net.automatic_optimization}",
-                "only the Trainer's own order of a step, with one optimizer, is known",
-                "Give loss= and optimizer= for the part you want to know about",
+                "only the Trainer's own order of a step, with one optimizer, is supported",
+                "Pass loss= and optimizer= for the part to predict",
             )
         )
     return optimizers[0]
@@ -265,15 +265,15 @@ def _mark_state(trace: AllocationTrace, net: nn.Module, optimizer: Optimizer) ->
 
 @contextmanager
 def explaining_errors() -> Iterator[None]:
-    """Say what to do where the code needs what a prediction does not have."""
+    """Explain errors of code that needs something that a prediction does not have."""
     try:
         yield
     except _UNKNOWN as error:
-        why = "the shape of its result depends on values, and there are none"
-        way_out = "Give loss=, a function of (module, batch) that goes without"
+        why = "the shape of its result depends on tensor values, which a prediction does not have"
+        way_out = "Pass loss=, a function of (module, batch) that does not need it"
         raise ValueError(explain(f"{error.func} cannot be predicted", why, way_out)) from error
     except RuntimeError as error:
         if "not attached to a `Trainer`" not in str(error):
             raise
-        way_out = "Give loss= and optimizer= that go without"
-        raise ValueError(explain("the code uses self.trainer", "a prediction has none", way_out)) from error
+        way_out = "Pass loss= and optimizer= that do not need it"
+        raise ValueError(explain("the code uses self.trainer", "a prediction has no Trainer", way_out)) from error

@@ -1,4 +1,4 @@
-"""Keep a run going, and measure it: checkpoints and resuming, guards, meters and memory timelines.
+"""Keep a run alive, and measure it: checkpoints and resuming, guards, meters and memory timelines.
 
 From the bottom up: ``checkpoint``, ``guards``, ``profiling``.
 """

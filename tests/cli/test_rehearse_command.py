@@ -56,7 +56,7 @@ def test_a_run_that_would_fail_at_its_first_checkpoint(tmp_path, capsys, monkeyp
     monkeypatch.setattr(command, "run_script", start_fork)
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main(["rehearse", str(tmp_path / "train.py"), "vall"]) == 1
-    words = "fasttrain rehearse: ModelCheckpoint(monitor='val'): nothing of that name is logged"
+    words = "fasttrain rehearse: ModelCheckpoint(monitor='val'): no value of that name is logged"
     assert words in capsys.readouterr().err
     assert {path.name for path in tmp_path.rglob("*")} == {"train.py"}
 

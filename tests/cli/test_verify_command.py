@@ -104,7 +104,7 @@ def test_bad_input_is_one_line(capsys):
     for arguments, words in (
         ((), "give either TARGET or --size"),
         (("--size", "nano", "--data", "a:B"), "--data names batches for TARGET"),
-        (("--size", "nano"), "there is nothing to compare the plain step with"),
+        (("--size", "nano"), "expected at least one technique to compare with the plain step"),
         (("--size", "nano", "--techniques", "LoRe"), "technique 'LoRe'"),
     ):
         code, out, err = run(capsys, *arguments)

@@ -194,7 +194,7 @@ def test_strategies_that_gather_in_a_forward_are_refused(strategy):
 def test_blocks_that_one_rank_cannot_compile_run_as_they_are_there_alone_which_it_says(found):
     assert found[0]["compiler"] == [0.0, [], []]
     blocks = [f"blocks.{i}" for i in range(3)]
-    said = [f"rank 1: block '{block}' (Block) could not be compiled and runs as it is"[:60] for block in blocks]
+    said = [f"rank 1: block '{block}' (Block) could not be compiled and runs eagerly"[:60] for block in blocks]
     assert found[1]["compiler"] == [0.0, said, blocks]
 
 

@@ -1,4 +1,4 @@
-"""Faults that a technique could have, planted one by one: ``verify`` finds each by its defaults or a named option."""
+"""Faults that a technique could have, planted one by one: ``verify`` finds each, some only with a named option."""
 
 import random
 import re
@@ -17,7 +17,7 @@ from tests.nets import TinyLM, lm_batches
 
 
 class Victim(L.LightningModule):
-    """Has what faults befall: dropout, batch statistics, a norm, frozen weights, an average, a schedule, all hooks."""
+    """Has everything that faults affect: dropout, batch norm, frozen weights, an average, a schedule, all hooks."""
 
     def __init__(self):
         super().__init__()
@@ -61,27 +61,27 @@ def batch_of_rows():
 
 
 def fault(**hooks):
-    """A technique that says it is exact, with these methods: each takes what Lightning gives, without itself."""
+    """Return a technique that claims to be exact, with these hooks as methods without ``self``."""
     return type("Fault", (ft.Technique,), {name: staticmethod(hook) for name, hook in hooks.items()})
 
 
 def before_steps(act):
-    """act(optimizer, the number of the step)"""
+    """Call act(optimizer, index of the step) before each optimizer step."""
     return fault(on_before_optimizer_step=lambda trainer, module, optimizer: act(optimizer, trainer.global_step))
 
 
 def on_gradients(act):
-    """act(module, the number of the step)"""
+    """Call act(module, index of the step) on the gradients of each step."""
     return fault(on_after_backward=lambda trainer, module: act(module, trainer.global_step))
 
 
 def after_steps(act):
-    """act(module, its optimizer)"""
+    """Call act(module, its optimizer) after each step."""
     return fault(on_train_batch_end=lambda trainer, module, *_: act(module, trainer.optimizers[0]))
 
 
 def at_start(act):
-    """act(trainer, module)"""
+    """Call act(trainer, module) at the start of training."""
     return fault(on_train_start=act)
 
 
@@ -90,7 +90,7 @@ def attached(act):
 
 
 def in_training_step(alter):
-    """The step sees alter(batch)."""
+    """Replace the batch of each training step by alter(batch)."""
 
     def act(module):
         own = module.training_step
@@ -245,19 +245,19 @@ FAULTS = {
     "NumPy's numbers are drawn": draw(np.random.rand),
 }
 SAID = {
-    "frozen weights are updated": "frozen.weight do not train, and were changed",
-    "rows of frozen weights are swapped": "frozen.weight do not train, and were changed",
+    "frozen weights are updated": "frozen.weight are frozen, but were changed",
+    "rows of frozen weights are swapped": "frozen.weight are frozen, but were changed",
     "dropout is off in training": "In training drop are in evaluation mode",
     "dropout is on in validation": "In validation drop are in training mode",
     "validation in training mode": "In validation the module, .* are in training mode",
-    "a hook of validation is not called": r"gives other things: val_average",
-    "state_dict has another entry": "state_dict has other entries: more",
-    "state_dict gives half precision": "state_dict has other entries: average",
-    "a hook is left behind": "first are left with other hooks",
-    "a forward is left behind": "first are left with other hooks",
-    "torch's numbers are drawn": "After a step the random numbers are others",
-    "Python's numbers are drawn": "After a step the random numbers are others",
-    "NumPy's numbers are drawn": "After a step the random numbers are others",
+    "a hook of validation is not called": r"returns different results: val_average",
+    "state_dict has another entry": "state_dict has different entries: more",
+    "state_dict gives half precision": "state_dict has different entries: average",
+    "a hook is left behind": "first are left with different hooks",
+    "a forward is left behind": "first are left with different hooks",
+    "torch's numbers are drawn": "The random state after a step differs",
+    "Python's numbers are drawn": "The random state after a step differs",
+    "NumPy's numbers are drawn": "The random state after a step differs",
 }
 WHERE = {
     "buffers are not updated": "buffers",
@@ -289,7 +289,7 @@ def verify(technique, **settings):
     return ft.verify(Victim(), batch_of_rows(), [technique], accelerator="cpu", **settings)
 
 
-def test_without_a_fault_all_is_the_same_bit_for_bit():
+def test_without_a_fault_training_is_bitwise_the_same():
     for options in ({}, {"full": True, "steps": 3, "gradient_clip_val": 0.01}):
         verified = verify(fault()(), **options)
         assert verified, str(verified)
@@ -317,12 +317,12 @@ def test_a_planted_fault_is_found_by_an_option(name):
     assert not verified.rows[0].failure
 
 
-def test_there_are_as_many_faults_as_are_promised():
+def test_the_number_of_faults_matches_the_documentation():
     assert len(FAULTS) + len(BY_OPTION) >= 40
 
 
 def spoil(name, act):
-    """In training, act(output) of a module."""
+    """Replace the output of a module by act(output) in training."""
 
     def patch(module):
         part = module.get_submodule(name)
@@ -345,26 +345,26 @@ class HalfGradient(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("technique", "step", "name", "what"),
     [
-        (spoil("wide", lambda output: output * 1.001), 1, "wide (Linear)", "gives"),
-        (spoil("norm", lambda output: output + 1e-3), 1, "norm (BatchNorm1d)", "gives"),
-        (spoil("wide", HalfGradient.apply), 1, "drop (Dropout)", "gets the gradient"),
+        (spoil("wide", lambda output: output * 1.001), 1, "wide (Linear)", "returns"),
+        (spoil("norm", lambda output: output + 1e-3), 1, "norm (BatchNorm1d)", "returns"),
+        (spoil("wide", HalfGradient.apply), 1, "drop (Dropout)", "receives the gradient"),
         (FAULTS["the rate is doubled"](), 1, "first.weight", "has the value"),
         (FAULTS["wrong from step 2 on"](), 2, "first.weight", "has the gradient"),
         (FAULTS["one entry of a gradient is wrong"](), 1, "wide.weight", "has the gradient"),
-        (FAULTS["labels are turned round"](), 1, "last (Linear)", "gets the gradient"),
+        (FAULTS["labels are turned round"](), 1, "last (Linear)", "receives the gradient"),
     ],
 )
-def test_where_it_begins_is_named(technique, step, name, what):
+def test_the_first_difference_is_located(technique, step, name, what):
     verified = verify(technique)
     begins = verified.begins
     assert (begins.step, begins.what) == (step, what)
     assert begins.name == name
     assert begins.value != begins.plain
-    assert f"It begins in step {step}: {begins.name} {what}" in str(verified)
+    assert f"First difference in step {step}: {begins.name} {what}" in str(verified)
     assert verified.as_dict()["begins"]["name"] == begins.name
 
 
-def test_where_it_begins_is_found_in_micro_batches_and_recomputed_blocks():
+def test_the_first_difference_is_located_in_micro_batches_and_recomputed_blocks():
     class Wrong(ft.ActivationCheckpointing):
         def apply(self, model):
             block = model.blocks[1].up
@@ -377,12 +377,12 @@ def test_where_it_begins_is_found_in_micro_batches_and_recomputed_blocks():
     assert (verified.begins.step, verified.begins.name) == (1, "blocks.1.up (Linear)")
     wrong = ft.MicroBatching(3, count="samples", check=False)
     verified = ft.verify(TinyLM(), lm_batches(1)[0], [wrong], accelerator="cpu")
-    assert verified.begins.what == "gets the gradient"
+    assert verified.begins.what == "receives the gradient"
     assert verified.begins.name.startswith("head")
 
 
 class Activated(nn.Module):
-    """Functions between its parts, of which the parts know nothing."""
+    """Calls functions between its submodules."""
 
     def __init__(self):
         super().__init__()
@@ -394,14 +394,14 @@ class Activated(nn.Module):
 
 
 @pytest.mark.parametrize("operators", [True, False])
-def test_the_operator_in_which_it_begins_is_named_where_that_is_asked(operators):
+def test_the_first_different_operator_is_named_on_request(operators):
     class Approximate(ft.ActivationCheckpointing):
         def apply(self, model):
             for block in (part for part in model.modules() if isinstance(part, Activated)):
                 block.approximate = "tanh"
             return None if self.blocks is None else super().apply(model)
 
-    for technique in (Approximate(), Approximate(blocks=Activated)):  # which runs its forward again in the backward
+    for technique in (Approximate(), Approximate(blocks=Activated)):  # recomputes its forward in the backward
         verified = ft.verify(
             lambda: nn.Sequential(nn.Linear(6, 6), Activated(), Activated(), nn.Linear(6, 1)),
             (torch.randn(8, 6), torch.randn(8, 1)),
@@ -413,10 +413,10 @@ def test_the_operator_in_which_it_begins_is_named_where_that_is_asked(operators)
         )
         assert verified.begins, str(verified)
         where = "torch.nn.functional.gelu in net.1 (Activated)" if operators else "net.1.outer (Linear)"
-        assert (verified.begins.step, verified.begins.what, verified.begins.name) == (1, "gives", where)
+        assert (verified.begins.step, verified.begins.what, verified.begins.name) == (1, "returns", where)
 
 
-def test_an_operator_outside_of_all_modules_is_the_steps():
+def test_an_operator_outside_of_all_modules_is_attributed_to_the_step():
     def turn(module):
         own = module.loss
         module.loss = lambda net, batch: own(net, (batch[0], -batch[1]))
@@ -438,22 +438,22 @@ class Nothing(ft.ActivationCheckpointing):
         return None
 
 
-def test_a_technique_that_did_nothing_is_another_result_than_the_same():
+def test_a_technique_without_effect_is_reported_as_such():
     verified = ft.verify(TinyLM(), lm_batches(1)[0], [Nothing()], accelerator="cpu")
     assert not verified
     assert verified.rows[0].verdict == "did nothing"
     assert verified.guilty == ("Nothing()",)
 
 
-# What is compared where it does not fit, and what is kept of it
+# Steps that do not fit into memory, and digests
 
 
-def test_where_the_plain_step_does_not_fit_fewer_rows_are_compared_and_it_is_said(monkeypatch):
+def test_fewer_rows_are_compared_if_the_plain_step_is_predicted_not_to_fit(monkeypatch):
     one = ft.predict.predict_memory(TinyLM(), lm_batches(1)[0], device="cpu").peak_bytes
     monkeypatch.setattr(batches_of_a_proof, "free_bytes", lambda device: int(0.8 * one))
     verified = ft.verify(TinyLM(), lm_batches(1)[0], [ft.MicroBatching(2)], accelerator="cpu")
     assert verified, str(verified)
-    assert "of the batch's 6 rows, chosen to differ: the plain step of all of them is predicted not to" in str(
+    assert "of the batch's 6 rows, chosen to differ: the plain step with all of them is predicted not to" in str(
         verified.notes
     )
     monkeypatch.setattr(batches_of_a_proof, "free_bytes", lambda device: 1000)
@@ -461,7 +461,7 @@ def test_where_the_plain_step_does_not_fit_fewer_rows_are_compared_and_it_is_sai
         ft.verify(TinyLM(), lm_batches(1)[0], [ft.MicroBatching(2)], accelerator="cpu")
 
 
-def test_a_step_that_is_found_not_to_fit_is_compared_on_fewer_rows():
+def test_fewer_rows_are_compared_if_the_plain_step_runs_out_of_memory():
     class Large(TinyLM):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > 3:
@@ -470,12 +470,12 @@ def test_a_step_that_is_found_not_to_fit_is_compared_on_fewer_rows():
 
     verified = ft.verify(Large(), lm_batches(1)[0], [ft.MicroBatching(2)], accelerator="cpu")
     assert verified, str(verified)
-    assert "3 of the batch's 6 rows, chosen to differ: the plain step of all of them does not fit" in str(
+    assert "3 of the batch's 6 rows, chosen to differ: the plain step with all of them does not fit" in str(
         verified.notes
     )
 
 
-def test_a_batch_whose_first_half_has_no_loss_is_run_twice_and_it_is_said():
+def test_a_batch_whose_first_half_has_no_loss_is_used_twice_with_a_note():
     batch = lm_batches(1)[0]
     labels = batch["labels"].clone()
     labels[:3] = -100
@@ -484,7 +484,7 @@ def test_a_batch_whose_first_half_has_no_loss_is_run_twice_and_it_is_said():
     assert "All steps see the same batch" in str(verified.notes)
 
 
-def test_a_validation_that_takes_no_training_batch_is_left_out_and_it_is_said():
+def test_a_validation_that_fails_on_a_training_batch_is_left_out_with_a_note():
     class Other(TinyLM):
         def validation_step(self, batch, batch_idx):
             self.log("val_loss", self.loss(batch["other"]))
@@ -492,7 +492,7 @@ def test_a_validation_that_takes_no_training_batch_is_left_out_and_it_is_said():
     batch = lm_batches(1)[0]
     verified = ft.verify(Other(), batch, [ft.MicroBatching(2)], accelerator="cpu")
     assert verified
-    assert "Give validation= a batch" in str(verified.notes)
+    assert "Pass validation= a batch" in str(verified.notes)
     verified = ft.verify(Other(), batch, [ft.MicroBatching(2)], accelerator="cpu", validation={"other": batch})
     assert verified
     assert "validation" in {distance.what for distance in verified.rows[0].distances}
@@ -501,7 +501,7 @@ def test_a_validation_that_takes_no_training_batch_is_left_out_and_it_is_said():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_digests_tell_how_far_tensors_are_apart(dtype, tmp_path):
+def test_digests_estimate_the_distance_of_tensors(dtype, tmp_path):
     generator = torch.Generator().manual_seed(0)
     one = (4 * torch.randn(300, 1000, generator=generator)).to(dtype)
     low_rank = torch.randn(300, 1, generator=generator) @ torch.randn(1, 1000, generator=generator)
@@ -512,10 +512,10 @@ def test_digests_tell_how_far_tensors_are_apart(dtype, tmp_path):
         assert sampled == pytest.approx(exact, rel=0.2)
         assert whole == pytest.approx(exact, rel=1e-9)
         assert take_digest(one).is_same(take_digest(other)) == torch.equal(one, other)
-    # A part that lies askew in memory, a number that is repeated, and nothing at all have digests too.
+    # A strided slice, an expanded value and an empty tensor have digests too.
     for part in (one.flatten()[1:], one[:1, :1].expand(1, 3), one[:1, 0].expand(5)[:1], one[:0]):
         assert take_digest(part).is_same(take_digest(part.clone()))
-    # A permutation has the same checksum, and one number the same sample.
+    # A permutation has the same checksum, and a single changed value the same sample.
     assert take_digest(one).is_same(take_digest(one.clone()))
     changed = one.clone()
     changed[7, 7] = not changed[7, 7] if dtype is torch.bool else changed[7, 7] + 1

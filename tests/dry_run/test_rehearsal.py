@@ -1,4 +1,4 @@
-"""A rehearsal leaves no trace, and finds in the first minute what would end a run in its tenth hour."""
+"""A rehearsal has no side effects, and finds errors in the first minute that would appear hours later."""
 
 import copy
 import itertools
@@ -23,7 +23,7 @@ GIB = 2**30
 
 
 def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, validation=BATCHES[:1], **settings):
-    """Fit with a rehearsal first; the report, the module and the Trainer."""
+    """Fit with a rehearsal; return the report, the module and the Trainer."""
     rehearsal = settings.pop("rehearsal", None) or ft.dry_run.Rehearsal(seconds=5)
     writers = [ModelCheckpoint(tmp_path / "checkpoints")] if saves else []
     t = trainer([*callbacks, rehearsal, *writers], default_root_dir=tmp_path, enable_checkpointing=None, **settings)
@@ -34,34 +34,34 @@ def rehearse(tmp_path, callbacks=(), module=None, batches=BATCHES, saves=True, v
 
 
 def refused(tmp_path, words, *args, **settings):
-    """The rehearsal ends in one error, says these words, and leaves no file."""
+    """Check that the rehearsal raises one error with these words, and leaves no file."""
     with pytest.raises(RehearsalError, match=words):
         rehearse(tmp_path, *args, **settings)
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-# What goes well
+# Runs that succeed
 
 
-def test_a_step_that_cannot_be_predicted_is_none_that_fails(tmp_path):
+def test_a_step_that_cannot_be_predicted_does_not_fail(tmp_path):
     class Reads(TinyLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            loss.detach().numpy()  # tensors without numbers have none to read
+            loss.detach().numpy()  # tensors without values cannot be read
             return loss
 
     report, _, _ = rehearse(tmp_path, [ft.MicroBatching(2)], Reads())
     assert report.resumed_exactly
     assert report.predicted_bytes is None
-    assert any(note.startswith("step: its memory is not predicted, since ") for note in report.notes)
+    assert any(note.startswith("step: its memory could not be predicted: ") for note in report.notes)
 
 
-def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
+def test_reports_five_lines_and_does_not_change_the_run(tmp_path, caplog):
     numbers = {}
 
     class Watch(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-            self.log("rows", float(len(batch["labels"])))  # by a method that Lightning gives it
+            self.log("rows", float(len(batch["labels"])))  # by a method that Lightning assigns to it
             numbers.setdefault(self, []).append((repr(random_state()), pl_module.losses[:], batch["input_ids"].sum()))
 
     caplog.set_level("INFO", logger="lightning_fasttrain")
@@ -86,12 +86,12 @@ def test_five_lines_and_the_run_is_the_one_without(tmp_path, caplog):
     assert report.verified
     assert report.resumed_exactly
     assert "of 2 batches" in report.lines["step"]
-    assert f" s and {format_bytes(report.predicted_bytes)}, as predicted (" in report.lines["step"]
-    assert "a short window, a batch of validation, the end of an epoch went well" in report.lines["step"]
+    assert f" s and {format_bytes(report.predicted_bytes)} (predicted) (" in report.lines["step"]
+    assert "a short window, a batch of validation, the end of an epoch succeeded" in report.lines["step"]
     assert report.as_dict()["checkpoint_bytes"] > 1000
 
 
-def test_it_comes_first_wherever_it_is_listed_and_only_once(tmp_path):
+def test_runs_first_and_only_once_whatever_its_position(tmp_path):
     first, last = ft.dry_run.Rehearsal(), ft.dry_run.Rehearsal()
     for callbacks in ([first, ft.FusedLossHead(head="head")], [ft.FusedLossHead(head="head"), last]):
         rehearse(tmp_path, callbacks[:-1], rehearsal=callbacks[-1] if callbacks[-1] is last else None, saves=False)
@@ -101,7 +101,7 @@ def test_it_comes_first_wherever_it_is_listed_and_only_once(tmp_path):
     assert last.report is before
 
 
-def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
+def test_works_with_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     class Net(ft.FastTrainMixin, TinyLM):
         techniques = [ft.ActivationCheckpointing(), ft.ExactResume(), ft.AtomicCheckpoints()]
 
@@ -140,20 +140,20 @@ def test_the_mixin_a_datamodule_and_exact_resume(tmp_path):
     assert data.set_up == len(Net.prepared) == 1
     assert rehearsal.report.resumed_exactly
     assert "this run lacks" not in rehearsal.report.lines["resume"]
-    assert "all, 3 at most are kept" in rehearsal.report.lines["checkpoint"]
+    assert "all, at most 3 are kept" in rehearsal.report.lines["checkpoint"]
     assert rehearsal.report.kept == 3 >= len(list(tmp_path.glob("*.ckpt")))
     assert not list(tmp_path.glob(".*"))
 
 
-def test_weights_only_and_no_validation(tmp_path):
+def test_works_with_weights_only_and_without_validation(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
     report, *_ = rehearse(tmp_path, [writer], saves=False, validation=None)
-    assert "cannot go on with weights only" in report.lines["resume"]
+    assert "cannot resume from weights only" in report.lines["resume"]
     assert "validation" not in report.lines["step"]
     assert report.resumed_exactly is None
 
 
-def test_what_cannot_be_copied_is_left_out_and_said(tmp_path):
+def test_callbacks_that_cannot_be_copied_are_left_out_with_a_note(tmp_path):
     class Holder(L.Callback):
         def __init__(self):
             self.lines = (line for line in "ab")
@@ -162,25 +162,25 @@ def test_what_cannot_be_copied_is_left_out_and_said(tmp_path):
     assert ["Holder" in note or "LambdaCallback" in note for note in report.notes] == [True, True]
 
 
-def test_where_no_copy_can_be_run_beside_it_says_so(tmp_path):
+def test_strategies_that_cannot_be_copied_are_reported(tmp_path):
     report, *_ = rehearse(tmp_path, strategy="fasttrain_fsdp2")
-    assert report.lines["step"].startswith("not rehearsed: under FSDP2Strategy no copy can be run beside")
+    assert report.lines["step"].startswith("not rehearsed: a copy cannot be run beside FSDP2Strategy")
 
 
 def longer(rows=3):
     return {key: torch.cat([value] * rows) for key, value in BATCHES[0].items()}
 
 
-def test_the_largest_batch_is_found(tmp_path):
+def test_the_largest_batch_is_found_and_run(tmp_path):
     report, *_ = rehearse(tmp_path, batches=[*BATCHES, longer(), BATCHES[0]], saves=False)
     assert report.batches_seen == 7
-    assert report.lines["largest batch"] == "18 × 5, the largest of 7, where the first is 6 × 5, went well"
+    assert report.lines["largest batch"] == "18 × 5, the largest of 7 (the first: 6 × 5), succeeded"
 
 
-# What is found: each of these is a run that would fail, or be another, hours later
+# Runs that would fail, or train differently, hours later
 
 
-def test_a_technique_that_breaks_its_promise(tmp_path):
+def test_a_technique_that_breaks_its_promise_is_refused(tmp_path):
     class Bends(ft.Technique):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             for parameter in pl_module.parameters():
@@ -188,13 +188,13 @@ def test_a_technique_that_breaks_its_promise(tmp_path):
 
     refused(
         tmp_path,
-        r"verify with Bends\(\) on the first batch: another training",
+        r"verify with Bends\(\) on the first batch: different training",
         [Bends(), ft.EagerGradientRelease()],
     )
 
 
 class LoadsAnother(AtomicCheckpointIO):
-    """FINDINGS: a checkpoint plugin that gives another file of the run than it was asked for."""
+    """A checkpoint plugin that loads another file of the run than requested."""
 
     def load_checkpoint(self, path, *args, **kwargs):
         others = [other for other in path.parent.glob("*.ckpt") if other != path]
@@ -212,16 +212,16 @@ class Damages(AtomicCheckpointIO):
     ("plugin", "words"),
     [
         (LoadsAnother, "differs in global step, .*: global step was 1 and is 2"),
-        (Damages, "differs in weight embed.weight: weight embed.weight is off by .*e-06 in 1 of its 136 numbers"),
+        (Damages, "differs in weight embed.weight: weight embed.weight is off by .*e-06 in 1 of its 136 values"),
     ],
 )
-def test_a_checkpoint_plugin_that_gives_something_else(tmp_path, plugin, words):
+def test_a_checkpoint_plugin_that_loads_different_content_is_refused(tmp_path, plugin, words):
     refused(tmp_path, words, plugins=[plugin()])
 
 
-def test_weights_that_are_not_read_back(tmp_path):
+def test_weights_that_are_loaded_differently_are_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, save_weights_only=True)
-    refused(tmp_path, "read back, and differ in weight", [writer], saves=False, plugins=[Damages()])
+    refused(tmp_path, "saved and loaded, but differ in weight", [writer], saves=False, plugins=[Damages()])
 
 
 class Stops(L.Callback):
@@ -229,12 +229,12 @@ class Stops(L.Callback):
         trainer.should_stop = True
 
 
-def test_a_run_that_a_callback_ends_at_once(tmp_path):
+def test_a_run_that_a_callback_stops_at_once_is_refused(tmp_path):
     refused(tmp_path, "ended after .*, before its second epoch: .* trainer.should_stop", [Stops()])
 
 
 class Warmup(L.Callback):
-    """Counts steps, and forgets the count when the run is killed."""
+    """Counts steps, and loses the count when the run is killed."""
 
     def __init__(self, keeps):
         self.keeps, self.steps = keeps, 0
@@ -251,14 +251,14 @@ class Warmup(L.Callback):
         self.steps = state.get("steps", 0)
 
 
-def test_state_of_a_callback_that_is_not_saved(tmp_path):
-    words = r"differs in .*not in the checkpoint, perhaps .*Warmup.steps \(1 before, 0 after the load\)"
+def test_unsaved_callback_state_is_found(tmp_path):
+    words = r"differs from .*not in the checkpoint, perhaps .*Warmup.steps \(1 before, 0 after the load\)"
     refused(tmp_path, words, [Warmup(keeps=False)])
     assert rehearse(tmp_path, [Warmup(keeps=True)])[0].resumed_exactly
 
 
 class Scales(L.Callback):
-    """Changes gradients by next to nothing: by its count, or by what no two runs have."""
+    """Changes gradients minimally: by its counter, or by a value that differs in each run."""
 
     def __init__(self, counts):
         self.counts, self.steps = counts, 0
@@ -273,17 +273,17 @@ class Scales(L.Callback):
 COUNTER = itertools.count()
 
 
-def test_the_least_difference_counts_where_a_step_is_the_same_twice(tmp_path):
+def test_any_difference_counts_if_steps_are_deterministic(tmp_path):
     refused(tmp_path, "perhaps .*Scales.steps", [Scales(counts=True)])
 
 
-def test_rounding_is_allowed_where_no_step_is_the_same_twice(tmp_path):
+def test_rounding_is_allowed_if_steps_are_not_deterministic(tmp_path):
     report, *_ = rehearse(tmp_path, [Scales(counts=False)])
     assert report.resumed_exactly is False
-    assert "as near as two equal steps are here" in report.lines["resume"]
+    assert "up to the difference of two equal steps" in report.lines["resume"]
 
 
-def test_a_buffer_that_is_not_saved(tmp_path):
+def test_an_unsaved_buffer_is_found(tmp_path):
     class Scaled(TinyLM):
         def __init__(self):
             super().__init__()
@@ -296,7 +296,7 @@ def test_a_buffer_that_is_not_saved(tmp_path):
     refused(tmp_path, "buffer scale, which is not persistent", module=Scaled())
 
 
-def test_a_validation_step_that_raises(tmp_path):
+def test_an_error_in_validation_is_reported(tmp_path):
     class Broken(TinyLM):
         def validation_step(self, batch, batch_idx):
             raise KeyError("labls")
@@ -304,7 +304,7 @@ def test_a_validation_step_that_raises(tmp_path):
     refused(tmp_path, "rehearsing validation: KeyError: 'labls'", module=Broken(), num_sanity_val_steps=0)
 
 
-def test_a_loss_that_is_no_number(tmp_path):
+def test_a_non_finite_loss_is_refused(tmp_path):
     class Overflows(TinyLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) * (float("inf") if self.trainer.global_step > 0 else 1.0)
@@ -312,28 +312,28 @@ def test_a_loss_that_is_no_number(tmp_path):
     refused(tmp_path, "the loss is inf in step 2", module=Overflows())
 
 
-def test_a_monitor_that_nobody_logs(tmp_path):
+def test_a_monitor_that_is_never_logged_is_refused(tmp_path):
     writer = ModelCheckpoint(tmp_path, monitor="val_acc")
-    words = r"ModelCheckpoint\(monitor='val_acc'\): nothing of that name is logged, only loss, loss_epoch, .*val_loss"
+    words = r"ModelCheckpoint\(monitor='val_acc'\): no value of that name is logged, only loss, loss_epoch, .*val_loss"
     refused(tmp_path, words, [writer], saves=False)
     refused(tmp_path, "val_acc", [EarlyStopping("val_acc")], saves=False)
 
 
-def test_out_of_memory_in_the_largest_batch(tmp_path):
+def test_out_of_memory_in_the_largest_batch_is_reported(tmp_path):
     class Small(TinyLM):
         def training_step(self, batch, batch_idx):
             if len(batch["labels"]) > 6:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
             return super().training_step(batch, batch_idx)
 
-    words = r"the largest batch \(18 × 5, the largest of 7, .*: out of memory: CUDA .*MicroBatching\(\"auto\"\)"
+    words = r"the largest batch \(18 × 5, the largest of 7 .*: out of memory: CUDA .*MicroBatching\(\"auto\"\)"
     refused(tmp_path, words, module=Small(), batches=[*BATCHES, longer(), BATCHES[0]])
 
 
 Usage = namedtuple("Usage", "total used free")
 
 
-def test_no_room_for_all_that_will_be_kept(tmp_path, monkeypatch):
+def test_too_little_disk_space_for_all_kept_checkpoints_is_refused(tmp_path, monkeypatch):
     writer = ModelCheckpoint(tmp_path, monitor="val_loss", save_top_k=4)
     report, *_ = rehearse(tmp_path, [writer], saves=False, max_epochs=9)
     assert report.kept == 4
@@ -341,29 +341,29 @@ def test_no_room_for_all_that_will_be_kept(tmp_path, monkeypatch):
     tmp_path.mkdir()
     free = int(3.5 * report.checkpoint_bytes)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(free, 0, free))
-    words = r"0.00 GiB too little: a checkpoint takes .* will keep 4 of them and write one more. .*save_top_k=2"
+    words = r"0.00 GiB are missing: a checkpoint takes .* will keep 4 of them and write one more. .*save_top_k=2"
     refused(tmp_path, words, [copy.copy(writer)], saves=False, max_epochs=9)
 
 
-def test_a_folder_that_cannot_be_written_to(tmp_path):
+def test_an_unwritable_checkpoint_folder_is_refused(tmp_path):
     (tmp_path / "file").touch()
     writer = ModelCheckpoint(tmp_path / "file" / "checkpoints")
     with pytest.raises(RehearsalError, match="checkpoints cannot be written to .*Not a directory"):
         rehearse(tmp_path, [writer], saves=False)
 
 
-def test_a_loader_that_can_be_read_once_only(tmp_path):
-    with pytest.raises(RehearsalError, match="the loader is a list_iterator: what is read of it ahead"):
+def test_a_loader_that_can_be_read_only_once_is_refused(tmp_path):
+    with pytest.raises(RehearsalError, match="the loader is a list_iterator: the run could not read"):
         trainer([ft.dry_run.Rehearsal()]).fit(TinyLM(), iter(BATCHES))
 
 
-def test_a_time_that_is_none():
+def test_a_negative_time_is_refused():
     with pytest.raises(ValueError, match="seconds=-1"):
         ft.dry_run.Rehearsal(seconds=-1)
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_the_run_waits_in_host_memory(tmp_path):
+def test_gpu_the_run_is_parked_in_host_memory(tmp_path):
     class Large(TinyLM):
         def __init__(self):
             super().__init__()
@@ -379,4 +379,4 @@ def test_on_a_gpu_the_run_waits_in_host_memory(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     report, module, _ = rehearse(tmp_path, module=Large(), accelerator="gpu", devices=1)
     assert report.resumed_exactly is not None
-    assert module.peak < 128 * 2**20 * 6  # weight, gradient, two moments, what a step of Adam needs; no second weight
+    assert module.peak < 128 * 2**20 * 6  # weight, gradient, two moments, temporaries of an Adam step; no second weight

@@ -1,4 +1,4 @@
-"""``verify`` calls the same what is the same, and finds each silent error that was ever found here."""
+"""``verify`` accepts equal training, and finds each silent error that was ever found in this project."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def verify(techniques, module=None, batch=BATCH, **settings):
 
 
 class Classifier(L.LightningModule):
-    """Anything with a loss: (net, batch) → loss."""
+    """Any network with a loss: (net, batch) → loss."""
 
     def __init__(self, net, loss, lr=0.01):
         super().__init__()
@@ -48,10 +48,10 @@ def tail(verified):
     return "\n".join([*verified.problems, *verified.notes])
 
 
-# What is the same
+# Equal training
 
 
-def test_exact_techniques_are_the_same_and_nothing_is_left_changed():
+def test_exact_techniques_are_the_same_and_leave_no_changes():
     net, numbers = TinyLM(dropout=0.1), torch.get_rng_state()
     before = weights(net)
     verified = verify([ft.MicroBatching(3), ft.ActivationCheckpointing(), ft.EagerGradientRelease()], net, steps=2)
@@ -66,7 +66,7 @@ def test_exact_techniques_are_the_same_and_nothing_is_left_changed():
     assert torch.equal(torch.get_rng_state(), numbers)
 
 
-def test_the_same_masks_are_drawn_where_a_technique_promises_them():
+def test_dropout_masks_are_the_same_if_a_technique_promises_it():
     verified = verify([ft.ActivationCheckpointing()], TinyLM(dropout=0.3))
     assert verified.ok
     assert not verified.notes
@@ -80,8 +80,8 @@ class WithSGD(Classifier):
         return torch.optim.SGD(self.parameters(), self.lr)
 
 
-class WeighedBySize(ft.MicroBatching):
-    """Weights each micro-batch by its samples, whatever its loss is divided by."""
+class WeightedBySize(ft.MicroBatching):
+    """Weights each micro-batch by its number of samples, whatever the normalizer of its loss."""
 
     def __init__(self):
         super().__init__(2, count="samples", check=False)
@@ -93,7 +93,7 @@ def masked_error(net, batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_a_module_of_another_dtype_with_a_batch_of_it(dtype):
+def test_a_module_and_a_batch_of_another_dtype(dtype):
     torch.manual_seed(0)
     net = WithSGD(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1)), masked_error, lr=0.1).to(dtype)
     batch = torch.randn(8, 6, dtype=dtype), torch.tensor([[1], [1], [1], [0], [1], [0], [0], [0]], dtype=dtype)
@@ -102,10 +102,10 @@ def test_a_module_of_another_dtype_with_a_batch_of_it(dtype):
     assert net.net[0].weight.dtype is dtype
     if dtype is torch.float64:
         assert max(distance.error for distance in verified.rows[0].distances) < 1e-12
-    assert not verify([WeighedBySize()], net, batch)
+    assert not verify([WeightedBySize()], net, batch)
 
 
-def test_low_precision_is_verified_beside_float32_and_a_bound_beside_what_is_exact():
+def test_low_precision_and_techniques_with_a_tolerance_are_verified():
     techniques = [ft.MicroBatching(3), ft.LowPrecisionProducts("int8", min_features=8)]
     verified = verify(techniques, precision="bf16-mixed")
     assert verified.ok, str(verified)
@@ -116,27 +116,27 @@ def test_low_precision_is_verified_beside_float32_and_a_bound_beside_what_is_exa
     assert found == expected
 
 
-def test_what_changes_training_is_reported_and_the_others_are_held_to_it():
+def test_a_change_of_training_is_reported_and_others_are_compared_with_it():
     verified = verify([ft.LoRA(rank=2), ft.MicroBatching(3)])
     assert verified.ok, str(verified)
     changes, rest = verified.rows
-    assert changes.verdict == "changes training, as it says"
+    assert changes.verdict == "changes training, as declared"
     assert changes.techniques == ("LoRA(rank=2)",)
     assert rest.verdict == "the same"
 
 
-def test_kernels_of_quantised_layers_round_otherwise_in_evaluation():
+def test_quantized_kernels_may_round_differently_in_evaluation():
     verified = verify([ft.QuantizedBase("int8")], TinyLM(lr=1e-3))
     assert verified.ok, str(verified)
 
 
-def test_a_window_of_batches_is_held_against_one_large_batch():
+def test_a_window_of_batches_is_compared_with_one_large_batch():
     verified = verify([ft.TokenWeightedAccumulation(2)])
     assert verified.ok, str(verified)
     assert {distance.what for distance in verified.rows[0].distances} == {"gradients", "updates", "validation"}
 
 
-def test_a_plain_module_a_factory_and_a_module_with_techniques_of_its_own():
+def test_a_plain_module_a_factory_and_a_module_with_its_own_techniques():
     def loss(net: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
         return F.cross_entropy(net(batch[0]), batch[1])
 
@@ -165,14 +165,14 @@ def test_batch_norm_and_a_batch_without_rows():
     assert verify([ft.EagerGradientRelease()], scalar, torch.tensor(2.0)).ok
 
 
-def test_a_report_for_programs():
+def test_the_report_can_be_serialized():
     verified = verify([ft.MicroBatching(2)])
     read = json.loads(json.dumps(verified.as_dict()))
     assert read["ok"] is True
     assert read["rows"][0]["verdict"] == "the same"
 
 
-def test_dropout_is_found_in_layers_and_in_numbers_by_name():
+def test_dropout_is_found_in_layers_and_in_attributes():
     class Attention(nn.Module):
         attn_dropout, other = 0.1, 0.5
 
@@ -187,16 +187,16 @@ def test_dropout_is_found_in_layers_and_in_numbers_by_name():
     assert (net[0].p, net[1].dropout, net[2].attn_dropout, net[2].other) == (0.2, 0.3, 0.1, 0.5)
 
 
-# What cannot be compared, or means nothing
+# Invalid input, and meaningless comparisons
 
 
 @pytest.mark.parametrize(
     ("techniques", "settings", "error"),
     [
-        ([], {}, "techniques=\\[\\]: there is nothing to compare"),
+        ([], {}, "techniques=\\[\\]: expected at least one technique"),
         ([ft.MicroBatching(2)], {"steps": 0}, "steps=0"),
         ([ft.MicroBatching(2)], {"module": nn.Linear(1, 1)}, "Linear without loss="),
-        ([ft.MicroBatching(2)], {"module": lambda: 3}, "which gives int"),
+        ([ft.MicroBatching(2)], {"module": lambda: 3}, "expected an nn.Module, got int"),
         (
             [ft.EagerGradientRelease()],
             {"module": TinyLM().requires_grad_(False)},
@@ -213,7 +213,7 @@ def test_bad_input_is_refused_at_once(techniques, settings, error):
 def test_a_module_that_cannot_be_copied_is_refused():
     net = TinyLM()
     net.lock = (x for x in ())
-    with pytest.raises(TypeError, match=r"TinyLM cannot be copied: .*generator.* Give a function that builds it"):
+    with pytest.raises(TypeError, match=r"TinyLM cannot be copied: .*generator.* Pass a function that builds it"):
         verify([ft.MicroBatching(2)], net)
 
 
@@ -223,7 +223,7 @@ def empty(change):
     return tail(verify([ft.EagerGradientRelease()], net))
 
 
-def test_empty_proofs_are_no_proofs():
+def test_vacuous_comparisons_are_reported():
     ignored = {**BATCH, "labels": torch.full_like(BATCH["labels"], -100)}
     assert "The loss is nan" in tail(verify([ft.EagerGradientRelease()], batch=ignored))
     assert "No weight moved in 2 steps" in empty(lambda net: net.settings.update(lr=0.0, weight_decay=0.0))
@@ -235,7 +235,7 @@ def test_empty_proofs_are_no_proofs():
     assert "The gradient is zero everywhere" in tail(verify([ft.EagerGradientRelease()], Flat()))
 
 
-def test_random_numbers_that_are_not_dropouts():
+def test_random_draws_other_than_dropout_are_reported():
     class Noisy(TinyLM):
         def loss(self, batch):
             return super().loss(batch) * torch.rand(len(batch["labels"])).mean()
@@ -246,7 +246,7 @@ def test_random_numbers_that_are_not_dropouts():
     assert verified.rows[0].ok
 
 
-def test_what_a_technique_raises_is_its_verdict():
+def test_the_error_of_a_technique_is_its_verdict():
     def contrastive(net, batch):
         x = F.normalize(net(batch[0]), dim=1)
         return F.cross_entropy(x @ x.T, torch.arange(len(x)))
@@ -256,10 +256,10 @@ def test_what_a_technique_raises_is_its_verdict():
     assert "CannotSplitError" in verified.rows[0].failure
 
 
-# Silent errors that were found here once, made again
+# Silent errors that were once found in this project, reproduced
 
 
-def test_parts_that_are_weighed_wrongly():
+def test_wrongly_weighted_micro_batches_are_found():
     wrong = ft.MicroBatching(3, count="samples", check=False)
     verified = verify([wrong, ft.ActivationCheckpointing()])
     assert verified.guilty == (str(wrong),)
@@ -269,7 +269,7 @@ def test_parts_that_are_weighed_wrongly():
     assert not verify([ft.MicroBatching(2, count="samples", check=False)], summed, rows_of_numbers()).ok
 
 
-def test_a_small_error_that_low_precision_would_hide():
+def test_a_small_error_that_low_precision_would_hide_is_found():
     class OnePercent(ft.EagerGradientRelease):
         def on_after_backward(self, trainer, pl_module):
             for parameter in pl_module.parameters():
@@ -281,7 +281,7 @@ def test_a_small_error_that_low_precision_would_hide():
     assert rounded.ok
 
 
-def test_adapters_that_evaluation_does_not_see(monkeypatch):
+def test_adapters_missing_in_evaluation_are_found(monkeypatch):
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0.0, batch_first=True)
     net = nn.Sequential(nn.Linear(6, 6), nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 3))
@@ -296,14 +296,14 @@ def test_adapters_that_evaluation_does_not_see(monkeypatch):
     assert "Training and evaluation see different models" in tail(verified)
 
 
-def test_adapters_in_half_precision(monkeypatch):
+def test_stuck_adapters_in_half_precision_are_found(monkeypatch):
     settings = {"precision": "bf16-true", "module": TinyLM(lr=1e-4), "steps": 2}
     assert verify([ft.LoRA(rank=2)], **settings).ok
     monkeypatch.setattr(_float32_adapters, "keep_in_float32_", lambda module: None)
     assert "did not move: in bfloat16 small updates are rounded away" in tail(verify([ft.LoRA(rank=2)], **settings))
 
 
-def test_an_optimizer_that_steps_once_too_often():
+def test_an_additional_optimizer_step_is_found():
     class Phantom(ft.EagerGradientRelease):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             if trainer.global_step == 0:
@@ -318,7 +318,7 @@ def test_an_optimizer_that_steps_once_too_often():
     assert {"updates"} <= {d.what for d in verified.rows[0].distances if not d.is_within}
 
 
-def test_parameters_that_no_optimizer_has():
+def test_parameters_without_an_optimizer_are_found():
     class Early(TinyLM):
         def __init__(self):
             super().__init__()
@@ -345,21 +345,21 @@ def hollow(kind):
     ],
     ids=lambda technique: type(technique).__name__,
 )
-def test_a_technique_that_does_nothing(technique):
+def test_a_technique_that_does_nothing_is_found(technique):
     verified = verify([technique])
     assert not verified.ok
     assert "changed nothing" in tail(verified) or "did nothing" in tail(verified)
 
 
-def test_a_base_model_that_is_not_the_base(monkeypatch):
+def test_a_changed_base_model_below_adapters_is_found(monkeypatch):
     monkeypatch.setattr(base_model, "changes_base", lambda config: False)
     net = TinyLM()
     verified = verify([ft.LoRA(rank=2, variant="pissa")], net)
-    assert "With adapters switched off the model is not the plain one" in tail(verified)
+    assert "With adapters disabled the model differs from the plain one" in tail(verified)
 
 
 class SquaredSubspace(torch.optim.SGD):
-    """Steps along directions that it finds in float32 from the gradient's square, whose condition is squared too."""
+    """Steps along directions computed in float32 from the gradient's square, whose condition number is squared."""
 
     def step(self, closure=None):
         loss = closure() if closure else None
@@ -373,7 +373,7 @@ class SquaredSubspace(torch.optim.SGD):
         return loss
 
 
-def test_an_optimizer_that_float32_does_not_hold():
+def test_an_unstable_optimizer_is_found():
     net = Classifier(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)), None)
     net.loss = lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
     net.configure_optimizers = lambda: SquaredSubspace(net.parameters(), lr=0.1)
@@ -381,10 +381,10 @@ def test_an_optimizer_that_float32_does_not_hold():
         net.net, rows_of_numbers(), [ft.EagerGradientRelease()], accelerator="cpu", loss=net.loss,
         optimizer=lambda parameters: SquaredSubspace(parameters, lr=0.1),
     )  # fmt: skip
-    assert "the optimizer computes something that float32 does not hold" in tail(verified)
+    assert "the optimizer computes a value that float32 cannot represent" in tail(verified)
 
 
-def test_a_large_part_that_is_left_in_floats():
+def test_a_large_unquantized_weight_is_noted():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -398,10 +398,10 @@ def test_a_large_part_that_is_left_in_floats():
     net = nn.Sequential(nn.Linear(6, 8), Experts(), nn.Linear(8, 3))
     module = Classifier(net, lambda net, b: F.cross_entropy(net(b[0]), b[1]))
     verified = verify([ft.QLoRA(rank=2, targets=["up"], skip=["Experts"])], module, rows_of_numbers())
-    assert any("Not quantised: net.1.stack" in note for note in verified.notes), tail(verified)
+    assert any("Not quantized: net.1.stack" in note for note in verified.notes), tail(verified)
 
 
-def test_other_masks_under_the_promise_of_the_same():
+def test_different_dropout_masks_despite_a_promise_are_found():
     class Draws(ft.EagerGradientRelease):
         def on_before_zero_grad(self, trainer, pl_module, optimizer):
             torch.rand(1)
@@ -413,7 +413,7 @@ def test_other_masks_under_the_promise_of_the_same():
     assert not verified.rows[0].ok
 
 
-def test_a_batch_that_comes_too_early():
+def test_a_batch_overwritten_too_early_is_found():
     class Stale(ft.EagerGradientRelease):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             later = BATCHES[min(batch_idx + 1, 2)]
@@ -422,7 +422,7 @@ def test_a_batch_that_comes_too_early():
     assert not verify([Stale()], batch=as_loader(BATCHES), steps=2).rows[0].ok
 
 
-def test_half_a_gradient():
+def test_a_halved_gradient_is_found():
     class Half(ft.MicroBatching):
         def attach(self, trainer, pl_module):
             own, calls = pl_module.training_step, []
@@ -438,7 +438,7 @@ def test_half_a_gradient():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_in_each_precision():
+def test_gpu_verifies_each_precision():
     batch = lm_batches(1)[0]
     for precision in ("32-true", "bf16-mixed"):
         verified = ft.verify(
@@ -448,11 +448,11 @@ def test_on_a_gpu_in_each_precision():
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_batches_that_are_prefetched_are_the_right_ones():
+def test_gpu_prefetched_batches_are_correct():
     assert ft.verify(TinyLM(), as_loader(lm_batches(4)), [ft.DevicePrefetch()], steps=3, accelerator="gpu").ok
 
 
-def test_what_was_noted_while_all_was_quiet_is_said_once_in_the_run(caplog):
+def test_notes_silenced_during_verification_are_logged_later(caplog):
     with quietly():
         note_once("a note of this test")
     assert not caplog.records

@@ -196,7 +196,7 @@ def test_in_a_trainer_the_weights_are_those_of_the_plain_run(kind, parts):
         ends.append(weights(module))
     assert largest_difference(*ends) <= 1e-6
     head = f"net.{HEADS[kind][0]}"
-    assert f"FusedLossHead: found the head by the first loss: {head}" in "\n".join(said)
+    assert f"  found the head by the first loss: {head}" in "\n".join(said)
     assert fused_in(module) == []
 
 

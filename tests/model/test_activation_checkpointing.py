@@ -1,4 +1,4 @@
-"""Recomputed activations give the same training, bit for bit."""
+"""Recomputing activations keeps training bitwise the same."""
 
 import copy
 import random
@@ -21,7 +21,7 @@ def same(a, b):
 
 
 def run(net, x):
-    """Loss, gradients of weights and input, buffers afterwards, and the next random number of each generator."""
+    """Return the loss, all gradients, buffers afterwards, and the next random number of each generator."""
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -36,7 +36,7 @@ def run(net, x):
 
 
 class NumpyNoise(nn.Module):
-    """Draws its dropout with NumPy and its scale with Python's random: torch alone would recompute other numbers."""
+    """Draws with NumPy and Python's random: torch's own checkpoint would recompute different values."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class NumpyNoise(nn.Module):
 
 
 class Counter(nn.Module):
-    """Its output depends on a buffer that its own forward changes, as the power iteration of a spectral norm."""
+    """Its output depends on a buffer that its own forward changes, like the power iteration of a spectral norm."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ def stack(kind):
 @pytest.mark.parametrize(
     "kind", ["dropout", "batchnorm", "numpy and random", "own buffer", "spectral norm", "rrelu", "transformer"]
 )
-def test_bitwise_equal(kind, dtype):
+def test_checkpointing_is_bitwise_equal(kind, dtype):
     plain = stack(kind).to(dtype)
     ours = copy.deepcopy(plain)
     shape = (6, 3, 4) if kind == "transformer" else (6, 4)
@@ -91,7 +91,7 @@ def test_bitwise_equal(kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["numpy and random", "own buffer", "batchnorm", "rrelu"])
-def test_negative_control_torchs_own_checkpoint_gets_these_wrong(kind):
+def test_negative_control_torch_checkpoint_differs_in_these(kind):
     plain = stack(kind)
     theirs = copy.deepcopy(plain)
     for block in theirs:
@@ -101,7 +101,7 @@ def test_negative_control_torchs_own_checkpoint_gets_these_wrong(kind):
     assert not same(run(plain, x), run(theirs, x))
 
 
-def test_rrelu_as_a_function_is_refused_and_outside_of_the_blocks_it_is_nobodys_affair():
+def test_functional_rrelu_is_refused_only_inside_of_blocks():
     class Function(nn.Module):
         def __init__(self, inside):
             super().__init__()
@@ -130,7 +130,7 @@ def test_batchnorm_counts_each_batch_once():
     assert [block[1].num_batches_tracked.item() for block in net] == [1, 1, 1]
 
 
-def test_a_graph_that_is_kept_can_be_gone_through_again():
+def test_a_retained_graph_can_be_used_again():
     plain = stack("dropout")
     ours = copy.deepcopy(plain)
     checkpoint_activations_(ours)
@@ -143,7 +143,7 @@ def test_a_graph_that_is_kept_can_be_gone_through_again():
     assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
 
 
-def test_tensors_by_keyword_and_in_containers_are_saved_where_hooks_see_them():
+def test_keyword_and_nested_tensors_are_visible_to_saved_tensor_hooks():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -161,7 +161,7 @@ def test_tensors_by_keyword_and_in_containers_are_saved_where_hooks_see_them():
     assert {x.data_ptr(), bias.data_ptr()} <= set(seen)
 
 
-def test_less_is_saved_for_the_backward():
+def test_fewer_bytes_are_saved_for_the_backward():
     def saved_bytes(net):
         total = 0
 
@@ -183,7 +183,7 @@ def test_less_is_saved_for_the_backward():
     assert saved_bytes(ours) < saved_bytes(plain) / 8
 
 
-def test_kwargs_tuple_outputs_tied_weights_and_frozen_parts():
+def test_kwargs_tuple_outputs_tied_and_frozen_weights():
     plain = TinyLM(dropout=0.3)
     ours = TinyLM(dropout=0.3)
     for net in (plain, ours):
@@ -199,7 +199,7 @@ def test_kwargs_tuple_outputs_tied_weights_and_frozen_parts():
     assert any(name.startswith("blocks.0") for name in grads[1])
 
 
-def test_applied_twice_is_once():
+def test_applying_twice_has_no_further_effect():
     net = TinyLM()
     first, second = checkpoint_activations_(net), checkpoint_activations_(net)
     assert list(first) == list(second) == ["blocks.0", "blocks.1", "blocks.2"]
@@ -217,7 +217,7 @@ def test_nothing_is_recomputed_without_gradients():
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["block compiled over it", "model compiled around it"])
-def test_with_the_compiler(inside):
+def test_checkpointing_works_with_the_compiler(inside):
     plain = stack("dropout")
     ours = copy.deepcopy(plain)
     checkpoint_activations_(ours)
@@ -234,7 +234,7 @@ def test_with_the_compiler(inside):
         assert torch.allclose(a.grad, b.grad, rtol=1e-6, atol=1e-7)
 
 
-def test_hugging_face_model_with_its_cache_on():
+def test_a_hugging_face_model_with_its_cache_enabled():
     import transformers as tf
 
     config = tf.LlamaConfig(
@@ -255,7 +255,7 @@ def test_hugging_face_model_with_its_cache_on():
     assert ours.config.use_cache
 
 
-def test_trainer_trains_the_same_bit_for_bit_and_evaluates():
+def test_trainer_training_is_bitwise_the_same():
     batches = lm_batches(4)
     plain, ours = fit(TinyLM(dropout=0.3), batches), TinyLM(dropout=0.3)
     torch.manual_seed(11)
@@ -331,7 +331,7 @@ def operations_in_backward(policy, net, x):
     return mode.counts
 
 
-def test_matmuls_and_attention_are_not_computed_again_but_the_rest_is():
+def test_matmuls_and_attention_are_not_recomputed_but_the_rest_is():
     aten = torch.ops.aten
     attention = aten._scaled_dot_product_flash_attention_for_cpu.default
     x = torch.randn(2, 5, 8)
@@ -358,7 +358,7 @@ def test_random_attention_is_recomputed_so_that_later_draws_stay_the_same():
     assert "RECOMPUTE" in str(policy.keeps(None, op, x, x, x, dropout_p=0.1))
 
 
-def test_what_the_user_lists_is_kept_too():
+def test_operations_listed_by_the_user_are_kept_too():
     class Table(nn.Module):
         def __init__(self):
             super().__init__()
@@ -379,16 +379,16 @@ def test_what_the_user_lists_is_kept_too():
     ("op", "error", "message"),
     [
         (torch.ops.aten.bmm, TypeError, r"Use torch\.ops\.aten\.bmm\.default"),
-        ("bmm", TypeError, "no operation overload"),
+        ("bmm", TypeError, "expected an operator overload"),
         (torch.ops.aten.native_dropout.default, ValueError, "draws random numbers"),
     ],
 )
-def test_what_is_listed_is_checked(op, error, message):
+def test_invalid_listed_operations_are_refused(op, error, message):
     with pytest.raises(error, match=message):
         ft.model.SelectiveOps(also=[op])
 
 
-def test_between_kept_and_recomputed_in_memory():
+def test_selective_memory_lies_between_kept_and_recomputed():
     def added(policy):
         torch.manual_seed(0)
         net = GPT(GPTConfig(vocabulary=8, context=64, layers=4, heads=2, width=32))
@@ -405,7 +405,7 @@ def test_between_kept_and_recomputed_in_memory():
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["block compiled over it", "model compiled around it"])
-def test_selective_with_the_compiler(inside):
+def test_selective_checkpointing_works_with_the_compiler(inside):
     plain = nn.Sequential(*[Attention() for _ in range(3)])
     ours = copy.deepcopy(plain)
     checkpoint_activations_(ours, ft.model.SelectiveOps())
@@ -422,8 +422,8 @@ def test_selective_with_the_compiler(inside):
 
 
 @pytest.mark.parametrize("policy", [3, "all"])
-def test_a_policy_is_asked_for(policy):
-    with pytest.raises(TypeError, match=r"policy=.*no policy of activation checkpointing\. Use EveryBlock"):
+def test_an_invalid_policy_is_refused(policy):
+    with pytest.raises(TypeError, match=r"policy=.*expected a checkpoint policy\. Use EveryBlock"):
         ft.ActivationCheckpointing(policy)
 
 
@@ -436,11 +436,11 @@ def peak_of(net, x, policy=None):
 
 
 @pytest.mark.parametrize("policy", [ft.model.EveryBlock(), ft.model.SelectiveOps()], ids=repr)
-def test_a_policy_that_saves_nothing_says_so_and_one_that_does_is_silent(policy):
+def test_a_policy_that_saves_no_memory_gives_a_warning(policy):
     x = torch.randn(2048, 32)
     mlp = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(32, 32), nn.ReLU())])
     with pytest.warns(
-        ft.FastTrainWarning, match=r"saves no memory in this model: 4 calls .* Leave it out, or name larger"
+        ft.FastTrainWarning, match=r"saves no memory in this model: 4 calls .* Remove it, or select larger"
     ):
         recomputed = peak_of(mlp, x, policy)
     assert recomputed >= peak_of(mlp, x)

@@ -1,4 +1,4 @@
-"""Saved tensors that went to disk, or to the host, and came back are the same bits, and are gone in between."""
+"""Saved tensors offloaded to disk or host memory are restored bit for bit, and free device memory in between."""
 
 import copy
 import gc
@@ -23,7 +23,7 @@ from tests.ranks import Ranks
 
 
 class Attention(nn.Module):
-    """Its q, k and v are views of one storage, two of them not contiguous; masks and indices are saved too."""
+    """Attention whose q, k and v are views of one storage, two not contiguous; masks and indices are saved too."""
 
     def __init__(self, dim=16):
         super().__init__()
@@ -61,7 +61,7 @@ def stack(kind, depth=3):
 
 
 def step(net, x, context=None):
-    """Loss, gradients and buffers of one step whose forward runs in ``context``."""
+    """Return the loss, gradients and buffers of one step whose forward runs in ``context``."""
     net.zero_grad()
     torch.manual_seed(1)
     x = x.clone().requires_grad_()
@@ -82,7 +82,7 @@ def files(folder):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", MAKE)
-def test_bitwise_equal_as_a_context_and_on_the_blocks(kind, dtype, tmp_path):
+def test_bitwise_equal_as_a_context_manager_and_on_blocks(kind, dtype, tmp_path):
     plain = stack(kind).to(dtype)
     ours = copy.deepcopy(plain)
     x = torch.randn(4, 6, 16, dtype=dtype)
@@ -95,7 +95,7 @@ def test_bitwise_equal_as_a_context_and_on_the_blocks(kind, dtype, tmp_path):
 
 
 class Gates(nn.Module):
-    """As in a recurrent layer: parts of one product, each overwritten by its own function."""
+    """As in a recurrent layer: chunks of one product, each overwritten by its own function."""
 
     def __init__(self):
         super().__init__()
@@ -108,14 +108,14 @@ class Gates(nn.Module):
 
 
 @pytest.mark.parametrize("make", [Gates, lambda: stack("lstm").double()], ids=["gates", "lstm in float64"])
-def test_parts_that_are_overwritten_one_by_one_are_saved_as_they_were(make, tmp_path):
+def test_chunks_overwritten_one_by_one_are_saved_with_original_values(make, tmp_path):
     torch.manual_seed(0)
     plain = make()
     ours, x = copy.deepcopy(plain), torch.randn(4, 6, 16).to(next(plain.parameters()).dtype)
     assert same(step(plain, x), step(ours, x, offload_activations(ours, 0, folder=tmp_path)))
 
 
-def test_of_such_a_part_just_its_own_bytes_travel_and_its_layout_comes_back(tmp_path):
+def test_only_the_bytes_of_a_chunk_are_moved_and_its_layout_is_restored(tmp_path):
     whole = torch.randn(6, 8)
     with torch.no_grad():
         part = torch.empty(0).set_(whole.untyped_storage(), 2, (5, 6, 3), (0, 8, 1))
@@ -137,14 +137,14 @@ def autocast_step(net, x, context=None, cached=True):
         return step(net, x, context)
 
 
-# What travels for 8 samples, by hand. Plain: of each block the input in bf16, and what relu gives, which the next
+# Hand-computed bytes moved for 8 samples. Plain: each block's input in bf16, and relu's output, which the next
 # product saves too. Checkpointed: the input of each block, which is float32 for the first alone.
 TRAVELS = {"plain": 2 * (8 * 16 + 8 * 32) * 2, "checkpointed": 8 * 16 * 4 + 8 * 16 * 2}
 
 
 @pytest.mark.parametrize("cached", [True, False])
 @pytest.mark.parametrize("how", TRAVELS)
-def test_under_autocast_just_the_activations_travel(how, cached, tmp_path):
+def test_only_activations_are_moved_under_autocast(how, cached, tmp_path):
     plain = nn.Sequential(*[nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16)) for _ in range(2)])
     ours, x = copy.deepcopy(plain), torch.randn(8, 16)
     if how == "checkpointed":
@@ -160,9 +160,9 @@ def test_under_autocast_just_the_activations_travel(how, cached, tmp_path):
 @pytest.mark.parametrize(
     "dtype", [torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.int64, torch.uint8, torch.bool]
 )
-def test_every_dtype_comes_back_with_shape_stride_and_offset(dtype, tmp_path):
+def test_every_dtype_is_restored_with_shape_stride_and_offset(dtype, tmp_path):
     bits = torch.randint(0, 256, (6, 5, 2 * torch.empty(0, dtype=dtype).element_size()), dtype=torch.uint8)
-    whole = (bits % 2 if dtype is torch.bool else bits).view(dtype)  # any bits at all, NaNs too
+    whole = (bits % 2 if dtype is torch.bool else bits).view(dtype)  # arbitrary bits, including NaNs
     views = [whole, whole[1:4, ::2], whole.transpose(0, 2), whole[:, :1].expand(6, 3, 2)]
     with offload_activations(nn.Module(), 0, folder=tmp_path):
         kept = Keep.apply(torch.zeros((), requires_grad=True), *views)
@@ -187,10 +187,10 @@ class Keep(torch.autograd.Function):
         return gradient, *[None for _ in ctx.saved_tensors]
 
 
-def test_parameters_buffers_views_of_them_and_small_tensors_stay(tmp_path):
+def test_parameters_buffers_their_views_and_small_tensors_are_not_moved(tmp_path):
     net = stack("attention")
     kept = {t.untyped_storage().data_ptr() for t in (*net.parameters(), *net.buffers())}
-    seen = {}  # address → bytes of all else that autograd saves, found by hooks that move nothing
+    seen = {}  # address → bytes of everything else that autograd saves, recorded by hooks that move nothing
     held = []
 
     def look(tensor):
@@ -211,7 +211,7 @@ def test_parameters_buffers_views_of_them_and_small_tensors_stay(tmp_path):
         del loss
 
 
-def test_a_parameter_from_elsewhere_stays_too(tmp_path):
+def test_a_parameter_outside_of_the_model_is_not_moved(tmp_path):
     weight, x = nn.Parameter(torch.randn(4, 5)), torch.randn(3, 5)
     with offload_activations(nn.Module(), 0, folder=tmp_path):
         loss = nn.functional.linear(x.requires_grad_(), weight).sum()  # saves x and weight.T
@@ -226,11 +226,11 @@ def test_each_version_of_a_storage_is_kept(tmp_path):
         x.add_(1)
         kept = Keep.apply(zero, x)
     assert torch.equal(kept.grad_fn.saved_tensors[0], x)
-    with pytest.raises(RuntimeError, match="a tensor saved at version 0 is at version 1"):
+    with pytest.raises(RuntimeError, match="expected a saved tensor at version 0, got version 1"):
         unused.backward()
 
 
-def test_what_stays_goes_with_the_graph(tmp_path):
+def test_unmoved_tensors_are_freed_with_the_graph(tmp_path):
     with offload_activations(nn.Module(), folder=tmp_path):
         y = torch.exp(torch.ones(5, requires_grad=True))
     storage = StorageWeakRef(y.untyped_storage())
@@ -238,7 +238,7 @@ def test_what_stays_goes_with_the_graph(tmp_path):
     assert storage.expired()
 
 
-def test_what_has_no_plain_storage_stays(tmp_path):
+def test_tensors_without_a_plain_storage_are_not_moved(tmp_path):
     class Tagged(torch.Tensor):
         pass
 
@@ -273,7 +273,7 @@ def test_a_change_in_place_is_an_error_as_in_torch(ours, min_mib, tmp_path):
         loss.backward()
 
 
-def test_files_are_private_and_gone_after_use(tmp_path):
+def test_files_are_private_and_removed_after_use(tmp_path):
     net, x = stack("transformer"), torch.randn(4, 6, 16)
     with offload_activations(net, 0, folder=tmp_path):
         loss = net(x).sum()
@@ -281,13 +281,13 @@ def test_files_are_private_and_gone_after_use(tmp_path):
     assert private.stat().st_mode & 0o777 == 0o700
     before = len(files(private))
     torch.autograd.grad(loss, list(net[2].parameters()), retain_graph=True)
-    assert 0 < len(files(private)) < before  # what was read is gone; what was not needed is there
+    assert 0 < len(files(private)) < before  # files that were read are removed, the others still exist
     del loss
     gc.collect()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_when_the_backward_never_runs(tmp_path):
+def test_no_files_are_left_if_the_backward_never_runs(tmp_path):
     class Fails(TinyLM):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
@@ -301,7 +301,7 @@ def test_nothing_is_left_when_the_backward_never_runs(tmp_path):
     assert all("forward" not in vars(block) for block in module.blocks)
 
 
-def test_files_of_a_forward_without_backward_go_with_it(tmp_path):
+def test_files_of_a_forward_without_backward_are_removed_with_its_graph(tmp_path):
     net = stack("transformer")
     with ft.apply(net, [ActivationOffload(0, folder=tmp_path)]):
         y = net(torch.randn(4, 6, 16))
@@ -310,7 +310,7 @@ def test_files_of_a_forward_without_backward_go_with_it(tmp_path):
         assert files(tmp_path) == []
 
 
-def test_validation_writes_nothing_and_training_leaves_nothing(tmp_path):
+def test_validation_writes_no_files_and_training_leaves_none(tmp_path):
     class Watch(TinyLM):
         def validation_step(self, batch, batch_idx):
             super().validation_step(batch, batch_idx)
@@ -324,7 +324,7 @@ def test_validation_writes_nothing_and_training_leaves_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_full_disk_is_told(tmp_path):
+def test_a_full_disk_is_reported(tmp_path):
     x = torch.ones(2**16, requires_grad=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2**10, limits[1]))  # no file may be longer: the write fails midway
@@ -340,12 +340,12 @@ def test_a_full_disk_is_told(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "told"),
     [
-        (lambda file: os.truncate(file, 8), "8 bytes instead of 20"),
-        (lambda file: os.truncate(file, 99), "21 bytes instead of 20"),
+        (lambda file: os.truncate(file, 8), "expected 20 bytes, got 8"),
+        (lambda file: os.truncate(file, 99), "expected 20 bytes, got 21"),
         (lambda file: file.unlink(), "No such file"),
     ],
 )
-def test_a_damaged_file_is_told(damage, told, tmp_path):
+def test_a_damaged_file_is_reported(damage, told, tmp_path):
     with offload_activations(nn.Module(), 0, folder=tmp_path):
         loss = torch.exp(torch.ones(5, requires_grad=True)).sum()
     (file,) = files(tmp_path)
@@ -367,10 +367,10 @@ def test_the_peak_falls_to_about_one_block(tmp_path):
         with PeakMemory("cpu", net, x) as ours:
             net(x).sum().backward()
     assert plain.added_bytes > (depth - 1) * saved
-    assert ours.added_bytes < 2.5 * saved  # one block's, its gradients beside it
+    assert ours.added_bytes < 2.5 * saved  # one block's bytes, and its gradients
 
 
-def test_of_checkpointed_blocks_the_inputs_travel(tmp_path):
+def test_inputs_of_checkpointed_blocks_are_moved(tmp_path):
     net, x = stack("transformer", depth=4), torch.randn(4, 6, 16)
     expected = step(net, x)
     with ft.apply(net, [ActivationOffload(0, folder=tmp_path), ft.ActivationCheckpointing()]):
@@ -381,7 +381,7 @@ def test_of_checkpointed_blocks_the_inputs_travel(tmp_path):
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_of_compiled_blocks_what_the_graph_saves_travels(checkpointed, tmp_path):
+def test_tensors_saved_by_compiled_blocks_are_moved(checkpointed, tmp_path):
     torch._dynamo.reset()
     net, x = stack("attention"), torch.randn(4, 6, 16)
     techniques = [ft.CompileBlocks(backend="aot_eager"), *[ft.ActivationCheckpointing()] * checkpointed]
@@ -398,7 +398,7 @@ def messages(caplog):
     return [record.message for record in caplog.records]
 
 
-def test_in_a_larger_compiled_graph_it_says_that_it_does_nothing(tmp_path, caplog):
+def test_a_larger_compiled_graph_gives_a_note(tmp_path, caplog):
     torch._dynamo.reset()
     say_once.cache_clear()
     net, x = stack("attention"), torch.randn(4, 6, 16)
@@ -407,10 +407,10 @@ def test_in_a_larger_compiled_graph_it_says_that_it_does_nothing(tmp_path, caplo
         loss = compiled(x).sum()
         assert files(tmp_path) == []
         loss.backward()
-    assert [m for m in messages(caplog) if "a compiled graph keeps what it saves" in m]
+    assert [m for m in messages(caplog) if "a compiled graph keeps its saved tensors" in m]
 
 
-def test_without_a_folder_the_cpu_is_left_alone_and_that_is_said_once(caplog):
+def test_no_effect_on_the_cpu_without_a_folder_is_logged_once(caplog):
     say_once.cache_clear()
     net, x = stack("transformer"), torch.randn(4, 6, 16)
     with caplog.at_level("INFO", "lightning_fasttrain"):
@@ -419,23 +419,20 @@ def test_without_a_folder_the_cpu_is_left_alone_and_that_is_said_once(caplog):
         with ft.apply(net, [ActivationOffload(0)]):
             step(net, x)
     assert kept.grad_fn.saved_tensors[0].data_ptr() == x.data_ptr()
-    assert [m.count("does nothing on the cpu: that is host memory already") for m in messages(caplog)] == [1]
+    assert [m.count("does nothing on the cpu, which is host memory already") for m in messages(caplog)] == [1]
 
 
-def test_that_nothing_was_large_enough_is_said(tmp_path, caplog):
+def test_no_large_enough_tensor_is_logged(tmp_path, caplog):
     say_once.cache_clear()
     net, x = stack("transformer"), torch.randn(4, 64, 16)
     with caplog.at_level("INFO", "lightning_fasttrain"), ft.apply(net, [ActivationOffload(folder=tmp_path)]):
         step(net, x)
         told = messages(caplog)  # after the first step rather than at the end
-    assert told == [
-        "activation offload: nothing was moved; the largest tensor that was saved has 0.125 MiB, "
-        "which is below min_mib=1.0"
-    ]
+    assert told == ["activation offload: nothing was moved: the largest saved tensor has 0.125 MiB, below min_mib=1.0"]
     assert list(tmp_path.iterdir()) == []
 
 
-def test_taken_out_in_any_order(tmp_path):
+def test_undone_in_any_order(tmp_path):
     net, x = stack("transformer"), torch.randn(4, 6, 16)
     expected = step(net, x)
     offload, checkpointing = ActivationOffload(0, folder=tmp_path).apply(net), ft.ActivationCheckpointing().apply(net)
@@ -449,7 +446,7 @@ def test_taken_out_in_any_order(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_copy_of_the_model_works_by_itself(tmp_path):
+def test_a_copy_of_the_model_works_independently(tmp_path):
     net, x = stack("transformer"), torch.randn(4, 6, 16)
     expected = step(net, x)
     undo = ActivationOffload(0, folder=tmp_path).apply(net)
@@ -469,10 +466,10 @@ def test_a_copy_of_the_model_works_by_itself(tmp_path):
         ({"min_mib": -1}, ValueError, "min_mib=-1"),
         ({"min_mib": math.nan}, ValueError, "min_mib=nan"),
         ({"in_flight_mib": "1 GiB"}, TypeError, "in_flight_mib='1 GiB'"),
-        ({"folder": "/no/such/folder"}, ValueError, "there is no such folder"),
+        ({"folder": "/no/such/folder"}, ValueError, "the folder does not exist"),
     ],
 )
-def test_arguments_are_checked_at_once(settings, error, told):
+def test_invalid_offload_arguments_are_refused(settings, error, told):
     with pytest.raises(error, match=told):
         ActivationOffload(**settings)
     with pytest.raises(error, match=told):
@@ -496,7 +493,7 @@ def large(depth=6, dim=512):
 @pytest.mark.gpu
 @pytest.mark.parametrize("beside", [[], [ft.ActivationCheckpointing()]], ids=["alone", "checkpointed"])
 @pytest.mark.parametrize("in_flight_mib", [0, 30, 1024])
-def test_gpu_bitwise_equal_and_the_peak_falls(in_flight_mib, beside):
+def test_gpu_bitwise_equal_with_a_lower_peak(in_flight_mib, beside):
     net, x = large()
     with ft.apply(net, beside):
         for _ in range(2):
@@ -504,11 +501,11 @@ def test_gpu_bitwise_equal_and_the_peak_falls(in_flight_mib, beside):
         with PeakMemory("cuda") as plain:
             step(net, x)
     with ft.apply(net, [ActivationOffload(in_flight_mib=in_flight_mib), *beside]):
-        for _ in range(5):  # memory that is given back too early would be written over by now
+        for _ in range(5):  # memory freed too early would be overwritten by now
             assert same(expected, step(net, x))
         with PeakMemory("cuda") as ours:
             step(net, x)
-    if in_flight_mib == 0:  # with more, all of this little model may be on its way at once
+    if in_flight_mib == 0:  # with more, all activations of this small model may be in flight at once
         assert plain.added_bytes - ours.added_bytes > (2 * x.nbytes if beside else plain.added_bytes / 3)
 
 
@@ -529,7 +526,7 @@ def test_gpu_the_host_never_waits():
 
 
 @pytest.mark.gpu
-def test_gpu_the_next_step_is_right_after_a_backward_that_failed():
+def test_gpu_the_next_step_is_correct_after_a_failed_backward():
     class Fail(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -557,7 +554,7 @@ def test_gpu_spills_to_disk_too(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would measure")
-def test_the_gpu_example_says_what_it_needs(tmp_path):
+def test_the_gpu_example_reports_a_missing_gpu(tmp_path):
     script = Path(__file__).parents[2] / "examples" / "gpu" / "offload_overlap.py"
     codes, _, errors = Ranks(str(script), log=tmp_path / "log", count=None).end()
     assert codes == [1]

@@ -1,4 +1,4 @@
-"""Blocks really compile, once for each kind, with plain keys, and fall back in the open."""
+"""Blocks are compiled once per kind, keep plain keys, and fall back with a warning."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ def _fresh_compiler():
 
 
 class Counting:
-    """A compiler back end that counts the graphs it is given and runs them as they are."""
+    """A compiler backend that counts its graphs and runs them unchanged."""
 
     def __init__(self):
         self.graphs = 0
@@ -48,9 +48,9 @@ class Counting:
     ],
     ids=["Sequential", "TransformerEncoderLayer", "Linear"],
 )
-def test_torchs_own_modules_really_compile_and_equal_blocks_compile_once(block):
+def test_torch_modules_compile_and_equal_blocks_compile_once(block):
     net, backend = nn.Sequential(*[block() for _ in range(4)]), Counting()
-    x = torch.randn(2, 3, 4, requires_grad=True)  # as every block's input but the first's does
+    x = torch.randn(2, 3, 4, requires_grad=True)  # as the inputs of all blocks but the first do
     expected = net(x)
     compiled = compile_blocks_(net, backend=backend)
     assert torch.allclose(net(x), expected, atol=1e-6)
@@ -59,7 +59,7 @@ def test_torchs_own_modules_really_compile_and_equal_blocks_compile_once(block):
     assert all(forward.failure is None for forward in compiled.values())
 
 
-def test_blocks_of_other_shapes_do_not_use_up_each_others_limit():
+def test_blocks_of_different_shapes_do_not_share_the_recompile_limit():
     sizes = [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 10, 11, 11, 12, 12, 13, 13]  # eleven shapes, limit is eight
     net = nn.ModuleList([nn.Sequential(nn.Linear(n, n), nn.Tanh()) for n in sizes])
     backend, watch = Counting(), CompileWatch()
@@ -70,16 +70,16 @@ def test_blocks_of_other_shapes_do_not_use_up_each_others_limit():
     assert watch.report().recompiles == 0
 
 
-def test_blocks_with_replaced_layers_do_not_use_up_each_others_limit():
+def test_blocks_with_replaced_layers_do_not_share_the_recompile_limit():
     net, backend = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(10)]), Counting()
     for block in net:
         WrappedForward(block[0]).install()
     compile_blocks_(net, backend=backend)
     net(torch.randn(2, 4, requires_grad=True))
-    assert backend.graphs == 10  # the compiler tells such layers by identity, and its limit is eight
+    assert backend.graphs == 10  # the compiler distinguishes such layers by identity, and its limit is eight
 
 
-def test_keys_types_and_weights_are_kept_and_a_plain_model_loads_them():
+def test_keys_classes_and_weights_are_kept_and_load_into_a_plain_model():
     plain = TinyLM()
     net = copy.deepcopy(plain)
     compile_blocks_(net, backend="eager")
@@ -89,7 +89,7 @@ def test_keys_types_and_weights_are_kept_and_a_plain_model_loads_them():
     TinyLM().load_state_dict(net.state_dict())
 
 
-def test_applied_twice_is_once_and_undone():
+def test_applying_twice_has_no_further_effect_and_can_be_undone():
     net = TinyLM()
     with ft.apply(net, [ft.CompileBlocks(backend="eager")]), ft.apply(net, [ft.CompileBlocks(backend="eager")]):
         assert all(block.forward.previous is None for block in net.blocks)
@@ -100,12 +100,12 @@ def broken_backend(graph, inputs):
     raise RuntimeError("no such instruction")
 
 
-def test_a_failing_block_runs_as_it_is_after_one_warning():
+def test_a_block_that_fails_to_compile_runs_eagerly_after_one_warning():
     batches, plain = lm_batches(3), TinyLM()
     net = TinyLM()
     fit(plain, batches)
     technique = ft.CompileBlocks(backend=broken_backend)
-    with pytest.warns(ft.FastTrainWarning, match="could not be compiled and runs as it is") as caught:
+    with pytest.warns(ft.FastTrainWarning, match="could not be compiled and runs eagerly") as caught:
         fit(net, batches, [technique])
     assert len([w for w in caught if w.category is ft.FastTrainWarning]) == 3  # one for each block
     assert set(technique.report.fallbacks) == {"blocks.0", "blocks.1", "blocks.2"}
@@ -187,7 +187,7 @@ def test_inductor_compiles_close_to_eager_and_its_cache_is_saved_and_loaded(tmp_
 
 
 @pytest.mark.slow
-def test_with_dropout_inductor_draws_other_masks_of_the_same_kind():
+def test_inductor_draws_different_dropout_masks_of_the_same_rate():
     block = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.25))
     x = torch.randn(64, 64)
     with torch.no_grad():
@@ -203,7 +203,7 @@ def test_with_dropout_inductor_draws_other_masks_of_the_same_kind():
     assert torch.allclose(out[kept], block[0](x)[kept] / 0.75, atol=1e-6)
 
 
-def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
+def test_a_cache_writable_by_other_users_is_not_loaded(tmp_path):
     cache = tmp_path / "compiled.bin"
     cache.write_bytes(b"anything")
     os.chmod(cache, 0o666)
@@ -212,7 +212,7 @@ def test_a_cache_that_others_may_write_is_not_executed(tmp_path):
 
 
 def damaged(kind):
-    """Bytes of a compile cache to which something has happened."""
+    """Return the bytes of a damaged compile cache."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
         file.writestr("another" if kind == "of another program" else "artifacts", b"artifacts of torch" * 100)
@@ -222,7 +222,7 @@ def damaged(kind):
 
 
 @pytest.mark.parametrize("kind", ["cut off", "altered", "no zip", "of another program"])
-def test_a_damaged_cache_is_left_alone(kind, tmp_path):
+def test_a_damaged_cache_is_ignored(kind, tmp_path):
     cache = tmp_path / "compiled.bin"
     cache.write_bytes(damaged(kind))
     with pytest.warns(ft.FastTrainWarning, match=r"compiled.bin cannot be read.*Delete it"):
@@ -265,7 +265,7 @@ print("same")
 
 
 @pytest.mark.slow
-def test_a_second_start_compiles_no_kernel_again(tmp_path, monkeypatch):
+def test_a_second_start_does_not_recompile_kernels(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "first"))
     assert run_code(SECOND_START, tmp_path / "cache.bin", folder=tmp_path, timeout_s=300).endswith("same\n")
 
@@ -274,9 +274,7 @@ def test_a_second_start_compiles_no_kernel_again(tmp_path, monkeypatch):
     ("name", "machine", "is_unpacked"),
     [("ab/cabc.main.so", None, True), ("ab/cabc.main.so", "another", False), ("../ab/evil.so", None, False)],
 )
-def test_kernels_are_unpacked_for_the_same_machine_into_the_compilers_folder(
-    name, machine, is_unpacked, tmp_path, monkeypatch
-):
+def test_kernels_are_unpacked_only_on_the_same_machine(name, machine, is_unpacked, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     with zipfile.ZipFile(tmp_path / "cache.bin", "w") as file:
         file.writestr("machine", machine or compile_cache.machine_of_kernels())
@@ -288,14 +286,14 @@ def test_kernels_are_unpacked_for_the_same_machine_into_the_compilers_folder(
     assert not list(tmp_path.rglob("evil.so"))
 
 
-def test_mode_is_checked_when_it_is_given():
+def test_an_unknown_mode_is_refused():
     with pytest.raises(ValueError, match="mode='fastest'.*'max-autotune'"):
         ft.CompileBlocks(mode="fastest")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
-def test_cuda_graph_modes_train_the_same(mode):
+def test_cuda_graph_modes_keep_training_the_same(mode):
     plain = fit(TinyLM(), lm_batches(6), accelerator="cuda", devices=1)
     net = fit(TinyLM(), lm_batches(6), [ft.CompileBlocks(mode=mode)], accelerator="cuda", devices=1)
     assert largest_difference(weights(plain), weights(net)) < 1e-4
@@ -354,7 +352,7 @@ def gradients(net, loss):
     return torch.autograd.grad(loss, list(net.parameters()))
 
 
-def test_with_head_what_lies_beside_the_blocks_is_compiled_piece_by_piece():
+def test_head_compiles_modules_beside_the_blocks_one_by_one():
     net, loss_of = speaker_and_loss()
     keys, expected = list(net.state_dict()), gradients(net, loss_of(net))
     backend = Counting()
@@ -371,7 +369,7 @@ def test_with_head_what_lies_beside_the_blocks_is_compiled_piece_by_piece():
     assert set(compile_blocks_(net, backend=backend)) == blocks
 
 
-def test_a_piece_that_does_not_compile_runs_as_it_is():
+def test_a_module_beside_the_blocks_that_fails_to_compile_runs_eagerly():
     net, loss_of = speaker_and_loss()
     expected = loss_of(net)
 
@@ -387,7 +385,7 @@ def test_a_piece_that_does_not_compile_runs_as_it_is():
 
 
 @pytest.mark.slow
-def test_with_head_the_fused_loss_is_compiled_and_falls_back(monkeypatch):
+def test_head_compiles_the_fused_loss_with_a_fallback(monkeypatch):
     net, loss_of = speaker_and_loss()
     expected = gradients(net, loss_of(net))
     (fused,) = ft.fuse_loss_head_(net).values()

@@ -1,4 +1,4 @@
-"""A compiled block is trusted where it is the plain one, and not where the compiler, or a planted error, is wrong."""
+"""A compiled block is used if it equals the eager one, but not with compiler faults or planted errors."""
 
 import copy
 import warnings
@@ -54,7 +54,7 @@ class Net(nn.Module):
 
 
 def wrong(forward=1.0, backward=1.0):
-    """A compiler that multiplies what floats by a factor."""
+    """Return a compiler that multiplies floating-point outputs by a factor."""
 
     def times(factor):
         def compile_graph(graph, inputs):
@@ -80,12 +80,12 @@ def verdict_of(net, x, **settings):
 
 
 X = torch.randn(32, 16, generator=torch.Generator().manual_seed(0))
-BACKEND = "aot_eager_decomp_partition"  # cut as for inductor, with its decompositions, and run as it is
+BACKEND = "aot_eager_decomp_partition"  # partitioned as for inductor, with its decompositions, and run eagerly
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_what_is_right_is_trusted(rate, dtype):
+def test_correct_compiled_code_is_trusted(rate, dtype):
     verdict = verdict_of(Net(rate=rate).to(dtype), X.to(dtype), backend=BACKEND)
     assert (verdict.failure, verdict.unchecked) == ("", "")
     assert verdict.apart < {torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 2e-2}[dtype]
@@ -93,27 +93,30 @@ def test_what_is_right_is_trusted(rate, dtype):
 
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("error", [{"forward": 1.2}, {"backward": 1.2}, {"backward": float("nan")}])
-def test_what_is_wrong_runs_as_it_is_and_is_named(error, precision):
+def test_a_wrongly_compiled_block_runs_eagerly_and_is_named(error, precision):
     net = Net()
     plain = copy.deepcopy(net)
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
-        with pytest.warns(ft.FastTrainWarning, match=r"block 'blocks.0' \(Block\) is not the same.* off when compiled"):
+        with pytest.warns(
+            ft.FastTrainWarning,
+            match=r"block 'blocks.0' \(Block\) gives different results.* is off by",
+        ):
             verdict = verdict_of(net, X, backend=wrong(**error))
         plain(X).square().sum().backward()
     assert verdict.failure
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # it was said once
+        warnings.simplefilter("error")  # warned only once
         net(X)
 
 
 def test_a_small_error_in_float32_is_found():
-    with pytest.warns(ft.FastTrainWarning, match="off when compiled"):
+    with pytest.warns(ft.FastTrainWarning, match="is off by"):
         assert verdict_of(Net(), X, backend=wrong(backward=1.005)).failure
 
 
-def test_without_the_check_what_is_wrong_is_believed():
+def test_without_the_check_wrong_code_is_used():
     net, plain = Net(), Net()
     verdict = verdict_of(net, X, backend=wrong(backward=1.2), check=False)
     plain(X).square().sum().backward()
@@ -121,21 +124,21 @@ def test_without_the_check_what_is_wrong_is_believed():
     assert not torch.allclose(net.stem.weight.grad, plain.stem.weight.grad, rtol=1e-2)
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # of what torch imports for it
+@pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")  # raised by an import of torch
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
-def test_a_fault_of_torchs_own_that_draws_other_masks_in_the_backward_is_found(precision):
-    """Its issue 190758: a partitioner that may save nothing recomputes dropout with other random numbers."""
+def test_a_torch_fault_with_different_backward_masks_is_found(precision):
+    """Torch issue 190758: a partitioner that may save nothing recomputes dropout with other random numbers."""
     with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
         with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match="190758"):
             verdict = verdict_of(Net(rate=0.1), X, backend=BACKEND)
-        assert "dropout has other masks in the backward" in verdict.failure
+        assert "dropout has different masks in the backward" in verdict.failure
         torch._dynamo.reset()
         with config.patch(activation_memory_budget=0.0):
             assert verdict_of(Net(rate=0.0), X, backend=BACKEND).failure == ""
 
 
 @pytest.mark.filterwarnings("ignore:.*script_method.*:DeprecationWarning")
-def test_masks_are_compared_in_the_next_block_where_the_first_ones_input_has_no_gradient():
+def test_masks_are_compared_in_the_next_block_after_a_frozen_embedding():
     net = Net(rate=0.2)
     net.stem.requires_grad_(False)  # as an embedding is in fine-tuning
     with config.patch(activation_memory_budget=0.0), pytest.warns(ft.FastTrainWarning, match=r"'blocks\.1'.*190758"):
@@ -151,14 +154,14 @@ def test_masks_are_compared_in_the_next_block_where_the_first_ones_input_has_no_
 
 
 @pytest.mark.slow
-def test_inductor_is_compared():
+def test_inductor_code_is_compared():
     verdict = verdict_of(Net(rate=0.1), X)
     assert (verdict.failure, verdict.unchecked) == ("", "")
     assert 0 < verdict.apart < 1e-5
 
 
 class Remembers(nn.Module):
-    """All that a forward may leave behind."""
+    """Has all side effects that a forward may have."""
 
     def __init__(self):
         super().__init__()
@@ -170,14 +173,14 @@ class Remembers(nn.Module):
     def forward(self, x):
         self.calls += 1
         x = self.norm(self.linear(x))
-        self.largest = torch.maximum(self.largest, x.detach().max() + self.largest)  # another tensor in its place
+        self.largest = torch.maximum(self.largest, x.detach().max() + self.largest)  # replaced by another tensor
         self.last = x.detach().mean()
         self.seen.append(self.last)
         self.table[len(self.table)] = self.last
         return x.mul_(2) + 0.1 * torch.rand_like(x)
 
 
-def test_the_comparison_leaves_nothing_behind():
+def test_the_comparison_has_no_side_effects():
     ends = []
     for check in (True, False):
         torch._dynamo.reset()
@@ -193,7 +196,7 @@ def test_the_comparison_leaves_nothing_behind():
         assert torch.equal(checked, plain)
 
 
-def test_inside_of_a_recomputed_region_too():
+def test_the_comparison_works_inside_of_recomputed_blocks():
     net, plain = Net(), Net()
     compiled = compile_blocks_(net, blocks=Block, backend="aot_eager")
     checkpoint(net, X, use_reentrant=False).square().sum().backward()
@@ -218,25 +221,25 @@ class Cached(nn.Module):
         return self.linear(x)
 
 
-def test_what_another_call_might_change_is_not_compared_and_that_is_said():
+def test_blocks_with_mutable_inputs_are_not_compared_with_a_note():
     net, cache = nn.ModuleList([Cached(), Cached()]), Cache()
     compiled = compile_blocks_(net, blocks=Cached, backend="eager")
     with heard() as said:
         for block in net:
             block(X, cache=cache).sum().backward()
     assert cache.calls == 2
-    assert "it is given a Cache" in compiled["0"].entry.verdict.unchecked
-    assert any("'0' was not compared with the plain block: it is given a Cache" in line for line in said)
+    assert "it receives a Cache" in compiled["0"].entry.verdict.unchecked
+    assert any("'0' was not compared with the eager block: it receives a Cache" in line for line in said)
 
 
-def test_evaluation_alone_compares_nothing():
+def test_evaluation_alone_makes_no_comparison():
     net = Net().eval()
     compiled = compile_blocks_(net, blocks=Block, backend=wrong(forward=1.2))
     with torch.no_grad():
         net(X)
         net.train()(X)
     assert compiled["blocks.0"].entry.verdict is None
-    with pytest.warns(ft.FastTrainWarning, match="off when compiled"):  # a part that is frozen has gradients in eval
+    with pytest.warns(ft.FastTrainWarning, match="is off by"):  # a frozen submodule has gradients in eval mode
         net.eval()(X)
 
 
@@ -259,10 +262,10 @@ def fit_with_cache(path):
 
 
 @pytest.mark.slow
-def test_verdicts_are_kept_beside_the_compiled_code(tmp_path, monkeypatch):
+def test_verdicts_are_cached_with_the_compiled_code(tmp_path, monkeypatch):
     path = tmp_path / "cache.bin"
     first = fit_with_cache(path)
-    assert "1 kind of block compared with the plain one" in str(first.report)
+    assert "1 kind of block compared with eager code" in str(first.report)
     calls = []
     monkeypatch.setattr(compile_blocks, "check_compiled", lambda *args: calls.append(args))
     torch._dynamo.reset()
@@ -271,7 +274,7 @@ def test_verdicts_are_kept_beside_the_compiled_code(tmp_path, monkeypatch):
     assert again.report.apart == first.report.apart
 
 
-def test_a_kept_failure_needs_no_second_comparison(monkeypatch):
+def test_a_cached_failure_needs_no_second_comparison(monkeypatch):
     net = Net()
     compiled = compile_blocks_(net, blocks=Block, backend="eager")
     entry = compiled["blocks.0"].entry
@@ -292,7 +295,7 @@ def test_a_verdict_holds_for_the_same_code_shapes_and_options():
     assert key_of(Block(), {}) in keys
 
 
-def test_known_faults_are_those_of_the_version_the_device_and_the_block():
+def test_known_faults_depend_on_version_device_and_block():
     assert [fault.issue for fault in list_faults(Block(0.1), "2.9.1")] == [190758]
     assert [fault.issue for fault in list_faults(Block(0.1), "2.13.0+cpu")] == [193061, 190758]
     assert [fault.issue for fault in list_faults(Block(0.0), "2.13.1")] == [193061]
@@ -303,8 +306,8 @@ def test_known_faults_are_those_of_the_version_the_device_and_the_block():
 
 
 @pytest.mark.slow
-def test_a_fault_that_no_comparison_finds_is_gone_around(monkeypatch):
-    """On CUDA; its options are given here for the processor, where they change nothing but who draws."""
+def test_a_fault_that_cannot_be_detected_is_avoided(monkeypatch):
+    """A fault on CUDA; its options are used here on the CPU, where they change only the generator."""
     fault = next(fault for fault in FAULTS if fault.options)
     monkeypatch.setattr(compile_blocks, "list_faults", lambda block: [fault])
     net, plain = Net(rate=0.3), Net(rate=0.3)
@@ -312,7 +315,7 @@ def test_a_fault_that_no_comparison_finds_is_gone_around(monkeypatch):
         compiled = compile_blocks_(net, "max-autotune-no-cudagraphs", blocks=Block)
     assert compiled["blocks.0"].entry.options["options"]["fallback_random"]
     assert compiled["blocks.0"].entry.options["options"]["max_autotune"]
-    assert any("wrong masks of dropout (torch's issue 198333)" in line for line in said)
+    assert any("wrong masks of dropout (torch issue 198333)" in line for line in said)
     for one in (net, plain):
         torch.manual_seed(5)
         one(X).square().sum().backward()

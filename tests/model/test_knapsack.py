@@ -1,4 +1,4 @@
-"""The placement is the best there is: brute force says so."""
+"""The placement is optimal, as verified by brute force."""
 
 import itertools
 import random
@@ -27,7 +27,7 @@ def cost_of(options, choice):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_as_good_as_trying_all(seed):
+def test_the_cost_equals_brute_force(seed):
     draw = random.Random(seed)
     blocks = draw.randint(1, 7)
     options = [
@@ -42,7 +42,7 @@ def test_as_good_as_trying_all(seed):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_many_blocks_of_all_sizes_are_placed_within_the_room_and_nearly_as_well_as_can_be(seed, monkeypatch):
+def test_many_blocks_of_all_sizes_are_placed_nearly_optimally_within_the_limit(seed, monkeypatch):
     draw = random.Random(seed)
     gib = 2**30
     options = [[(draw.randint(gib // 2, gib), 0.0), (0, draw.uniform(1, 2))] for _ in range(14)]
@@ -55,7 +55,7 @@ def test_many_blocks_of_all_sizes_are_placed_within_the_room_and_nearly_as_well_
     assert exact <= cost_of(options, choice) <= 1.05 * exact
 
 
-def test_a_hundred_blocks_are_placed_at_once_and_an_exact_fit_is_found():
+def test_an_exact_fit_of_a_hundred_blocks_is_found():
     options = [[(13_817_600, 0.0), (9_000_001, 1.0 + i / 1000), (0, 5.0)] for i in range(100)]
     choice = place(options, [40 * 13_817_600 + 20 * 9_000_001] * 100)
     taken = sum(o[index][0] for o, index in zip(options, choice, strict=True))
@@ -63,13 +63,13 @@ def test_a_hundred_blocks_are_placed_at_once_and_an_exact_fit_is_found():
     assert cost_of(options, choice) <= cost_of(options, [0] * 40 + [1] * 20 + [2] * 40)
 
 
-def test_the_room_of_early_blocks_counts():
+def test_the_limits_of_early_blocks_are_respected():
     keep_or_not = [(10, 0.0), (0, 1.0)]
     assert place([keep_or_not] * 3, [0, 10, 20]) == [1, 0, 0]
     assert place([keep_or_not] * 3, [30, 30, 10]).count(0) == 1
 
 
-def test_everything_nothing_and_none():
+def test_unlimited_zero_and_unreachable_limits():
     assert place([[(5, 0.0), (0, 1.0)]] * 2, [10, 10]) == [0, 0]
     assert place([[(5, 0.0), (0, 1.0)]] * 2, [0, 0]) == [1, 1]
     assert place([[(5, 0.0)]], [4]) is None

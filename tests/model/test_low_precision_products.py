@@ -1,4 +1,4 @@
-"""Products in 8 bits are those of rows rounded by hand, within the stated bound, wherever the layer is used."""
+"""8-bit products equal those of manually rounded rows, within the documented bound, in every kind of use."""
 
 import copy
 import time
@@ -31,7 +31,7 @@ def _fresh_compiler():
 
 
 def e4m3_numbers():
-    """All finite float8 numbers in the order of their codes, by the format's definition."""
+    """Return all finite float8 values in the order of their codes, by the format's definition."""
     found = []
     for sign in (1, -1):
         for code in range(127):
@@ -42,7 +42,7 @@ def e4m3_numbers():
 
 
 def by_hand(matrix, kind):
-    """Rows rounded as the docstring says, in float64 again."""
+    """Round rows as documented, and return them in float64."""
     scale = (matrix.abs().amax(1, keepdim=True) / TOPS[kind]).double()
     scaled = (matrix / scale.float()).double()
     if kind == "int8":
@@ -63,7 +63,7 @@ def close(found, expected):
 
 
 @each_kind
-def test_products_are_those_of_rows_rounded_by_hand(kind):
+def test_products_equal_those_of_manually_rounded_rows(kind):
     first, second = factors()
     assert close(multiply_rows(first, second, kind), by_hand(first, kind) @ by_hand(second, kind).t())
 
@@ -79,7 +79,7 @@ def test_integer_products_are_exact():
 
 @each_kind
 @pytest.mark.parametrize("tokens", [(3, 11), (16,), (2, 64)])
-def test_output_and_gradients_are_by_hand(kind, tokens):
+def test_output_and_gradients_equal_manually_rounded_ones(kind, tokens):
     torch.manual_seed(1)
     input, bias = torch.randn(*tokens, 32, requires_grad=True), torch.randn(48, requires_grad=True)
     weight, gradient = torch.randn(48, 32, requires_grad=True), torch.randn(*tokens, 48)
@@ -93,15 +93,15 @@ def test_output_and_gradients_are_by_hand(kind, tokens):
 
 
 @each_kind
-def test_a_second_derivative_is_refused_for_rounding_has_none(kind):
+def test_a_second_derivative_is_refused(kind):
     input, weight = factors()
     output = linear_in_8_bits(input.requires_grad_(), weight.requires_grad_(), None, kind)
-    with pytest.raises(RuntimeError, match="create_graph=True.*Take LowPrecisionProducts off"):
+    with pytest.raises(RuntimeError, match="create_graph=True.*Remove LowPrecisionProducts"):
         torch.autograd.grad(output.square().sum(), input, create_graph=True)
 
 
 @each_kind
-def test_the_default_dtype_of_16_bit_training_changes_nothing(kind):
+def test_a_16_bit_default_dtype_changes_nothing(kind):
     input, weight = factors()
     expected = multiply_rows(input, weight, kind)
     torch.set_default_dtype(torch.bfloat16)
@@ -112,7 +112,7 @@ def test_the_default_dtype_of_16_bit_training_changes_nothing(kind):
 
 
 def stated_bound(first, second, kind):
-    """As the docstring has it, for each entry of the product."""
+    """Return the documented bound for each entry of the product."""
     a, b = first.double().abs(), second.double().abs()
     a_top, b_top = a.amax(1, keepdim=True), b.amax(1, keepdim=True)
     if kind == "int8":
@@ -124,7 +124,7 @@ def stated_bound(first, second, kind):
 
 @each_kind
 @pytest.mark.parametrize("seed", range(5))
-def test_errors_against_float64_stay_within_the_stated_bound(kind, seed):
+def test_errors_against_float64_stay_within_the_documented_bound(kind, seed):
     first, second = factors(seed=seed)
     exact = first.double() @ second.double().t()
     errors = (multiply_rows(first, second, kind).double() - exact).abs()
@@ -133,7 +133,7 @@ def test_errors_against_float64_stay_within_the_stated_bound(kind, seed):
 
 
 @each_kind
-def test_the_error_of_normal_numbers_is_as_stated(kind):
+def test_the_error_for_normal_values_is_as_documented(kind):
     torch.manual_seed(0)
     first, second = torch.randn(256, 512), torch.randn(256, 512)
     exact = first.double() @ second.double().t()
@@ -141,17 +141,17 @@ def test_the_error_of_normal_numbers_is_as_stated(kind):
     assert float(error) == pytest.approx({"int8": 0.01, "float8": 0.037}[kind], abs=0.002)
 
 
-def test_rows_too_long_for_int32_are_summed_in_pieces(monkeypatch):
+def test_rows_too_long_for_int32_are_summed_in_chunks(monkeypatch):
     first, second = factors(n=80)
     monkeypatch.setattr(eight_bit_products, "_LONGEST", 32)
-    pieces = [slice(0, 32), slice(32, 64), slice(64, 80)]
-    expected = sum(by_hand(first[:, piece], "int8") @ by_hand(second[:, piece], "int8").t() for piece in pieces)
+    chunks = [slice(0, 32), slice(32, 64), slice(64, 80)]
+    expected = sum(by_hand(first[:, chunk], "int8") @ by_hand(second[:, chunk], "int8").t() for chunk in chunks)
     assert close(multiply_rows(first, second, "int8"), expected)
 
 
 @each_kind
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_what_is_not_finite_is_not_hidden(kind, bad):
+def test_non_finite_values_are_propagated(kind, bad):
     first, second = factors()
     first[3, 5] = bad
     product = multiply_rows(first, second, kind)
@@ -160,7 +160,7 @@ def test_what_is_not_finite_is_not_hidden(kind, bad):
 
 
 @each_kind
-def test_zeros_give_zeros(kind):
+def test_products_of_zeros_are_zero(kind):
     assert not multiply_rows(torch.zeros(20, 48), torch.zeros(32, 48), kind).any()
 
 
@@ -174,7 +174,7 @@ def wide():
 
 
 def kept_bytes(net, input, autocast=None):
-    """What is kept for the backward, by storage, without the parameters."""
+    """Return the bytes kept for the backward, by storage, without the parameters."""
     own, storages = {p.untyped_storage().data_ptr() for p in net.parameters()}, {}
 
     def pack(tensor):
@@ -199,7 +199,7 @@ def kept_bytes(net, input, autocast=None):
         (torch.float32, torch.float16),
     ],
 )
-def test_types_are_the_plain_layers_and_no_more_is_kept(kind, dtype, autocast):
+def test_dtypes_and_saved_bytes_equal_those_of_the_plain_layer(kind, dtype, autocast):
     plain, input = wide().to(dtype), torch.randn(40, 64, dtype=dtype)
     ours = copy.deepcopy(plain)
     ft.model.multiply_in_low_precision_(ours, kind, min_features=16)
@@ -215,7 +215,7 @@ class Replaced(nn.Linear):
     pass
 
 
-def test_what_is_left_and_why_is_reported():
+def test_skipped_layers_are_reported_with_reasons():
     net = nn.ModuleDict({"wide": nn.Linear(64, 64), "kept": nn.Linear(64, 64), "odd": nn.Linear(64, 60)})
     net.update({"small": nn.Linear(64, 32), "mine": Replaced(64, 64), "patched": nn.Linear(64, 64)})
     net.update({"long": nn.Linear(64, 64).double(), "attention": nn.MultiheadAttention(64, 2)})
@@ -225,7 +225,7 @@ def test_what_is_left_and_why_is_reported():
     assert report.layers == ("wide",)
     assert report.left == {
         "kept": "skip",
-        "odd": "int8 takes sizes that are multiples of 8",
+        "odd": "int8 needs sizes that are multiples of 8",
         "small": "fewer than 64 inputs or outputs",
         "mine": "it is a Replaced, not a plain nn.Linear",
         "patched": "its forward was replaced",
@@ -233,10 +233,10 @@ def test_what_is_left_and_why_is_reported():
         "attention.out_proj": "it is a NonDynamicallyQuantizableLinear, not a plain nn.Linear",
         "head": "a head",
     }
-    assert "1 linear layers multiply in int8; left: kept (skip)" in str(report)
+    assert "1 linear layers multiply in int8; skipped: kept (skip)" in str(report)
 
 
-def test_quantised_layers_are_left_and_the_pair_is_refused_unless_something_stays_whole():
+def test_quantized_layers_are_skipped_and_refused_if_no_layer_is_left():
     products = ft.LowPrecisionProducts("int8", min_features=8)
     with pytest.raises(ValueError, match="QuantizedBase.*LowPrecisionProducts.*bitsandbytes multiplies"):
         fit(TinyLM(), BATCHES, [QuantizedBase("int8"), products])
@@ -245,7 +245,7 @@ def test_quantised_layers_are_left_and_the_pair_is_refused_unless_something_stay
     assert products.report.left["blocks.0.up"] == "it is a Linear8bitLt, not a plain nn.Linear"
 
 
-def test_under_an_adapter_the_frozen_layer_is_rounded_and_the_adapter_is_not():
+def test_only_the_frozen_layer_under_an_adapter_is_rounded():
     net, products = TinyLM(), ft.LowPrecisionProducts("int8", min_features=8)
     with ft.apply(net, [ft.LoRA(rank=8), products]):
         adapted = net.blocks[0].up
@@ -257,36 +257,36 @@ def test_under_an_adapter_the_frozen_layer_is_rounded_and_the_adapter_is_not():
 @pytest.mark.parametrize(
     "make", [ft.LowPrecisionProducts, lambda kind: ft.model.multiply_in_low_precision_(wide(), kind)]
 )
-def test_an_unknown_kind_lists_the_known(make):
+def test_an_unknown_kind_lists_the_known_ones(make):
     with pytest.raises(ValueError, match=r"kind='fp8'.*Use one of 'float8', 'int8'"):
         make("fp8")
 
 
-def test_nothing_to_change_is_refused_with_the_reasons():
-    with pytest.raises(ValueError, match=r"all are left: 0, 2 \(fewer than 1024 inputs or outputs\), 3 \(a head\)"):
+def test_a_model_without_suitable_layers_is_refused_with_reasons():
+    with pytest.raises(ValueError, match=r"all are skipped: 0, 2 \(fewer than 1024 inputs or outputs\), 3 \(a head\)"):
         ft.model.multiply_in_low_precision_(wide(), "int8")
     with pytest.raises(ValueError, match="it has no nn.Linear"):
         ft.model.multiply_in_low_precision_(nn.Conv2d(64, 64, 1), "int8")
 
 
-def test_other_bad_input_is_refused():
+def test_other_invalid_input_is_refused():
     with pytest.raises(ValueError, match="skip='nothing' matches nothing"):
         ft.model.multiply_in_low_precision_(wide(), "int8", skip="nothing")
     with pytest.raises(TypeError, match="min_features='8'"):
         ft.LowPrecisionProducts("int8", min_features="8")
 
 
-def test_a_gpu_without_the_units_is_refused_before_training(monkeypatch):
+def test_a_gpu_without_8_bit_tensor_cores_is_refused_before_training(monkeypatch):
     trainer = SimpleNamespace(strategy=SimpleNamespace(root_device=torch.device("cuda")))
     monkeypatch.setattr(low_precision_products, "trainer_of", lambda model: trainer)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    with pytest.raises(ValueError, match="products in float8: A100 has no units for it, .* compute capability 8.9"):
+    with pytest.raises(ValueError, match="products in float8: A100 has no tensor cores for it, .* capability 8.9"):
         ft.model.multiply_in_low_precision_(wide(), "float8", min_features=16)
     assert ft.model.multiply_in_low_precision_(wide(), "int8", min_features=16).layers == ("0", "2")
 
 
-def test_undo_puts_back_and_twice_is_once():
+def test_undo_restores_and_applying_twice_has_no_further_effect():
     net = wide()
     first = ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     second = ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
@@ -297,18 +297,18 @@ def test_undo_puts_back_and_twice_is_once():
     assert "forward" not in vars(net[0])
 
 
-def test_an_evaluation_is_in_full_precision_and_training_in_eval_mode_is_not():
+def test_only_eval_mode_without_gradients_uses_full_precision():
     net, input = wide(), torch.randn(20, 64)
     plain = net(input)
     ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     rounded = net(input)
     assert not torch.equal(rounded, plain)
-    assert torch.equal(net.eval()(input), rounded)  # Hugging Face's models come in eval mode, and Lightning keeps it
+    assert torch.equal(net.eval()(input), rounded)  # Hugging Face models start in eval mode, and Lightning keeps it
     with torch.no_grad():
         assert torch.equal(net(input), plain)
 
 
-def test_a_comparison_that_rounding_would_hide_runs_without():
+def test_exact_comparisons_run_without_8_bit_rounding():
     net, input = wide(), torch.randn(20, 64)
     plain = net(input)
     ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
@@ -317,7 +317,7 @@ def test_a_comparison_that_rounding_would_hide_runs_without():
     assert not torch.equal(net(input), plain)
 
 
-def test_an_input_without_rows_gives_none():
+def test_an_input_without_rows_gives_an_empty_output():
     net = wide()
     ft.model.multiply_in_low_precision_(net, "int8", min_features=16)
     assert net(torch.randn(0, 64)).shape == (0, 3)
@@ -338,8 +338,8 @@ def loss_and_gradients(techniques, autocast):
 
 @each_kind
 @pytest.mark.parametrize("autocast", [False, True])
-def test_compiled_whole_and_recomputed_it_is_the_same(kind, autocast):
-    policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # each two of the three meet
+def test_compiled_and_recomputed_models_give_the_same_result(kind, autocast):
+    policy = ft.model.EveryBlock() if autocast is (kind == "int8") else None  # covers each pair of the three
     techniques = [ft.LowPrecisionProducts(kind, min_features=16)]
     if policy is not None:
         techniques.append(ft.ActivationCheckpointing(policy))
@@ -354,8 +354,8 @@ def distance(one, other):
     return sum(float((one[name] - other[name]).square().sum()) for name in one) ** 0.5
 
 
-def test_weights_end_within_a_hundredth_of_the_way_they_went():
-    """Under SGD; AdamW makes steps of one size even of gradients that are all rounding."""
+def test_weights_end_within_one_percent_of_their_total_change():
+    """With SGD; AdamW makes steps of full size even for gradients that are only rounding noise."""
     settings = {"optimizer": torch.optim.SGD, "lr": 0.1}
     start, plain = weights(TinyLM()), weights(fit(TinyLM(**settings), BATCHES))
     ours = weights(fit(TinyLM(**settings), BATCHES, [ft.LowPrecisionProducts("int8", min_features=8)]))
@@ -363,7 +363,7 @@ def test_weights_end_within_a_hundredth_of_the_way_they_went():
 
 
 def losses_on_text(kind):
-    """100 steps of the reference GPT on real text."""
+    """Return the losses of 100 steps of the reference GPT on real text."""
     net, text = small_gpt(), torch.frombuffer(bytearray(read_text(max_mib=0.5)), dtype=torch.uint8).long()
     if kind is not None:
         ft.model.multiply_in_low_precision_(net, kind, min_features=16)
@@ -380,7 +380,7 @@ def losses_on_text(kind):
     return torch.stack(losses)
 
 
-def test_the_loss_of_a_hundred_steps_follows_that_in_full_precision():
+def test_the_loss_over_a_hundred_steps_follows_full_precision():
     plain = losses_on_text(None)
     assert plain[-10:].mean() < 0.7 * plain[0]
     for kind in KINDS:
@@ -389,7 +389,7 @@ def test_the_loss_of_a_hundred_steps_follows_that_in_full_precision():
         assert float(ours[-10:].mean()) == pytest.approx(float(plain[-10:].mean()), rel=0.01)
 
 
-def test_its_memory_is_predicted():
+def test_memory_of_8_bit_products_is_predicted():
     torch.manual_seed(0)
     batch = torch.randn(64, 256)
     blocks = [nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)) for _ in range(2)]
@@ -417,9 +417,9 @@ def test_its_memory_is_predicted():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @each_kind
-def test_on_a_gpu_the_numbers_are_the_cpus_and_a_large_layer_is_timed(kind):
+def test_gpu_values_equal_the_cpus_and_a_large_layer_is_timed(kind):
     if torch.cuda.get_device_capability() < eight_bit_products.FORMATS[kind].capability:
-        pytest.skip("this GPU has no such units")
+        pytest.skip("this GPU has no such tensor cores")
     first, second = factors()
     on_gpu = multiply_rows(first.cuda(), second.cuda(), kind).cpu()
     expected = multiply_rows(first, second, kind)

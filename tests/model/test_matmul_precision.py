@@ -14,7 +14,7 @@ NEW = [("generic", "all"), *itertools.product(("cuda", "mkldnn"), ("all", "matmu
 
 
 def views() -> dict[object, object]:
-    """Everything torch says about float32 precision, by its new and its old names."""
+    """Return all torch settings of float32 precision, from its new and its old API."""
     seen: dict[object, object] = {key: torch._C._get_fp32_precision_getter(*key) for key in NEW}
     for read in (
         torch.get_float32_matmul_precision,
@@ -58,7 +58,7 @@ def as_in_a_fresh_process():
 
 @pytest.mark.parametrize("found", [nothing, by_old_word_medium, by_old_flags, by_new_names])
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_sets_all_three_and_puts_back_what_it_found(found, precision):
+def test_sets_all_three_operations_and_restores_them(found, precision):
     found()
     before = views()
     undo = matmul_precision_(precision)
@@ -70,7 +70,7 @@ def test_sets_all_three_and_puts_back_what_it_found(found, precision):
 
 @pytest.mark.parametrize("found", [nothing, by_old_word_medium, by_old_flags])
 @pytest.mark.parametrize("precision", ["tf32", "ieee"])
-def test_the_old_names_stay_readable_and_agree(found, precision):
+def test_the_old_api_stays_readable_and_consistent(found, precision):
     found()
     matmul_precision_(precision)
     assert (torch.get_float32_matmul_precision() != "highest") is (precision == "tf32")
@@ -82,7 +82,7 @@ def test_the_cpu_keeps_its_own_precision():
     assert torch.backends.mkldnn.matmul.fp32_precision == "none"
 
 
-def test_twice_is_once_and_undoing_in_reverse_order_restores():
+def test_applying_twice_and_undoing_in_reverse_order_restores():
     before = views()
     outer, inner = matmul_precision_("tf32"), matmul_precision_("ieee")
     inner()
@@ -92,12 +92,12 @@ def test_twice_is_once_and_undoing_in_reverse_order_restores():
 
 
 @pytest.mark.parametrize("make", [matmul_precision_, MatmulPrecision])
-def test_an_unknown_word_is_refused_at_once(make):
+def test_an_unknown_precision_is_refused(make):
     with pytest.raises(ValueError, match=r"precision='tf16'.*Use one of 'tf32', 'ieee'"):
         make("tf16")
 
 
-def test_in_the_trainer_it_holds_during_the_fit_only(tmp_path):
+def test_in_the_trainer_it_applies_only_during_the_fit(tmp_path):
     class Spy(BoringModel):
         def training_step(self, batch, batch_idx):
             seen.append(torch.backends.cuda.matmul.fp32_precision)
@@ -112,14 +112,14 @@ def test_in_the_trainer_it_holds_during_the_fit_only(tmp_path):
     assert views() == before
 
 
-def test_for_a_loop_it_is_applied_to_a_model():
+def test_in_a_bare_loop_it_is_applied_to_a_model():
     before = views()
     with ft.apply(nn.Linear(2, 2), [MatmulPrecision("tf32")]):
         assert torch.backends.cudnn.rnn.fp32_precision == "tf32"
     assert views() == before
 
 
-def test_says_once_that_it_does_nothing_without_cuda(caplog, monkeypatch):
+def test_no_effect_without_cuda_is_logged_once(caplog, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     messages.say_once.cache_clear()
     with caplog.at_level("INFO", logger="lightning_fasttrain"):

@@ -1,4 +1,4 @@
-"""A limit in GiB is kept, predicted, and met at the least time, while the training stays the same bit for bit."""
+"""A limit in GiB is predicted and met at the least extra time, and training stays bitwise the same."""
 
 import copy
 import gc
@@ -38,11 +38,11 @@ SMALL = {
     "resnet": lambda: reference_models.resnet(layers=1, width=8, batch=8, pixels=32),
     "uneven": lambda: reference_models.uneven(layers=4, width=64, batch=4, length=64),
 }
-STEPS = 8  # costs, peaks, check, time; and room to decide again
+STEPS = 8  # costs, peaks, check, time; and steps for a second plan
 
 
 def train(specimen, policy=None, sizes=(None,) * STEPS):
-    """Weights and the peak of the last step; the policy's plan is in the policy. ``sizes``: of the batches, in rows."""
+    """Return the weights and the peak of the last step; the policy holds its plan. ``sizes``: rows of the batches."""
     torch.manual_seed(0)
     module = specimen.module()
     optimizer = module.configure_optimizers()
@@ -58,7 +58,7 @@ def train(specimen, policy=None, sizes=(None,) * STEPS):
 
 @pytest.fixture(scope="module", params=SMALL)
 def ends(request):
-    """A specimen, its weights after training, and the peaks of a step with everything kept and recomputed."""
+    """A model, its weights after training, and the peaks of a step with everything kept and recomputed."""
     specimen = SMALL[request.param]()
     expected, kept = train(specimen)
     _, recomputed = train(specimen, EveryBlock(), sizes=(None,) * 2)
@@ -66,7 +66,7 @@ def ends(request):
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.8, 1.2])
-def test_the_peak_is_within_the_limit_and_near_the_prediction_and_nothing_else_changes(ends, share):
+def test_the_peak_stays_within_the_limit_and_near_its_prediction(ends, share):
     specimen, expected, kept, recomputed = ends
     assert recomputed < kept
     limit = int(recomputed + share * (kept - recomputed))
@@ -86,17 +86,17 @@ def test_the_peak_is_within_the_limit_and_near_the_prediction_and_nothing_else_c
         assert policy.plan.predicted_ms <= sum(block.forward_ms for block in policy.plan.blocks)
 
 
-def test_no_plan_fits_says_how_much_is_missing_and_what_helps(ends):
+def test_an_unreachable_limit_reports_missing_memory_and_alternatives(ends):
     specimen, _, _, recomputed = ends
-    with pytest.raises(ValueError, match=r"GiB more than that\. Use smaller parts.*MicroBatching.*FusedLossHead"):
+    with pytest.raises(ValueError, match=r"GiB above the limit\. Use smaller micro.*MicroBatching.*FusedLossHead"):
         train(specimen, MemoryBudget(0.9 * recomputed / GIB))
 
 
-# --- what is measured of a block, and what follows from it -------------------------------------------------------
+# --- measured costs of a block, and the resulting plan -------------------------------------------------------
 
 
 class Chain(nn.Module):
-    """Of known sizes: tanh saves its result, linear its input, and the parameter does not count."""
+    """A block of known sizes: tanh saves its result, linear its input, and the parameter does not count."""
 
     def __init__(self, width):
         super().__init__()
@@ -107,7 +107,7 @@ class Chain(nn.Module):
         return self.down(torch.tanh(self.up(x)))
 
 
-def test_a_blocks_bytes_by_hand():
+def test_a_blocks_bytes_match_hand_computed_ones():
     block, x = Chain(8), torch.randn(5, 8, requires_grad=True)
     fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
     policy = MemoryBudget(1)
@@ -125,7 +125,7 @@ def policy_forwards(policy, *blocks):
     return [vars(block)["forward"] for block in blocks]
 
 
-def test_measuring_leaves_random_states_and_buffers_alone():
+def test_measuring_does_not_change_random_states_and_buffers():
     block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5))
     before, state = copy.deepcopy(block.state_dict()), torch.get_rng_state()
     (forward,) = policy_forwards(MemoryBudget(1), block)
@@ -138,7 +138,7 @@ def test_measuring_leaves_random_states_and_buffers_alone():
     assert torch.equal(torch.get_rng_state(), expected)
 
 
-def test_a_result_that_is_changed_in_place_cannot_be_kept():
+def test_a_result_changed_in_place_cannot_be_kept():
     block = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4))
     (forward,) = policy_forwards(MemoryBudget(1), block)
     fixed = {p.untyped_storage().data_ptr() for p in block.parameters()}
@@ -156,7 +156,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize("limit", range(700, 2400, 100))
-def test_the_plan_is_the_best_of_all(limit):
+def test_the_plan_is_optimal(limit):
     peaks = {"": 500, "a": 700, "b": 650, "c": 300, "d": 640}
     plan = make_plan(COSTS, peaks, limit, passes=3, aim_bytes=limit)
     best = None
@@ -176,12 +176,12 @@ def test_the_plan_is_the_best_of_all(limit):
     assert plan.everything_bytes == 700
 
 
-def test_a_limit_below_the_peak_with_everything_recomputed():
-    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB more than that"):
+def test_a_limit_below_the_fully_recomputed_peak_is_refused():
+    with pytest.raises(ValueError, match=r"a step takes 2 GiB .* 0.5 GiB above the limit"):
         make_plan(COSTS, {"": GIB, "a": 2 * GIB}, int(1.5 * GIB), passes=1, aim_bytes=int(1.5 * GIB))
 
 
-def test_a_limit_of_just_that_peak_can_be_kept(ends):
+def test_a_limit_equal_to_the_fully_recomputed_peak_is_met(ends):
     specimen, expected, _, recomputed = ends
     policy = MemoryBudget(recomputed / GIB)
     trained, peak = train(specimen, policy)
@@ -189,19 +189,19 @@ def test_a_limit_of_just_that_peak_can_be_kept(ends):
     assert peak <= recomputed + 16  # scalars
 
 
-def test_a_plan_reads_well():
+def test_a_plan_prints_a_summary():
     plan = make_plan(COSTS, {"": 0, "a": 0}, GIB, passes=2, aim_bytes=GIB).with_measured(GIB // 2, 1.5)
     assert str(plan).startswith("4 blocks: 4 kept | peak 1.44e-06 GiB predicted, 0.5 measured, limit 1 | +0.0 ms")
     assert plan.table().row_count == 4
 
 
-# --- hosts and company -------------------------------------------------------------------------------------------
+# --- Trainer, mixin and other techniques --------------------------------------------------------------------------
 
 BATCHES = lm_batches(8, size=64, length=32)
 
 
 def limit_between(share=0.5):
-    """In GiB: what a Trainer step of the TinyLM takes with everything recomputed, and a share of the way up."""
+    """Return a limit in GiB between the peaks of a TinyLM step with everything recomputed and kept."""
     peaks = []
     for callbacks in ([], [ActivationCheckpointing()]):
         meter = ft.MemoryMeter()
@@ -223,7 +223,7 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_in_a_trainer_and_a_mixin_the_same_weights_bit_for_bit():
+def test_weights_are_bitwise_the_same_in_a_trainer_and_a_mixin():
     gib, expected = limit_between(), fit([])
 
     class WithMixin(ft.FastTrainMixin, TinyLM):
@@ -270,7 +270,7 @@ def test_a_batch_that_the_loader_keeps_counts_towards_the_limit():
     ],
     ids=lambda make: "+".join(type(t).__name__ for t in make()),
 )
-def test_with_other_techniques(company):
+def test_memory_budget_works_with_other_techniques(company):
     torch._dynamo.reset()
     policy = MemoryBudget(1.0)
     module_weights = fit([ActivationCheckpointing(policy), *company()], max_epochs=2)
@@ -282,7 +282,7 @@ def test_with_other_techniques(company):
     assert policy.plan.passes == (2 if isinstance(company()[0], ft.MicroBatching | ft.TokenWeightedAccumulation) else 1)
 
 
-def test_everything_is_taken_away_again_and_a_second_fit_plans_anew():
+def test_everything_is_undone_and_a_second_fit_makes_a_new_plan():
     technique = ActivationCheckpointing(MemoryBudget(1.0))
     hooks = len(_global_optimizer_post_hooks)
     for _ in range(2):
@@ -298,7 +298,7 @@ def test_everything_is_taken_away_again_and_a_second_fit_plans_anew():
 
 
 @pytest.mark.parametrize("steps", [1, 2, 6])
-def test_a_model_that_is_copied_amid_the_training_trains_by_itself(steps):
+def test_a_model_copied_during_training_trains_independently(steps):
     specimen = reference_models.uneven(layers=2, width=8, batch=2, length=8)
     module, batch = specimen.module(), specimen.batch()
     optimizer = module.configure_optimizers()
@@ -316,14 +316,14 @@ def test_a_model_that_is_copied_amid_the_training_trains_by_itself(steps):
         assert a is not b
 
 
-def test_a_run_too_short_for_a_plan_says_so(caplog):
+def test_a_run_too_short_for_a_plan_is_logged(caplog):
     policy = MemoryBudget(1.0)
     fit([ActivationCheckpointing(policy)], max_steps=1)
     assert policy.plan is None
     assert "no plan was made" in caplog.text
 
 
-def test_a_larger_batch_is_measured_too_and_the_limit_still_holds():
+def test_a_larger_batch_is_measured_and_stays_within_the_limit():
     specimen = reference_models.uneven(layers=4, width=64, batch=16, length=64)
     expected, kept = train(specimen)
     _, recomputed = train(specimen, EveryBlock())
@@ -340,19 +340,19 @@ def test_a_larger_batch_is_measured_too_and_the_limit_still_holds():
 
 
 @pytest.mark.parametrize("gib", [0, -1, "all", True, None])
-def test_the_limit_is_checked(gib):
+def test_an_invalid_limit_is_refused(gib):
     with pytest.raises(ValueError, match="budget_gib="):
         MemoryBudget(gib)
 
 
-def test_fit_takes_what_the_machine_has():
+def test_fit_uses_the_free_memory():
     policy = MemoryBudget()
     fit([ActivationCheckpointing(policy)])
     assert 2**26 < policy.plan.limit_bytes < 2**50
     assert {block.action for block in policy.plan.blocks} == {"kept"}
 
 
-def test_nothing_that_was_measured_stays_in_memory():
+def test_measured_tensors_are_freed():
     class Attention(nn.Module):
         def forward(self, x):
             out = F.scaled_dot_product_attention(x, x, x)
@@ -369,7 +369,7 @@ def test_nothing_that_was_measured_stays_in_memory():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("share", [0.2, 0.6, 1.2])
-def test_on_cuda_the_allocators_own_peak_is_within_the_limit(share):
+def test_cuda_the_allocators_peak_is_within_the_limit(share):
     def run(policy):
         torch.manual_seed(0)
         module = reference_models.gpt(batch=8).module().cuda()

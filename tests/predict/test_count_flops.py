@@ -11,15 +11,15 @@ def total(net, batch):
     return net(batch).sum()
 
 
-def test_linear_layers():
+def test_flops_of_linear_layers():
     net = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4))
     rows = 7
     forward = 2 * rows * (6 * 10 + 10 * 4)
-    backward = 2 * rows * (6 * 10 + 2 * 10 * 4)  # nobody asks for the gradient of the batch
+    backward = 2 * rows * (6 * 10 + 2 * 10 * 4)  # the gradient of the batch is not needed
     assert count_flops(net, torch.zeros(rows, 6), loss=total) == forward + backward
 
 
-def test_frozen_layers_have_no_gradient_of_weights():
+def test_frozen_layers_have_no_weight_gradient_flops():
     net = nn.Sequential(nn.Linear(6, 10), nn.Linear(10, 4))
     net[1].requires_grad_(False)
     assert count_flops(net, torch.zeros(7, 6), loss=total) == 2 * 7 * (2 * 60 + 2 * 40)
@@ -35,14 +35,14 @@ def test_attention_of_every_kernel_is_counted():
     assert count_flops(Attention(), x, loss=total) == 2 * product + 4 * product
 
 
-def test_convolutions():
+def test_flops_of_convolutions():
     net = nn.Conv2d(3, 5, kernel_size=3, padding=1, bias=False)
     product = 2 * 4 * 8 * 8 * 5 * 3 * 9
     images = torch.zeros(4, 3, 8, 8)
     assert count_flops(net, images, loss=total) == 2 * product
 
 
-def test_a_gpt_is_what_the_formula_of_palm_says():
+def test_flops_of_a_gpt_match_palms_formula():
     gpt = reference_models.gpt("nano", batch=2)
     module, batch = gpt.module(), gpt.batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}

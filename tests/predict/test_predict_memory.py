@@ -56,7 +56,7 @@ def test_every_category_of_two_layers_in_closed_form():
     assert report.peaks["inputs"] == square
     scalar = 4
     assert report.peaks["activations"] == square + scalar  # the tanh, which two layers share, and the loss
-    # In the backward, when the last layer has its gradient and that of the tanh goes on to its input.
+    # In the backward, when the last layer has its gradient and that of the tanh is passed to its input.
     assert report.op == "tanh_backward"
     assert report.peak_bytes == (2 + 1 + 2 + 1 + 1 + 2) * square + 2 * scalar
     assert report.at_peak["gradients"] == square
@@ -64,7 +64,7 @@ def test_every_category_of_two_layers_in_closed_form():
     assert sum(report.at_peak.values()) == report.peak_bytes
 
 
-def test_gradients_that_are_released_early_are_not_there_in_the_forward():
+def test_gradients_released_early_do_not_exist_in_the_forward():
     square, scalar = 256 * 256 * 4, 4
     half = square // 2  # of the batch and every activation
     layers = (linear(), nn.Tanh, linear())
@@ -94,18 +94,18 @@ def test_bf16_true_halves_everything():
     )
 
 
-def test_a_model_that_fits_no_machine():
+def test_a_model_larger_than_any_machine_is_predicted():
     width = 2**21
     report = of_chain(linear(width, width), batch=torch.zeros(1, width), optimizer=torch.optim.AdamW)
     assert report.at_peak["parameters"] == 16 * 2**40
     assert report.peak_bytes >= 4 * 16 * 2**40
 
 
-# --- held against measurement
+# --- compared with measurements
 
 
 def measured(specimen, techniques=(), parts=1, precision="32-true"):
-    """Peak of the third step, in an own loop of the Trainer's order."""
+    """Return the peak of the third step, in a bare loop with the Trainer's order."""
     module, batch = specimen.module(), specimen.batch()
     ft.apply(module, techniques)
     optimizer = module.configure_optimizers()
@@ -153,7 +153,7 @@ SMALL = {
         ("encoder", True, 2, "bf16-mixed"),
     ],
 )
-def test_within_five_per_cent_of_the_measured_peak(name, checkpointing, parts, precision):
+def test_within_five_percent_of_the_measured_peak(name, checkpointing, parts, precision):
     techniques = [ft.ActivationCheckpointing()] if checkpointing else []
     specimen = SMALL[name]
     report = predict_memory(
@@ -166,7 +166,7 @@ def test_within_five_per_cent_of_the_measured_peak(name, checkpointing, parts, p
     assert report.peak_bytes == pytest.approx(measured(specimen, techniques, parts, precision), rel=0.05)
 
 
-def test_a_recurrent_network_and_transposed_convolutions():
+def test_predicts_a_recurrent_network_and_transposed_convolutions():
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
@@ -182,7 +182,7 @@ def test_a_recurrent_network_and_transposed_convolutions():
 
 
 class Mixing(nn.Module):
-    """As in ConvNeXt: convolutions in groups, on what a norm over the channels has turned."""
+    """As in ConvNeXt: grouped convolutions on inputs transposed by a norm over the channels."""
 
     def __init__(self, side, groups):
         super().__init__()
@@ -195,17 +195,17 @@ class Mixing(nn.Module):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 @pytest.mark.parametrize(("side", "groups", "image"), [(7, 128, 8), (3, 128, 8), (3, 128, 2), (3, 32, 8)])
-def test_convolutions_with_the_channels_last(side, groups, image, precision):
+def test_predicts_convolutions_in_channels_last(side, groups, image, precision):
     agrees(nn.Sequential(Mixing(side, groups), Mixing(side, groups)), torch.randn(4, image, image, 128), precision)
 
 
 @pytest.mark.parametrize("side", [14, 16])
-def test_convolutions_over_patches(side):
+def test_predicts_convolutions_over_patches(side):
     agrees(nn.Conv2d(3, 128, side, stride=side), torch.randn(4, 3, 4 * side, 4 * side))
 
 
 def agrees(net, batch, precision="32-true"):
-    """With the third step of a plain training."""
+    """Compare the prediction with the third step of a plain training."""
 
     def loss(net, x):
         return net(x).float().pow(2).mean()
@@ -222,7 +222,7 @@ def agrees(net, batch, precision="32-true"):
     assert report.peak_bytes == pytest.approx(peak.peak_bytes, rel=0.05)
 
 
-def test_optimizer_in_backward_is_as_measured():
+def test_optimizer_in_backward_matches_the_measured_peak():
     specimen = SMALL["uneven"]
     module, batch = specimen.module(), specimen.batch()
     ft.checkpoint_activations_(module)
@@ -248,7 +248,7 @@ def test_optimizer_in_backward_is_as_measured():
 @pytest.mark.parametrize(
     "techniques", [[], [ft.MicroBatching(3)], [ft.EagerGradientRelease()]], ids=["plain", "parts", "release"]
 )
-def test_it_is_the_peak_of_the_real_trainer(techniques):
+def test_matches_the_peak_of_the_trainer(techniques):
     batches = lm_batches(4, size=60, length=50)
     meter = ft.MemoryMeter()
     fit(TinyLM(), batches, [*techniques, meter])
@@ -256,9 +256,9 @@ def test_it_is_the_peak_of_the_real_trainer(techniques):
     assert predicted.peak_bytes == pytest.approx(meter.peak_bytes, rel=0.05)
 
 
-def test_batches_are_changed_on_their_way_as_the_trainer_does():
+def test_transfer_hooks_change_batches_as_in_the_trainer():
     class Cut(TinyLM):
-        """Takes the first half of each text, and labels of its own."""
+        """Takes the first half of each text, and its own labels."""
 
         def on_before_batch_transfer(self, batch, dataloader_idx):
             return {name: value[:, :25] for name, value in batch.items()}
@@ -275,17 +275,17 @@ def test_batches_are_changed_on_their_way_as_the_trainer_does():
 
 
 def quantised(kind, precision="32-true"):
-    """As the Trainer of this precision would have it."""
+    """Return the model as a Trainer of this precision would quantize it."""
     in_bf16 = precision == "bf16-mixed" and kind != "int8"
     return QuantizedBase(kind, compute_dtype=torch.bfloat16 if in_bf16 else "auto")
 
 
-@pytest.mark.parametrize("name", ["gpt", "llama"])  # the latter has layers of 352 inputs, no multiple of 64
+@pytest.mark.parametrize("name", ["gpt", "llama"])  # the latter has layers of 352 inputs, not a multiple of 64
 @pytest.mark.parametrize(
     ("kind", "checkpointing", "parts", "precision"),
     [("nf4", False, 1, "32-true"), ("nf4", True, 2, "bf16-mixed"), ("int8", False, 1, "32-true")],
 )
-def test_quantised_within_five_per_cent_of_the_measured_peak(name, kind, checkpointing, parts, precision):
+def test_quantized_models_are_within_five_percent_of_the_measured_peak(name, kind, checkpointing, parts, precision):
     techniques, specimen = [ft.ActivationCheckpointing()] if checkpointing else [], SMALL[name]
     report = predict_memory(
         specimen.module,
@@ -299,7 +299,7 @@ def test_quantised_within_five_per_cent_of_the_measured_peak(name, kind, checkpo
 
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4", "int8"])
-def test_constants_of_quantised_layers_are_parameters(kind):
+def test_quantization_constants_count_as_parameters(kind):
     layers = [linear(96, 160), linear(160, 64), linear(64, 8)]
     report = of_chain(*layers, batch=torch.zeros(4, 96), techniques=[QuantizedBase(kind)])
     expected = quantized_bytes(160, 96, kind) + quantized_bytes(64, 160, kind) + 4 * 64 * 8
@@ -307,7 +307,7 @@ def test_constants_of_quantised_layers_are_parameters(kind):
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
-def test_a_model_that_is_quantised_already(kind):
+def test_an_already_quantized_model_is_predicted(kind):
     specimen = SMALL["llama"]
     expected = predict_memory(specimen.module, specimen.batch(), techniques=[quantised(kind)], device="cpu")
     module = specimen.module()
@@ -317,7 +317,7 @@ def test_a_model_that_is_quantised_already(kind):
     assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
 
 
-def test_a_prediction_leaves_no_fake_tables_in_bitsandbytes(monkeypatch):
+def test_a_prediction_leaves_no_fake_tensors_in_bitsandbytes(monkeypatch):
     monkeypatch.setattr(bitsandbytes.functional, "name2qmap", {})
     of_chain(linear(), linear(), batch=torch.zeros(4, 256), techniques=[QuantizedBase()])
     net = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 2))
@@ -325,7 +325,7 @@ def test_a_prediction_leaves_no_fake_tables_in_bitsandbytes(monkeypatch):
     assert torch.isfinite(net(torch.ones(1, 256))).all()
 
 
-def test_quantised_it_is_the_peak_of_the_real_trainer():
+def test_a_quantized_model_matches_the_peak_of_the_trainer():
     batches, meter = lm_batches(4, size=60, length=50), ft.MemoryMeter()
     fit(TinyLM(), batches, [QuantizedBase(), meter])
     predicted = predict_memory(TinyLM, batches[0], techniques=[QuantizedBase()], device="cpu")
@@ -340,10 +340,10 @@ def test_quantised_it_is_the_peak_of_the_real_trainer():
     [lambda: reference_models.gpt("tiny", batch=16), lambda: reference_models.resnet(width=64)],
     ids=["gpt", "conv"],
 )
-def test_within_five_per_cent_of_the_caching_allocator(model, precision, checkpointing):
+def test_within_five_percent_of_the_caching_allocator(model, precision, checkpointing):
     specimen = model()
     techniques = [ft.ActivationCheckpointing()] if checkpointing else []
-    torch.backends.cuda.enable_cudnn_sdp(False)  # what cuDNN takes for itself is not predicted
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's workspace is not predicted
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
@@ -364,16 +364,16 @@ def test_within_five_per_cent_of_the_caching_allocator(model, precision, checkpo
     assert report.peak_bytes == pytest.approx(peak.peak_bytes - before, rel=0.05)
 
 
-# --- what it takes
+# --- inputs
 
 
-def test_a_model_without_parameters_yet_is_left_unbuilt():
+def test_a_model_with_configure_model_is_not_built():
     module = LazyLM()
     assert predict_memory(module, lm_batches(1)[0], device="cpu").peak_bytes > 0
     assert module.embed is None
 
 
-def test_a_model_that_exists_is_left_alone_and_not_copied():
+def test_an_existing_model_is_neither_changed_nor_copied():
     specimen = SMALL["gpt"]
     module, batch = specimen.module(), specimen.batch()
     before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -388,7 +388,7 @@ def test_a_model_that_exists_is_left_alone_and_not_copied():
     assert torch.equal(random_state, torch.get_rng_state())
 
 
-def test_models_and_batches_without_memory_give_the_same():
+def test_meta_and_fake_models_and_batches_give_the_same_prediction():
     specimen = SMALL["uneven"]
     expected = predict_memory(specimen.module, specimen.batch(), device="cpu").peak_bytes
     with torch.device("meta"):
@@ -401,7 +401,7 @@ def test_models_and_batches_without_memory_give_the_same():
     assert next(on_meta.parameters()).is_meta
 
 
-def test_a_model_that_is_built_in_configure_model_and_logs():
+def test_predicts_a_model_built_in_configure_model_that_logs():
     class Lazy(L.LightningModule):
         def configure_model(self):
             self.net = nn.Linear(8, 8, bias=False)
@@ -419,7 +419,7 @@ def test_a_model_that_is_built_in_configure_model_and_logs():
     assert report.peaks["optimizer state"] == 2 * 8 * 8 * 4 + 4
 
 
-def test_all_micro_batches_after_the_second_are_like_it():
+def test_more_than_two_micro_batches_do_not_change_the_peak():
     specimen = SMALL["uneven"]
     batch = tuple(torch.cat([tensor] * 4) for tensor in specimen.batch())
     two, eight = (
@@ -429,7 +429,7 @@ def test_all_micro_batches_after_the_second_are_like_it():
     assert two == pytest.approx(4 * eight, rel=0.01)
 
 
-def test_a_number_that_is_read_is_assumed_and_said():
+def test_a_value_read_from_a_tensor_is_assumed_with_a_note():
     def loss(net, batch):
         value = net(batch).sum()
         return value * value.item() if value > 0 else value
@@ -439,7 +439,7 @@ def test_a_number_that_is_read_is_assumed_and_said():
 
 
 @pytest.mark.parametrize("needed", [True, False])
-def test_guards_that_read_a_truth_value_do_not_stop_a_prediction(needed):
+def test_checks_that_read_a_boolean_do_not_stop_a_prediction(needed):
     def loss(net, batch):
         if bool((batch > 0).all()) != needed:
             raise ValueError("bad batch")
@@ -448,17 +448,17 @@ def test_guards_that_read_a_truth_value_do_not_stop_a_prediction(needed):
     assert of_chain(linear(), batch=torch.zeros(2, 256), loss=loss).peaks["inputs"] == 2 * 256 * 4
 
 
-def test_code_that_no_assumed_number_satisfies_is_refused():
+def test_code_that_no_assumed_value_satisfies_is_refused():
     def loss(net, batch):
         if batch.sum().item() != 7:
             raise ValueError("not seven")
         return net(batch).sum()
 
-    with pytest.raises(ValueError, match="reads numbers out of tensors .* not seven.* Give loss="):
+    with pytest.raises(ValueError, match="branches on values read from tensors.* not seven.* Pass loss="):
         of_chain(linear(), batch=torch.zeros(2, 256), loss=loss)
 
 
-def test_initialisation_and_optimizers_that_read_numbers():
+def test_initialization_and_optimizers_may_read_values():
     def made():
         layer = nn.Linear(256, 256, bias=False)
         return nn.init.trunc_normal_(layer.weight), layer
@@ -468,7 +468,7 @@ def test_initialisation_and_optimizers_that_read_numbers():
     assert 2 * 256 * 256 <= report.peaks["optimizer state"] < 2.2 * 256 * 256
 
 
-def test_products_of_experts_in_float32():
+def test_predicts_grouped_expert_products_in_float32():
     class Experts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -482,17 +482,17 @@ def test_products_of_experts_in_float32():
     assert report.peaks["activations"] < 2 * 32 * 128 * 4
 
 
-def test_a_technique_that_is_not_known_is_named():
+def test_an_unknown_technique_is_named_in_a_note():
     class AverageOfWeights(Technique):
         def attach(self, trainer, pl_module):
             self.average = [p.clone() for p in pl_module.parameters()]
 
     notes = of_chain(linear(), batch=torch.zeros(2, 256), techniques=[AverageOfWeights(), ft.StepMeter()]).notes
     assert len(notes) == 1
-    assert "AverageOfWeights is not known" in notes[0]
+    assert "AverageOfWeights cannot be predicted" in notes[0]
 
 
-def test_compiling_is_left_out_with_a_note():
+def test_compilation_is_ignored_with_a_note():
     specimen = SMALL["uneven"]
     plain = predict_memory(specimen.module, specimen.batch(), device="cpu")
     compiled = predict_memory(specimen.module, specimen.batch(), techniques=[ft.CompileBlocks()], device="cpu")
@@ -507,7 +507,7 @@ class Rows:
 
 
 @pytest.mark.parametrize("wrap", [lambda x: {"a": [x], "b": 3}, Rows, lambda x: BatchEncoding({"input_ids": x})])
-def test_batches_of_any_kind(wrap):
+def test_batches_may_be_any_container(wrap):
     def loss(net, batch):
         return net(sole_tensor(batch)).sum()
 
@@ -521,7 +521,7 @@ def sole_tensor(batch):
     return batch["a"][0] if "a" in batch else batch["input_ids"]
 
 
-def test_sparse_gradients():
+def test_predicts_sparse_gradients():
     report = of_chain(
         lambda: nn.Embedding(1000, 64, sparse=True),
         batch=torch.zeros(8, dtype=torch.long),
@@ -534,7 +534,7 @@ def test_sparse_gradients():
 # --- the report
 
 
-def test_it_names_the_module_that_reaches_the_peak_and_what_holds_most():
+def test_the_report_names_the_module_at_the_peak_and_the_largest_holders():
     class WithWideHead(nn.Module):
         def __init__(self):
             super().__init__()
@@ -547,7 +547,7 @@ def test_it_names_the_module_that_reaches_the_peak_and_what_holds_most():
     report = predict_memory(
         WithWideHead, torch.zeros(512, 32), loss=lambda net, x: net(x).sum(), optimizer=sgd, device="cpu"
     )
-    assert (report.phase, report.module, report.op) == ("forward", "", "tanh")  # no layer's, but the model's own
+    assert (report.phase, report.module, report.op) == ("forward", "", "tanh")  # not a layer's, but the model's own
     wide = 512 * 4096 * 4
     assert {(h.category, h.module, h.op, h.nbytes) for h in report.holders[:2]} == {
         ("activations", "", "tanh", wide),
@@ -558,17 +558,17 @@ def test_it_names_the_module_that_reaches_the_peak_and_what_holds_most():
     assert any(holder.module == "blocks.*.weight" and holder.count == 50 for holder in report.holders)
 
 
-def test_the_backward_of_a_module_is_given_its_name():
+def test_backward_allocations_name_the_module_of_their_forward():
     report = of_chain(
         lambda: nn.Conv2d(16, 16, 3, stride=2, padding=1),
-        lambda: nn.BatchNorm2d(16),  # begins with an operation that autograd does not number
+        lambda: nn.BatchNorm2d(16),  # starts with an operation without an autograd sequence number
         batch=torch.zeros(8, 16, 32, 32),
     )
     assert (report.phase, report.module) == ("backward", "0")
     assert report.op == "convolution_backward (workspace)"
 
 
-def test_the_report_prints_and_becomes_json():
+def test_the_report_prints_and_serializes_to_json():
     report = of_chain(linear(), batch=torch.zeros(1024, 256))
     assert isinstance(report, MemoryReport)
     text = str(report)
@@ -577,15 +577,15 @@ def test_the_report_prints_and_becomes_json():
     assert json.loads(json.dumps(dataclasses.asdict(report)))["peak_bytes"] == report.peak_bytes
 
 
-# --- CUDA's own ways, in closed form
+# --- CUDA's own behavior, in closed form
 
 
-def test_cuda_rounds_every_tensor_up():
+def test_cuda_rounds_every_allocation_up():
     report = of_chain(linear(3, 3), batch=torch.zeros(1, 3), device="cuda")
     assert report.peaks["parameters"] == report.peaks["gradients"] == report.peaks["inputs"] == 512
 
 
-def test_cuda_holds_the_next_batch_if_it_is_prefetched():
+def test_cuda_counts_a_prefetched_batch():
     settings = {"batch": torch.zeros(512, 256), "techniques": [ft.DevicePrefetch()]}
     ahead, on_cpu = (of_chain(linear(), device=device, **settings).at_peak["inputs"] for device in ("cuda", "cpu"))
     assert (ahead, on_cpu) == (2 * 512 * 256 * 4, 512 * 256 * 4)
@@ -602,8 +602,8 @@ def test_cuda_keeps_dropout_masks_of_one_byte():
 
 
 @pytest.mark.parametrize(("rows", "columns", "mib"), [(4096, 2048, 64), (4096, 512, 16), (2048, 768, 12)])
-def test_cuda_sums_up_a_bias_gradient_in_memory_of_its_own(rows, columns, mib):
-    """Against what the caching allocator of torch 2.11 gave to this sum on 132 processors."""
+def test_cuda_counts_the_workspace_of_a_bias_gradient(rows, columns, mib):
+    """Compare with the caching allocator's memory for this sum in torch 2.11 on 132 multiprocessors."""
     report = of_chain(
         lambda: nn.Linear(8, columns),
         batch=(torch.zeros(rows, 8), torch.zeros(rows, columns)),
@@ -611,12 +611,14 @@ def test_cuda_sums_up_a_bias_gradient_in_memory_of_its_own(rows, columns, mib):
         device="cuda",
     )
     assert report.op == "sum (workspace)"
-    held = report.at_peak["temporaries"] - 32 * MIB - rows * columns * 4  # cuBLAS's, and the layer's output's gradient
+    held = (
+        report.at_peak["temporaries"] - 32 * MIB - rows * columns * 4
+    )  # cuBLAS's workspace, and the output's gradient
     assert held == pytest.approx(mib * MIB, rel=0.02)
 
 
 @pytest.mark.parametrize("policy", [ft.model.EveryBlock(), ft.model.SelectiveOps()], ids=["every block", "selective"])
-def test_cuda_with_dropout_in_blocks_that_are_recomputed(policy):
+def test_cuda_dropout_in_recomputed_blocks(policy):
     hidden = 16 * 128 * 64 * 4  # bytes
 
     def model():
@@ -634,7 +636,7 @@ def test_cuda_with_dropout_in_blocks_that_are_recomputed(policy):
     assert plain - recomputed > 2 * 3 * hidden
 
 
-def test_cuda_keeps_the_table_where_heads_share_keys_in_float32():
+def test_cuda_keeps_attention_scores_for_shared_keys_in_float32():
     def loss(net, x):
         query, key = net(x).view(2, 4, 256, 64), net(x)[..., :128].reshape(2, 2, 256, 64)
         return F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True).sum()
@@ -649,7 +651,7 @@ def test_cuda_keeps_the_table_where_heads_share_keys_in_float32():
     assert in_bf16 < table < in_float32
 
 
-def test_cuda_keeps_no_table_of_an_attention_with_dropout():
+def test_cuda_attention_with_dropout_keeps_no_scores():
     def loss(net, x):
         heads = net(x).view(2, 4, 512, 16)
         return F.scaled_dot_product_attention(heads, heads, heads, None, 0.1, True).sum()
@@ -669,7 +671,7 @@ def test_cuda_runs_norms_in_float32_under_autocast():
         of_chain(*layers, batch=batch, precision="bf16-mixed", device=device).peaks["activations"]
         for device in ("cpu", "cuda")
     )
-    assert on_cuda - on_cpu == pytest.approx(1024 * 256 * 2, rel=0.2)  # its input, kept in twice the bytes
+    assert on_cuda - on_cpu == pytest.approx(1024 * 256 * 2, rel=0.2)  # its input is kept in twice the bytes
 
 
 def test_cuda_updates_all_parameters_at_once():
@@ -690,33 +692,33 @@ def refusal(kind, *arguments, **settings):
     return str(error.value)
 
 
-def test_unknown_words():
+def test_an_unknown_precision_or_device_is_refused():
     assert "precision='fp8'" in refusal(ValueError, TinyLM, None, precision="fp8")
     assert "device='tpu'" in refusal(ValueError, TinyLM, None, device="tpu")
 
 
-def test_a_module_without_loss_or_optimizer():
+def test_a_module_without_loss_or_optimizer_is_refused():
     net, x = nn.Linear(2, 2), torch.zeros(1, 2)
     assert "optimizer=" in refusal(TypeError, net, x, loss=lambda net, x: net(x).sum())
     assert "loss=" in refusal(TypeError, net, x, optimizer=sgd)
     assert "function without arguments" in refusal(TypeError, 3, x)
 
 
-def test_a_model_that_cannot_be_copied():
+def test_an_existing_model_that_cannot_be_copied_is_refused():
     net = nn.Linear(2, 2)
     net.lock = threading.Lock()
     message = refusal(TypeError, net, torch.zeros(1, 2), optimizer=sgd, loss=lambda net, x: net(x).sum())
-    assert "Give a function that builds it" in message
+    assert "Pass a function that builds it" in message
 
 
-def test_manual_optimisation():
+def test_manual_optimization_is_refused():
     class Manual(TinyLM):
         automatic_optimization = False
 
     assert "automatic_optimization=False" in refusal(ValueError, Manual, lm_batches(1)[0])
 
 
-def test_a_step_that_needs_a_trainer_or_values():
+def test_a_step_that_needs_a_trainer_or_values_is_refused():
     class NeedsTrainer(TinyLM):
         def training_step(self, batch, batch_idx):
             return super().training_step(batch, batch_idx) / self.trainer.max_epochs
@@ -728,10 +730,10 @@ def test_a_step_that_needs_a_trainer_or_values():
 
     batch = lm_batches(1)[0]
     assert "uses self.trainer" in refusal(ValueError, NeedsTrainer, batch)
-    assert "depends on values" in refusal(ValueError, NeedsValues, batch)
+    assert "depends on tensor values" in refusal(ValueError, NeedsValues, batch)
 
 
-def test_a_step_that_names_a_gpu_is_refused_before_torch_would_abort():
+def test_a_step_that_names_a_gpu_is_refused_before_torch_aborts():
     def loss(net, x):
         return (net(x) * torch.zeros(1, device="cuda")).sum()
 
@@ -739,6 +741,6 @@ def test_a_step_that_names_a_gpu_is_refused_before_torch_would_abort():
     assert "on cuda" in message
 
 
-def test_a_plan_that_is_measured_in_training():
+def test_a_memory_budget_policy_is_refused():
     techniques = [ft.ActivationCheckpointing(ft.MemoryBudget(1.0))]
     assert "EveryBlock" in refusal(ValueError, TinyLM, lm_batches(1)[0], techniques=techniques)

@@ -1,4 +1,4 @@
-"""Two processes of which one has NaN, spikes, bad samples, or fewer batches; see ``test_steady_ranks.py``."""
+"""Two processes, one of which has NaN, spikes, bad samples, or fewer batches; see ``test_steady_ranks.py``."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def spoil(place, rank=1, **entries):
 
 
 def run(batches, callbacks=(), net=Spoilt, strategy=None, loader=as_loader, **settings):
-    """The module, its trainer, and what was warned of."""
+    """Return the module, its trainer, and the warnings."""
     module = net()
     t = trainer(callbacks, devices=2, strategy=strategy or DDPStrategy(process_group_backend="gloo"), **settings)
     torch.manual_seed(3)
@@ -128,7 +128,7 @@ def even_and_resumed(found, folder):
     for name, loader in (("sized", as_loader), ("stream", streamed)):
         whole, *_ = run(mine, [EvenEpochs(), ft.ExactResume(), Save()], loader=loader, max_epochs=2)
         again, strategy = Spoilt(), DDPStrategy(process_group_backend="gloo")
-        # the checkpoint describes the data of rank 0, which those of rank 1 are not
+        # the checkpoint describes the data of rank 0, which differ from those of rank 1
         lenient = ft.ExactResume(strict=False)
         t = trainer([EvenEpochs(), lenient], devices=2, strategy=strategy, max_epochs=2)
         t.fit(again, loader(mine), ckpt_path=path, weights_only=True)
@@ -148,7 +148,7 @@ def bad_samples(found, folder):
 
 
 class Sleepy(Stream):
-    """On rank 1 each batch takes a while."""
+    """Takes a while for each batch on rank 1."""
 
     def __iter__(self):
         for batch in self.batches:
@@ -179,7 +179,7 @@ def main(path):
     if RANK == 0:
         with open(path, "w") as file:
             json.dump(gathered, file)
-    time.sleep(1)  # the other rank may still be reading what was gathered
+    time.sleep(1)  # the other rank may still be reading the gathered values
     os._exit(0)  # without destructors, as in ddp_scenarios.py
 
 

@@ -1,4 +1,4 @@
-"""A step that is skipped is a step that never was; on two processes in ``steady_scenarios.py``."""
+"""A skipped step changes nothing; for two processes see ``steady_scenarios.py``."""
 
 import copy
 
@@ -17,7 +17,7 @@ BATCHES = [{**batch, "times": torch.ones(6)} for batch in lm_batches(6)]
 
 
 class Spoilt(TinyLM):
-    """Its loss is not finite for batches that say so."""
+    """Its loss is not finite for marked batches."""
 
     def loss(self, batch):
         return super().loss(batch) * batch["times"].mean()
@@ -65,10 +65,10 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("place", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_weights_state_and_schedule_are_those_of_the_run_without_the_batch(name, place):
+def test_a_skipped_batch_leaves_weights_state_and_schedule_unchanged(name, place):
     optimizer, settings = OPTIMIZERS[name]
     guard, net, other = ft.FiniteGuard(), *(Spoilt(optimizer=optimizer, **settings) for _ in range(2))
-    with pytest.warns(ft.FastTrainWarning, match=f"epoch 0, batch {place}, rank 0, not seen again"):
+    with pytest.warns(ft.FastTrainWarning, match=f"epoch 0, batch {place}, rank 0, .* could not be reproduced"):
         t = run(net, spoil(BATCHES, place), guard)
     u = run(other, without(BATCHES, place))
     assert largest_difference(weights(net), weights(other)) == 0
@@ -77,8 +77,8 @@ def test_weights_state_and_schedule_are_those_of_the_run_without_the_batch(name,
     assert (guard.skipped, t.global_step, u.global_step) == (1, 6, 5)
 
 
-@pytest.mark.parametrize("techniques", [[], [ft.MicroBatching(2)]], ids=["Lightning's", "in parts"])
-def test_a_window_with_a_bad_batch_is_skipped_whole_and_the_batch_named(techniques):
+@pytest.mark.parametrize("techniques", [[], [ft.MicroBatching(2)]], ids=["Lightning's", "in micro-batches"])
+def test_a_window_with_a_bad_batch_is_skipped_completely_and_names_the_batch(techniques):
     guard, net, other = ft.FiniteGuard(), Spoilt(), Spoilt()
     with pytest.warns(ft.FastTrainWarning, match="batch 2, rank 0, in the gradient of"):
         run(net, spoil(BATCHES, 2, value=float("inf")), guard, techniques, accumulate_grad_batches=2)
@@ -86,17 +86,17 @@ def test_a_window_with_a_bad_batch_is_skipped_whole_and_the_batch_named(techniqu
     assert largest_difference(weights(net), weights(other)) == 0
 
 
-def test_a_window_weighed_by_tokens_is_skipped_too():
+def test_a_token_weighted_window_is_skipped_too():
     guard, net, other = ft.FiniteGuard(), TinyLM(), TinyLM()
     batches = lm_batches(6)
     with pytest.warns(ft.FastTrainWarning, match="batch 2, rank 0"):
         run(Poisoned(net, 2), batches, guard, [ft.TokenWeightedAccumulation(2, check=False)])
     run(other, without(batches, 2, 3), None, [ft.TokenWeightedAccumulation(2, check=False)])
-    assert largest_difference(weights(net), weights(other)) <= 1e-6  # sums are kept near those of the first batch
+    assert largest_difference(weights(net), weights(other)) <= 1e-6  # sums are close to those of the first batch
 
 
 def Poisoned(net, place):
-    """The same net, with a NaN in the loss of one batch."""
+    """Return the same net, with a NaN in the loss of one batch."""
     plain = net.training_step
 
     def training_step(batch, batch_idx):
@@ -131,7 +131,7 @@ class Layers(L.LightningModule):
 GOOD = [torch.rand(4, 2, generator=torch.Generator().manual_seed(i)) + 0.1 for i in range(3)]
 
 
-def test_the_layer_of_the_first_nan_is_named_and_nothing_of_the_batch_stays():
+def test_the_layer_of_the_first_nan_is_named_and_the_batch_has_no_effect():
     net, plain, draws = Layers(), Layers(), []
     last = L.pytorch.callbacks.LambdaCallback(on_train_end=lambda *_: draws.append(torch.rand(1)))
     with pytest.warns(ft.FastTrainWarning, match=r"batch 1, rank 0, in the output of root \(Root\)"):
@@ -141,7 +141,7 @@ def test_the_layer_of_the_first_nan_is_named_and_nothing_of_the_batch_stays():
     assert torch.equal(*draws)
 
 
-def test_a_nan_of_the_backward_is_named_by_its_gradient():
+def test_a_nan_in_the_backward_is_reported_by_its_gradient():
     zero = GOOD[1].clone()
     zero[0] = 0.0
     with pytest.warns(
@@ -150,7 +150,7 @@ def test_a_nan_of_the_backward_is_named_by_its_gradient():
         run(Layers(), [GOOD[0], zero], ft.FiniteGuard())
 
 
-def test_a_weight_that_is_nan_already_is_named():
+def test_a_weight_that_is_already_nan_is_named():
     net = Layers()
     with torch.no_grad():
         net.first.weight[0] = float("nan")
@@ -161,7 +161,7 @@ def test_a_weight_that_is_nan_already_is_named():
         run(net, GOOD, ft.FiniteGuard(stop_after=2))
 
 
-def test_it_stops_after_several_in_a_row_and_not_after_as_many_in_all():
+def test_stops_after_consecutive_bad_steps_not_after_the_same_total():
     guard = ft.FiniteGuard(stop_after=2)
     with pytest.warns(ft.FastTrainWarning):
         run(Spoilt(), spoil(BATCHES, 0, 2, 4), guard)
@@ -173,7 +173,7 @@ def test_it_stops_after_several_in_a_row_and_not_after_as_many_in_all():
         run(Spoilt(), spoil(BATCHES, 2, 3), ft.FiniteGuard(stop_after=2))
 
 
-def test_counts_survive_a_resume(tmp_path):
+def test_skip_counts_survive_a_resume(tmp_path):
     guard, resumed = ft.FiniteGuard(stop_after=3), ft.FiniteGuard(stop_after=3)
     with pytest.warns(ft.FastTrainWarning):
         t = run(Spoilt(), spoil(BATCHES, 4, 5), guard)
@@ -186,7 +186,7 @@ def test_counts_survive_a_resume(tmp_path):
 
 
 class Breaks(L.Callback):
-    """Puts a NaN into a weight, as no step does."""
+    """Sets a weight to NaN, outside of any step."""
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         if batch_idx == 3:
@@ -196,7 +196,7 @@ class Breaks(L.Callback):
 
 @pytest.mark.parametrize("atomic", [[], [ft.AtomicCheckpoints()]], ids=["Lightning's", "atomic"])
 @pytest.mark.parametrize("weights_only", [False, True])
-def test_a_checkpoint_with_nan_is_never_published(tmp_path, atomic, weights_only):
+def test_a_checkpoint_with_nan_is_never_saved(tmp_path, atomic, weights_only):
     writer = ModelCheckpoint(tmp_path, every_n_train_steps=2, save_weights_only=weights_only)
     with pytest.raises(FloatingPointError, match=r"checkpoint .*step=4.ckpt was not written: .*embed.weight"):
         run(TinyLM(), BATCHES, ft.FiniteGuard(), [Breaks(), writer, *atomic], enable_checkpointing=True)
@@ -204,9 +204,9 @@ def test_a_checkpoint_with_nan_is_never_published(tmp_path, atomic, weights_only
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_what_a_loss_scaler_skips_is_its_own_affair_unless_the_loss_is_bad(fused):
+def test_overflows_are_left_to_the_loss_scaler_unless_the_loss_is_bad(fused):
     net, guard = TinyLM(optimizer=torch.optim.AdamW, fused=fused), ft.FiniteGuard()
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # gradients in float16 cannot hold that
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)  # overflows gradients in float16
     precision = MixedPrecision("16-mixed", "cpu", scaler)
     before = weights(net)
     run(net, BATCHES[:3], guard, plugins=[precision])
@@ -220,7 +220,7 @@ def test_what_a_loss_scaler_skips_is_its_own_affair_unless_the_loss_is_bad(fused
     assert guard.skipped == 1
 
 
-def test_a_gradient_that_overflows_at_the_smallest_scale_is_not_the_scalers():
+def test_a_gradient_that_overflows_at_a_scale_below_one_is_counted():
     scaler = torch.amp.GradScaler("cpu", init_scale=0.25)
     zero = GOOD[1].clone()
     zero[0] = 0.0
@@ -230,7 +230,7 @@ def test_a_gradient_that_overflows_at_the_smallest_scale_is_not_the_scalers():
     assert guard.skipped == 1
 
 
-def test_in_a_loop_and_undone():
+def test_guards_a_bare_loop_until_undone():
     net = nn.Linear(2, 1)
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     steps, own = ft.run.FiniteSteps(), optimizer.step
@@ -247,7 +247,7 @@ def test_in_a_loop_and_undone():
     assert (steps.skipped, optimizer.state[net.weight]["step"]) == (1, 1)
 
 
-def test_what_cannot_be_guarded_is_refused():
+def test_unsupported_optimizers_and_strategies_are_refused():
     with pytest.raises(TypeError, match="optimizer=LBFGS"):
         ft.run.FiniteSteps().guard_(torch.optim.LBFGS(nn.Linear(1, 1).parameters()), nn.Linear(1, 1))
     with pytest.raises(ValueError, match="stop_after=0"):
@@ -258,7 +258,7 @@ def test_what_cannot_be_guarded_is_refused():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True])
-def test_on_a_gpu_the_skipped_step_never_was(fused):
+def test_gpu_a_skipped_step_changes_nothing(fused):
     net, other = Spoilt(fused=fused), Spoilt(fused=fused)
     with pytest.warns(ft.FastTrainWarning, match="batch 2"):
         run(net, spoil(BATCHES, 2), ft.FiniteGuard(), accelerator="gpu", devices=1)
@@ -266,8 +266,8 @@ def test_on_a_gpu_the_skipped_step_never_was(fused):
     assert largest_difference(weights(net), weights(other)) == 0
 
 
-def test_a_rank_without_gradients_answers_from_the_device_of_its_parameters():
-    """Where the others do, or a collective of a device's own kind would wait for it."""
+def test_a_rank_without_gradients_uses_the_device_of_its_parameters():
+    """On the same kind of device as the other ranks, otherwise a collective would wait for it."""
     groups = [{"params": []}, {"params": [nn.Parameter(torch.ones(2, device="meta"))]}]
     optimizer = torch.optim.SGD(groups, lr=0.1)
     finite, steady = ft.run.FiniteSteps(), ft.run.SteadySteps()

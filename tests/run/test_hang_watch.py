@@ -1,4 +1,4 @@
-"""What is said, and real processes that hang, are stopped, are killed or fail: see ``guard_scenarios.py``."""
+"""Reports, and real processes that hang, are stopped, are killed or fail: see ``guard_scenarios.py``."""
 
 import copy
 import threading
@@ -31,16 +31,16 @@ def watchers():
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_no_process_stays(found, name):
+def test_no_process_is_left_running(found, name):
     assert found[name]["orphans"] == []
-    assert None not in found[name]["codes"] or name == "holds the lock"  # there the launcher ends it, as torchrun does
+    assert None not in found[name]["codes"] or name == "holds the lock"  # the launcher ends it, as torchrun does
 
 
-def test_the_rank_that_the_others_wait_for_is_named_with_its_stack(found):
+def test_the_blocking_rank_is_named_with_its_stack(found):
     seen = found["hangs"]
     assert seen["codes"] == [1, 1]
     assert seen["seconds"] < TIMEOUT_S + 15
-    said = seen["err"]["0"].partition("HangWatch: no sign of life for too long.")[2]
+    said = seen["err"]["0"].partition("HangWatch: no sign of life within the limit.")[2]
     assert "rank 1: step 4, next batch" in said or "rank 1: step 4, forward" in said
     assert "rank 0: step 4, backward" in said
     assert "rank 1 is the furthest behind: the others wait for it.\nrank 1 is at" in said
@@ -48,21 +48,21 @@ def test_the_rank_that_the_others_wait_for_is_named_with_its_stack(found):
     assert "in sleep_for_ever" in seen["err"]["1"]
 
 
-def test_stacks_and_report_are_in_files_too(found):
+def test_stacks_and_report_are_written_to_files_too(found):
     files = found["hangs"]["files"]
     assert "in sleep_for_ever" in files["hang/hang-rank=1.txt"]
     assert "in _engine_run_backward" in files["hang/hang-rank=0.txt"]
     assert "rank 1 is the furthest behind" in files["hang/hang-rank=0.txt"]
 
 
-def test_a_rank_that_holds_pythons_lock_is_silent_and_faulthandler_shows_where(found):
+def test_a_rank_holding_pythons_lock_is_silent_and_faulthandler_shows_its_stack(found):
     seen = found["holds the lock"]
     assert "rank 1 is silent: stopped, ended, or holding Python's lock" in seen["err"]["0"]
     assert "in hold_the_lock" in seen["err"]["1"].partition("Timeout (")[2]
     assert seen["codes"][0] == 1
 
 
-def test_a_lock_held_from_the_first_moment_is_shown_too(found):
+def test_a_lock_held_from_the_start_is_shown_too(found):
     seen = found["holds the lock at once"]
     assert "in hold_the_lock" in seen["err"]["main"].partition("Timeout (")[2]
     assert seen["codes"] == [0]
@@ -71,7 +71,7 @@ def test_a_lock_held_from_the_first_moment_is_shown_too(found):
 def test_a_stopped_child_is_named_and_killed(found):
     assert "rank 1 is silent" in found["stopped"]["err"]["main"]
     assert found["stopped"]["codes"] in ENDED
-    assert "failed:" not in found["stopped"]["err"]["main"]  # what follows from the end is no error of its own
+    assert "failed:" not in found["stopped"]["err"]["main"]  # errors that follow from the end are not reported
 
 
 def test_a_stopped_main_process_is_named_and_killed_by_its_child(found):
@@ -81,38 +81,38 @@ def test_a_stopped_main_process_is_named_and_killed_by_its_child(found):
 
 def test_a_stopped_child_ends_with_its_killed_main_process(found):
     assert found["main killed"]["codes"] == [-9]
-    assert found["main killed"]["seconds"] < TIMEOUT_S  # the kernel tells it, no time limit
+    assert found["main killed"]["seconds"] < TIMEOUT_S  # reported by the kernel, without a time limit
 
 
-def test_the_watching_thread_sees_that_the_launcher_has_ended(found):
-    assert "ends, as its launcher" in found["orphan"]["err"]["main"]
+def test_the_watchdog_ends_a_rank_whose_launcher_has_ended(found):
+    assert "ends because its launcher" in found["orphan"]["err"]["main"]
 
 
-def test_waiting_for_a_rank_that_moves_is_no_hang(found):
+def test_waiting_for_a_rank_that_makes_progress_is_not_a_hang(found):
     assert found["validates for long"]["codes"] == [0, 0]
     assert found["validates for long"]["seconds"] > 1.3 * TIMEOUT_S  # longer than rank 1 may be quiet
 
 
-def test_suspension_is_no_hang(found):
+def test_suspension_of_the_process_is_not_a_hang(found):
     assert found["suspended"]["codes"] == [0]
 
 
-def test_in_a_bare_loop(found):
+def test_a_hang_in_a_bare_loop_is_reported(found):
     assert found["alone"]["codes"] == [1]
     assert "rank 0: step 4, backward, quiet for 1 s" in found["alone"]["files"]["hang/hang-rank=0.txt"]
 
 
-def test_the_error_of_a_rank_is_shown_first_and_what_waits_after_it_has_a_time_limit(found):
+def test_a_ranks_error_is_shown_first_and_later_waits_are_limited(found):
     seen = found["fails, Lightning"]  # its OnExceptionCheckpoint waits for the other rank, which waits for this one
     error, _, report = seen["err"]["main"].partition("HangWatch: no sign of life")
     assert "rank 1 failed:\nTraceback" in error
     assert "ValueError: boom on rank 1" in error
-    assert "rank 1 has failed with ValueError: boom on rank 1. The others wait for it." in report
+    assert "rank 1 failed with ValueError: boom on rank 1. The others wait for it." in report
     assert seen["codes"] in ENDED
     assert seen["seconds"] < TIMEOUT_S + 15
 
 
-def test_an_error_ends_the_other_rank_at_once_where_nothing_waits(found):
+def test_an_error_ends_the_other_rank_at_once_if_nothing_waits(found):
     seen = found["fails, torchrun"]
     assert seen["codes"] == [1]
     assert seen["seconds"] < 20
@@ -129,18 +129,18 @@ EVERYONE = {1: Position(1, step=3, beats=1, phase="forward"), 2: Position(2, ste
         (Position(0, step=2, beats=9), EVERYONE, (), 3, "rank 0 is the furthest behind"),
         (Position(0, step=3, beats=1), EVERYONE, (), 3, "ranks 0, 1 are the furthest behind"),
         (Position(0, step=3, beats=4), EVERYONE, {2}, 3, "rank 2 is silent"),
-        (Position(0, step=3, beats=4, error="ValueError: x"), EVERYONE, {2}, 3, "rank 0 has failed with ValueError: x"),
+        (Position(0, step=3, beats=4, error="ValueError: x"), EVERYONE, {2}, 3, "rank 0 failed with ValueError: x"),
         (Position(0, step=3, beats=4), EVERYONE, (), 5, "ranks 3, 4 are not in the loop"),
-        (Position(0, step=3, beats=1), {1: EVERYONE[1]}, (), 2, "All ranks are at the same place"),
+        (Position(0, step=3, beats=1), {1: EVERYONE[1]}, (), 2, "All ranks are at the same position"),
         (Position(0), None, (), 2, "rank 0, which holds it, has stopped or ended"),
     ],
 )
-def test_who_is_named(mine, others, silent, size, said, monkeypatch):
+def test_the_blocking_ranks_are_named(mine, others, silent, size, said, monkeypatch):
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert said in describe(mine, others, silent, size)
 
 
-def test_the_first_time_in_a_phase_and_checkpoints_may_take_longer():
+def test_the_first_time_in_a_phase_and_checkpoints_have_a_longer_limit():
     watch = ProgressWatch(1.0, first_timeout_s=9.0)
     watch.begin_step()
     assert not watch._is_known("forward")
@@ -152,7 +152,7 @@ def test_the_first_time_in_a_phase_and_checkpoints_may_take_longer():
     assert not watch._is_known("checkpoint")
 
 
-def test_signs_of_life_come_from_all_of_a_run_and_the_thread_goes_with_it(tmp_path):
+def test_all_phases_of_a_run_send_signs_of_life_and_the_thread_ends_with_it(tmp_path):
     seen, technique = [], HangWatch(folder=tmp_path / "a")
 
     class Spy(ProgressWatch):
@@ -172,7 +172,7 @@ def test_signs_of_life_come_from_all_of_a_run_and_the_thread_goes_with_it(tmp_pa
     assert seen == [*steps, "evaluation", "after evaluation", "end of training"]
 
 
-def test_the_thread_goes_when_the_run_fails():
+def test_the_thread_ends_when_the_run_fails():
     class Fails(TinyLM):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("boom")
@@ -182,7 +182,7 @@ def test_the_thread_goes_when_the_run_fails():
     assert watchers() == []
 
 
-def test_copied_in_a_run_without_its_thread():
+def test_a_copy_made_during_a_run_has_no_thread():
     copies = []
 
     class Copies(TinyLM):
@@ -201,11 +201,11 @@ def test_a_sign_of_life_is_cheap():
             start = time.perf_counter()
             watch.beat("backward")
             times.append(time.perf_counter() - start)
-    assert sorted(times)[1000] < 20e-6  # some 0.3 µs; a lock, a clock or a system call would still pass, a store not
+    assert sorted(times)[1000] < 20e-6  # about 0.3 µs; a lock or a system call would pass, a store would not
 
 
 @pytest.mark.parametrize("arguments", [{"timeout_s": 0}, {"timeout_s": -1.0}, {"first_timeout_s": 0}])
-def test_times_are_positive(arguments):
+def test_times_must_be_positive(arguments):
     for kind in (HangWatch, ProgressWatch):
-        with pytest.raises(ValueError, match="a rank needs some time"):
+        with pytest.raises(ValueError, match="expected a positive time"):
             kind(**arguments)

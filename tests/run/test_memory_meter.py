@@ -20,24 +20,24 @@ def near(nbytes: int):
     return pytest.approx(nbytes, abs=SCALARS)
 
 
-def test_what_is_alive_at_the_same_time_counts_and_what_follows_does_not():
+def test_only_simultaneous_allocations_add_up():
     with PeakMemory("cpu") as peak:
         a = torch.empty(1000)
         b = a + a
         del a
-        c = b + b  # 8000 bytes again: `a` is gone
+        c = b + b  # 8000 bytes again: `a` is freed
     assert (peak.added_bytes, peak.peak_bytes) == (8000, 8000)
     assert c.numel() == 1000
 
 
-def test_the_peak_within_an_operation_is_seen():
+def test_the_peak_within_an_operation_is_measured():
     logits = torch.randn(64, 1000)
     with PeakMemory("cpu", logits) as peak:
-        nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long))  # log_softmax lives inside
+        nn.functional.cross_entropy(logits, torch.zeros(64, dtype=torch.long))  # log_softmax exists inside
     assert peak.peak_bytes == near(2 * 4 * 64 * 1000)
 
 
-def test_segments_between_marks():
+def test_peaks_are_measured_between_marks():
     held = torch.empty(1000)
     with PeakMemory("cpu", held) as peak:
         a = torch.empty(1000)
@@ -54,7 +54,7 @@ def test_segments_between_marks():
 
 
 @pytest.mark.gpu
-def test_segments_and_blocks_inside_one_another_on_cuda():
+def test_cuda_segments_and_nested_blocks():
     before = torch.cuda.memory_allocated()
     with PeakMemory("cuda") as outer:
         a = torch.empty(2**20, device="cuda")
@@ -69,7 +69,7 @@ def test_segments_and_blocks_inside_one_another_on_cuda():
     assert c.numel() == 2**17
 
 
-def test_held_storages_count_once_and_only_on_this_device():
+def test_existing_storages_count_once_and_only_on_their_device():
     net = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False)})
     net["b"].weight = net["a"].weight  # tied
     net.register_buffer("buffer", torch.zeros(5))
@@ -80,7 +80,7 @@ def test_held_storages_count_once_and_only_on_this_device():
     assert peak.peak_bytes == 4 * (64 + 5 + 10)
 
 
-def test_optimizer_state_and_sparse_gradients_are_held():
+def test_optimizer_state_and_sparse_gradients_are_counted():
     net = nn.Embedding(100, 4, sparse=True)
     net(torch.tensor([1, 2, 3])).sum().backward()
     other = nn.Linear(8, 8, bias=False)
@@ -94,7 +94,7 @@ def test_optimizer_state_and_sparse_gradients_are_held():
 
 
 def step(net, optimizer, batch, release_first: bool) -> None:
-    """Two activations live during the forward, one in the backward; Adam needs two more weights."""
+    """Run a step with two activations in the forward and one in the backward; Adam needs two more weights."""
     x, factor = batch
     if release_first:
         optimizer.zero_grad()
@@ -105,7 +105,7 @@ def step(net, optimizer, batch, release_first: bool) -> None:
 
 
 @pytest.mark.parametrize("release_first", [True, False])
-def test_a_training_step_by_hand(release_first):
+def test_a_training_step_matches_hand_computed_bytes(release_first):
     net = nn.Linear(DIM, DIM, bias=False)
     optimizer = torch.optim.Adam(net.parameters(), foreach=False)
     batch = (torch.randn(ROWS, DIM), torch.randn(ROWS, DIM))
@@ -116,13 +116,13 @@ def test_a_training_step_by_hand(release_first):
     assert peak.peak_bytes == near(weight_and_state + gradient + 2 * ACTIVATION + 2 * ACTIVATION)
 
 
-def test_gradients_that_are_kept_and_filled_again_count_once():
+def test_accumulated_gradients_count_once():
     net = nn.Linear(DIM, DIM, bias=False)
     batch = (torch.randn(4, DIM), torch.ones(4, DIM))
     sgd = torch.optim.SGD(net.parameters(), foreach=False)
     step(net, sgd, batch, release_first=False)
     with PeakMemory("cpu", net) as peak:
-        net(batch[0]).sum().backward()  # adds to the gradient that is there: one more while it does
+        net(batch[0]).sum().backward()  # accumulates into the existing gradient: one more during the addition
     assert peak.peak_bytes == pytest.approx(3 * WEIGHT, abs=3 * 4 * 4 * DIM + SCALARS)
 
 
@@ -134,7 +134,7 @@ def test_a_failing_block_leaves_no_profiler_behind():
     assert peak.peak_bytes == kept.nbytes
 
 
-def test_what_an_earlier_block_allocated_is_freed_once_if_held_and_else_not_at_all():
+def test_memory_of_an_earlier_block_is_freed_once_if_held_and_else_ignored():
     with PeakMemory("cpu"):
         held, other = torch.empty(1000), torch.empty(9000)
     with PeakMemory("cpu", held) as peak:
@@ -144,7 +144,7 @@ def test_what_an_earlier_block_allocated_is_freed_once_if_held_and_else_not_at_a
     assert peak.added_bytes == kept.nbytes - 4000
 
 
-def test_nothing_is_kept_alive():
+def test_no_tensor_is_kept_alive():
     tensor = torch.empty(1000)
     with PeakMemory("cpu", tensor) as peak:
         del tensor
@@ -153,7 +153,7 @@ def test_nothing_is_kept_alive():
     assert again.nbytes == peak.peak_bytes
 
 
-def test_bad_use_is_refused():
+def test_invalid_use_is_refused():
     with pytest.raises(ValueError, match="meta"):
         PeakMemory("meta")
     with torch.autograd.profiler.profile(), pytest.raises(RuntimeError, match="one at a time"):
@@ -205,15 +205,15 @@ def fit(model, *callbacks, tmp_path, **kwargs):
         (Net, {"precision": "64-true"}, WEIGHT),
     ],
 )
-def test_in_the_trainer_by_hand(tmp_path, model, settings, gradient):
+def test_peak_in_the_trainer_matches_hand_computed_bytes(tmp_path, model, settings, gradient):
     meter = MemoryMeter()
     fit(model(), meter, tmp_path=tmp_path, **settings)
     width = 2 if "precision" in settings else 1
     assert meter.peak_bytes == pytest.approx(width * (3 * WEIGHT + gradient + 4 * ACTIVATION), rel=0.01)
 
 
-def test_an_accumulating_step_is_measured_whole(tmp_path):
-    class ReleasesAfterStep(Net):  # its first forward has no gradients beside it, its second has
+def test_an_accumulating_step_is_measured_completely(tmp_path):
+    class ReleasesAfterStep(Net):  # gradients exist during its second forward, but not during its first
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if batch_idx % 2 == 1:
                 self.zero_grad()
@@ -224,7 +224,7 @@ def test_an_accumulating_step_is_measured_whole(tmp_path):
 
 
 @pytest.mark.parametrize(("every_n_steps", "expected"), [(0, [2]), (2, [2, 4, 6])])
-def test_is_measured_after_the_warmup_and_then_as_often_as_asked(tmp_path, every_n_steps, expected):
+def test_measures_after_the_warmup_and_at_the_requested_interval(tmp_path, every_n_steps, expected):
     logger = ListLogger()
     meter = MemoryMeter(every_n_steps)
     fit(Net(), meter, tmp_path=tmp_path, logger=logger, log_every_n_steps=100)
@@ -233,7 +233,7 @@ def test_is_measured_after_the_warmup_and_then_as_often_as_asked(tmp_path, every
     assert rows[-1][1] == meter.peak_bytes / 2**20
 
 
-def test_validation_amid_an_accumulating_step_is_left_out(tmp_path):
+def test_validation_during_accumulation_is_not_measured(tmp_path):
     class Validates(Net):
         def val_dataloader(self):
             return self.train_dataloader()
@@ -247,7 +247,7 @@ def test_validation_amid_an_accumulating_step_is_left_out(tmp_path):
 
 
 @pytest.mark.parametrize("callbacks", [[], [StepMeter()]])
-def test_the_users_own_torch_profiler_goes_first(tmp_path, callbacks):
+def test_the_users_torch_profiler_has_priority(tmp_path, callbacks):
     meter = MemoryMeter()
     profiler = PyTorchProfiler(tmp_path, "mine", emit_nvtx=False, export_to_chrome=False)
     with pytest.warns(ft.FastTrainWarning, match="one profiler at a time"):
@@ -274,7 +274,7 @@ def test_a_fit_that_fails_while_measured_leaves_no_profiler_behind(tmp_path):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_measuring_changes_no_number(tmp_path):
+def test_measuring_keeps_training_bitwise_the_same(tmp_path):
     weights = []
     for callbacks in ([], [MemoryMeter(every_n_steps=1)]):
         torch.manual_seed(0)
@@ -285,7 +285,7 @@ def test_measuring_changes_no_number(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_by_hand_and_without_waiting():
+def test_cuda_matches_hand_computed_bytes_without_waiting():
     net = nn.Linear(DIM, DIM, bias=False, device="cuda")
     optimizer = torch.optim.Adam(net.parameters(), foreach=False)
     batch = (torch.randn(ROWS, DIM, device="cuda"), torch.randn(ROWS, DIM, device="cuda"))

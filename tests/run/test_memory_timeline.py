@@ -49,10 +49,10 @@ def record_step(net, optimizer, batch, forward=None) -> MemoryRecord:
     return recording.record
 
 
-# The sigmoid's output serves its own backward and the layer after it; the layers' outputs are needed by nobody.
+# The sigmoid's output serves its own backward and the layer after it; the layers' outputs are not needed.
 @pytest.mark.parametrize(("make", "state"), [(sgd, 2 * WEIGHT), (adamw, 4 * WEIGHT + 2 * 4)])
 @pytest.mark.parametrize("is_first", [True, False])
-def test_every_category_by_hand(make, state, is_first):
+def test_every_category_matches_hand_computed_bytes(make, state, is_first):
     net = chain()
     optimizer, batch = make(net), torch.randn(ROWS, DIM)
     if not is_first:
@@ -69,7 +69,7 @@ def test_every_category_by_hand(make, state, is_first):
     assert list(record.peaks) == ["parameters", "gradients", "optimizer state", "activations", "temporaries", "inputs"]
 
 
-def test_checkpointed_activations_by_hand():
+def test_checkpointed_activations_match_hand_computed_bytes():
     layers = [nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Sigmoid(), nn.Sigmoid()) for _ in range(3)]
     net = nn.Sequential(*layers)
 
@@ -80,13 +80,13 @@ def test_checkpointed_activations_by_hand():
 
     batch = torch.randn(ROWS, DIM)
     record, whole = (record_step(net, sgd(net), batch, step) for step in (forward, net))
-    # The inputs of the last two, and the two sigmoids that are made again. The layers' inputs are freed one by one.
+    # The inputs of the last two, and the two recomputed sigmoids. The layers' inputs are freed one by one.
     assert record.peaks["activations"] == 4 * ROW_BYTES + SCALARS
     assert whole.peaks["activations"] == 6 * ROW_BYTES + SCALARS
 
 
 @pytest.mark.parametrize("how", ["plain", "checkpointed", "micro-batches"])
-def test_the_categories_sum_up_to_the_measured_peak(how):
+def test_the_categories_add_up_to_the_measured_peak(how):
     peaks = {}
     for meter in (PeakMemory, MemoryRecording):
         net = TinyLM(depth=4)
@@ -111,7 +111,7 @@ def test_the_categories_sum_up_to_the_measured_peak(how):
     assert peaks["recorded"] == pytest.approx(peaks["measured"], rel=0.01)
 
 
-def test_a_gradient_that_is_added_to_another_counts_beside_it():
+def test_an_accumulated_gradient_counts_in_addition_to_the_existing_one():
     net, batch = nn.Linear(DIM, DIM, bias=False), torch.randn(ROWS, DIM)
     with MemoryRecording(net) as recording:
         for _ in range(3):
@@ -120,7 +120,7 @@ def test_a_gradient_that_is_added_to_another_counts_beside_it():
     assert net.weight.grad.untyped_storage().nbytes() == WEIGHT
 
 
-def test_gradients_that_are_used_and_freed_in_the_backward_are_gradients():
+def test_gradients_freed_in_the_backward_count_as_gradients():
     net, batch = chain(), torch.randn(ROWS, DIM)
     optimizer = sgd(net)
     stop = ft.optimize_in_backward_(optimizer)
@@ -130,7 +130,7 @@ def test_gradients_that_are_used_and_freed_in_the_backward_are_gradients():
     assert record.peaks["optimizer state"] == 2 * WEIGHT
 
 
-def test_what_was_there_before_counts_until_it_is_freed():
+def test_memory_from_before_the_recording_counts_until_it_is_freed():
     net, batch = nn.Linear(DIM, DIM, bias=False), torch.randn(ROWS, DIM)
     optimizer = sgd(net)
     record_step(net, optimizer, batch)
@@ -142,7 +142,7 @@ def test_what_was_there_before_counts_until_it_is_freed():
     assert points[-1].nbytes == (WEIGHT, 0, WEIGHT, 0, 0, 0)
 
 
-def test_later_batches_are_inputs_whether_said_or_loaded_here():
+def test_later_batches_count_as_inputs():
     net = chain()
     optimizer = sgd(net)
     loader = DataLoader(torch.randn(3 * ROWS, DIM), batch_size=ROWS)
@@ -157,7 +157,7 @@ def test_later_batches_are_inputs_whether_said_or_loaded_here():
     record = recording.record
     kept = [a for a in record.allocations if a.category == "inputs" and a.nbytes == ROW_BYTES]
     assert len(kept) == 3
-    assert len(record.steps_ms) == 4  # the entry begins one, too
+    assert len(record.steps_ms) == 4  # entering the block begins one, too
     assert any(a.category == "inputs" and a.nbytes == 4 * 7 * DIM for a in record.allocations)
     assert record.peaks["activations"] == ROW_BYTES + SCALARS
 
@@ -168,11 +168,11 @@ def test_the_largest_layer_is_at_the_peak():
         net["giant"](net["small"](batch)).sum()
     climb = recording.record.climb
     assert (climb.module, climb.op, climb.nbytes) == ("giant.1", "aten::softplus", 4 * 64 * 10_000)
-    assert recording.record.peak.change.op == "aten::sum"  # which adds four bytes
+    assert recording.record.peak.change.op == "aten::sum"  # adds four bytes
     assert "aten::softplus of giant.1" in str(recording.record)
 
 
-def test_the_backward_is_told_by_its_node_and_the_module_of_its_forward():
+def test_backward_allocations_name_their_node_and_forward_module():
     net = nn.Sequential(nn.Embedding(50_000, 8), nn.Linear(8, 8))
     record = record_step(net, sgd(net), torch.tensor([1, 2, 3]), lambda ids: net(ids))
     gradient = next(a for a in record.allocations if a.name == "0.weight" and a.category == "gradients")
@@ -181,7 +181,7 @@ def test_the_backward_is_told_by_its_node_and_the_module_of_its_forward():
     assert state.module == "SGD.step"
 
 
-def test_a_recomputation_is_told_by_its_own_module():
+def test_recomputed_allocations_name_their_module():
     net, batch = TinyLM(depth=2), lm_batches(1)[0]
     ft.checkpoint_activations_(net)
     with MemoryRecording(net, (), batch) as recording:
@@ -198,7 +198,7 @@ def test_a_recomputation_is_told_by_its_own_module():
     ],
     ids=["module.compile", "compile_blocks_"],
 )
-def test_a_compiled_block_is_one_module_and_is_not_compiled_again(compiles):
+def test_a_compiled_block_is_one_module_and_is_not_recompiled(compiles):
     torch._dynamo.reset()
     net, batch = nn.Sequential(chain(), nn.Linear(DIM, 1)), torch.randn(ROWS, DIM)
     compiles(net)
@@ -216,7 +216,7 @@ class RunsOut(nn.Module):
 
 
 class Net(L.LightningModule):
-    """Its one weight takes 8 MB, a batch 2 MB, and what the sigmoid keeps 4 MB."""
+    """Its only weight takes 8 MB, a batch 2 MB, and the sigmoid's output 4 MB."""
 
     def __init__(self, runs_out: bool = True) -> None:
         super().__init__()
@@ -268,7 +268,7 @@ def test_running_out_of_memory_in_the_trainer(tmp_path, first):
     assert {path.suffix for path in tmp_path.iterdir()} == {".html", ".json"}
 
 
-def test_another_error_is_left_as_it_is(tmp_path):
+def test_other_errors_are_not_changed(tmp_path):
     net = chain()
     recording = MemoryRecording(net, (), save_to=tmp_path)
     with pytest.raises(RuntimeError) as caught, recording:
@@ -277,13 +277,13 @@ def test_another_error_is_left_as_it_is(tmp_path):
     assert (recording.record, left_behind(net), list(tmp_path.iterdir())) == (None, [], [])
 
 
-def test_a_folder_that_cannot_be_written_stops_no_training(tmp_path):
+def test_an_unwritable_folder_does_not_stop_training(tmp_path):
     (tmp_path / "file").touch()
     with pytest.warns(ft.FastTrainWarning, match="not saved"), MemoryRecording(chain(), save_to=tmp_path / "file"):
         pass
 
 
-def test_json_comes_back_whole():
+def test_a_record_survives_json():
     record = record_step(net := chain(), adamw(net), torch.randn(ROWS, DIM))
     text = record.to_json()
     back = MemoryRecord.from_json(text)
@@ -292,7 +292,7 @@ def test_json_comes_back_whole():
     assert json.loads(text)["at_peak"] == record.at_peak
 
 
-def test_the_page_is_whole_in_itself(tmp_path):
+def test_the_page_needs_no_external_resources(tmp_path):
     net = nn.ModuleDict({"</script><b>": nn.Linear(DIM, DIM)})
     record = record_step(net, sgd(net), torch.randn(ROWS, DIM), net["</script><b>"])
     (file,) = save_memory_record(record, tmp_path, ["html"])
@@ -306,7 +306,7 @@ def test_the_page_is_whole_in_itself(tmp_path):
     assert any(module == "</script><b>" for _, _, module, _ in data["places"])
 
 
-def test_all_kinds_of_files(tmp_path):
+def test_all_kinds_of_files_are_written(tmp_path):
     record = record_step(net := chain(), sgd(net), torch.randn(ROWS, DIM))
     files = save_memory_record(record, tmp_path, ("png", "txt", "html", "json"), name="mine")
     assert [file.name for file in files] == ["mine.png", "mine.txt", "mine.html", "mine.json"]
@@ -337,7 +337,7 @@ class Watch(L.Callback):
         self.recorded.append(bool(left_behind(pl_module)))
 
 
-def test_only_the_steps_asked_for_are_touched(tmp_path):
+def test_only_the_requested_steps_are_recorded(tmp_path):
     net, watch = Net(runs_out=False), Watch()
     timeline = MemoryTimeline(tmp_path, first_step=1, steps=2)
     fit(net, [BATCH] * 5, [timeline, watch])
@@ -356,7 +356,7 @@ def test_accumulated_batches_make_one_step(tmp_path):
 
 
 @pytest.mark.parametrize(("accumulate", "every", "kept"), [(1, 1, 1), (1, 2, 2), (2, 3, 1)])
-def test_validation_ends_the_recording_after_a_step_and_amid_one_begins_it_anew(tmp_path, accumulate, every, kept):
+def test_validation_ends_the_recording_after_a_step_or_restarts_it_within_one(tmp_path, accumulate, every, kept):
     class Validates(Net):
         def validation_step(self, batch, batch_idx):
             torch.empty(100_000_000)
@@ -371,16 +371,16 @@ def test_validation_ends_the_recording_after_a_step_and_amid_one_begins_it_anew(
     assert timeline.record.peak_bytes < 100_000_000
 
 
-def test_a_fit_that_is_too_short_says_so(tmp_path, caplog):
+def test_a_fit_that_is_too_short_is_reported(tmp_path, caplog):
     caplog.set_level("INFO", "lightning_fasttrain")
     timeline = MemoryTimeline(tmp_path, first_step=4)
     fit(Net(runs_out=False), [BATCH] * 3, [timeline])
-    assert "nothing recorded" in caplog.text
+    assert "nothing was recorded" in caplog.text
     assert (timeline.record, list(tmp_path.iterdir())) == (None, [])
 
 
 @pytest.mark.parametrize("callbacks", [[], [StepMeter()]])
-def test_the_users_own_torch_profiler_goes_first(tmp_path, callbacks):
+def test_the_users_torch_profiler_has_priority(tmp_path, callbacks):
     timeline = MemoryTimeline(tmp_path, first_step=0)
     profiler = PyTorchProfiler(tmp_path, "mine", emit_nvtx=False, export_to_chrome=False)
     with pytest.warns(ft.FastTrainWarning, match="one profiler at a time"):
@@ -403,7 +403,7 @@ def test_it_waits_for_another_torch_profiler(tmp_path):
     assert len(timeline.record.steps_ms) == 3
 
 
-def test_bad_use_is_refused(tmp_path):
+def test_invalid_use_is_refused(tmp_path):
     with pytest.raises(ValueError, match="kind='svg'"):
         MemoryTimeline(tmp_path, kinds=["svg"])
     with pytest.raises(ValueError, match="steps=0"):
@@ -418,7 +418,7 @@ def test_bad_use_is_refused(tmp_path):
         ft.apply(chain(), [MemoryTimeline(tmp_path)])
 
 
-def test_in_fabric_names_are_the_models_own():
+def test_fabric_names_are_those_of_the_unwrapped_model():
     fabric = L.Fabric(accelerator="cpu", devices=1)
     net = chain()
     model, optimizer = fabric.setup(net, sgd(net))
@@ -433,8 +433,8 @@ def test_in_fabric_names_are_the_models_own():
     assert left_behind(net) == []
 
 
-def test_what_the_allocator_had_before_counts_whether_it_has_a_name_or_not():
-    """As on CUDA, which knows the sum, rounds up to 512 bytes, and tells of every free."""
+def test_memory_allocated_before_counts_with_and_without_a_name():
+    """As on CUDA, which knows the total, rounds up to 512 bytes, and reports every free."""
     forward, before = Place("forward", "0", "aten::mm"), 512 + 1024 + 2048
     events = Events([Change(10, 7, 4096, forward), Change(20, 5, -1024, Place()), Change(30, 7, -4096, forward)])
     weight = _Seen(0, 3, 500, "parameters", "weight", watched=True)
@@ -446,7 +446,7 @@ def test_what_the_allocator_had_before_counts_whether_it_has_a_name_or_not():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_the_categories_sum_up_to_the_allocators_peak():
+def test_cuda_categories_add_up_to_the_allocators_peak():
     net = TinyLM(depth=4).cuda()
     optimizer = net.configure_optimizers()
     batch = {key: value.cuda() for key, value in lm_batches(1, size=256, length=64)[0].items()}

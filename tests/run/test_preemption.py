@@ -25,7 +25,7 @@ BATCHES = lm_batches(5)
 
 
 class SignalAt(L.Callback):
-    """Sends this process a signal during a hook, the k-th time that it comes."""
+    """Sends this process a signal during the k-th call of a hook."""
 
     def __init__(self, hook="on_train_batch_start", k=1, number=signal.SIGTERM):
         self.k, self.number = k, number
@@ -38,7 +38,7 @@ class SignalAt(L.Callback):
 
 
 class Resumable:
-    """A loader that knows how far it is: without one, Lightning begins the epoch's data again."""
+    """A loader with a position: without one, Lightning restarts the epoch's data."""
 
     def __init__(self, batches):
         self.batches, self.given = batches, 0
@@ -83,7 +83,7 @@ def preempted(folder, *callbacks, module=None, **settings):
 
 @pytest.mark.parametrize("k", [1, 2, 5, 6, 9, 10])
 @pytest.mark.parametrize("settings", [{}, {"val_check_interval": 2}, {"limit_val_batches": 0}], ids=str)
-def test_saved_at_the_boundary_and_resumed_as_if_it_had_not_been(tmp_path, k, settings):
+def test_a_preempted_run_resumes_as_if_uninterrupted(tmp_path, k, settings):
     assert preempted(tmp_path, SignalAt(k=k), **settings) == [f"preempted-step={k}.ckpt"]
     whole, t = run([], **settings)
     resumed, u = run([], tmp_path / f"preempted-step={k}.ckpt", **settings)
@@ -92,14 +92,14 @@ def test_saved_at_the_boundary_and_resumed_as_if_it_had_not_been(tmp_path, k, se
 
 
 @pytest.mark.parametrize("window", [{"accumulate_grad_batches": 2}, {}], ids=["Lightning's", "ours"])
-def test_never_inside_an_accumulation_window(tmp_path, window):
+def test_never_saves_inside_an_accumulation_window(tmp_path, window):
     ours = [] if window else [TokenWeightedAccumulation(2)]
     assert preempted(tmp_path, SignalAt(k=3), *ours, **window) == ["preempted-step=2.ckpt"]
     progress = torch.load(tmp_path / "preempted-step=2.ckpt", weights_only=True)["loops"]["fit_loop"]
     assert progress["epoch_loop.batch_progress"]["total"]["completed"] == 4
 
 
-def test_under_manual_optimisation_only_after_a_step(tmp_path):
+def test_manual_optimization_saves_only_after_a_step(tmp_path):
     class Manual(TinyLM):
         automatic_optimization = False
 
@@ -115,7 +115,7 @@ def test_under_manual_optimisation_only_after_a_step(tmp_path):
 @pytest.mark.parametrize(
     ("hook", "step"), [("on_validation_batch_start", 5), ("on_save_checkpoint", 5), ("on_train_epoch_end", 6)]
 )
-def test_what_comes_between_steps_is_finished_first(tmp_path, hook, step):
+def test_work_between_steps_is_finished_first(tmp_path, hook, step):
     seen = []
 
     class Watch(L.Callback):
@@ -127,11 +127,11 @@ def test_what_comes_between_steps_is_finished_first(tmp_path, hook, step):
     assert seen == [5]
 
 
-def test_before_the_first_step_there_is_nothing_to_save(tmp_path):
+def test_saves_nothing_before_the_first_step(tmp_path):
     assert preempted(tmp_path, SignalAt("on_sanity_check_start"), num_sanity_val_steps=1) == []
 
 
-def test_asked_by_the_program(tmp_path):
+def test_the_program_can_request_preemption(tmp_path):
     class Ask(L.Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             trainer.callbacks[0].request()
@@ -139,13 +139,13 @@ def test_asked_by_the_program(tmp_path):
     assert preempted(tmp_path, Ask()) == ["preempted-step=1.ckpt"]
 
 
-def test_after_the_last_boundary_it_is_still_heard(tmp_path):
+def test_a_signal_after_the_last_step_boundary_is_handled(tmp_path):
     with pytest.raises(SystemExit):
         run([SignalAt("on_train_end"), Preemption(tmp_path)])
     assert (tmp_path / "preempted-step=10.ckpt").exists()
 
 
-def test_more_signals_during_the_save_do_not_harm_it(tmp_path):
+def test_further_signals_during_the_save_are_ignored(tmp_path):
     assert preempted(tmp_path, SignalAt(k=2), SignalAt("on_save_checkpoint"), SignalAt("on_exception")) == [
         "preempted-step=2.ckpt"
     ]
@@ -153,7 +153,7 @@ def test_more_signals_during_the_save_do_not_harm_it(tmp_path):
 
 
 @pytest.mark.parametrize("end", ["well", "preempted", "failed"])
-def test_handlers_and_patches_are_put_back(tmp_path, end):
+def test_handlers_and_patches_are_restored(tmp_path, end):
     class Boom(L.Callback):
         def on_train_batch_end(self, *args):
             raise RuntimeError("boom")
@@ -172,7 +172,7 @@ def test_handlers_and_patches_are_put_back(tmp_path, end):
         assert not [name for name, value in vars(place).items() if callable(value) and hasattr(type(place), name)]
 
 
-def test_written_where_the_runs_checkpoints_are(tmp_path):
+def test_writes_to_the_folder_of_the_runs_checkpoints(tmp_path):
     with pytest.raises(SystemExit):
         run([Preemption(), SignalAt(), ModelCheckpoint(tmp_path / "theirs")])
     with pytest.raises(SystemExit):
@@ -181,18 +181,18 @@ def test_written_where_the_runs_checkpoints_are(tmp_path):
     assert (tmp_path / "preempted-step=1.ckpt").exists()
 
 
-def test_another_signal_and_another_code(tmp_path):
+def test_another_signal_and_exit_code(tmp_path):
     with pytest.raises(SystemExit) as caught:
         run([Preemption(tmp_path, [signal.SIGUSR2], exit_code=75), SignalAt(number=signal.SIGUSR2)])
     assert caught.value.code == 75
 
 
-def test_in_another_thread_it_says_that_it_hears_nothing_and_can_be_told():
+def test_in_another_thread_it_warns_and_accepts_requests():
     answers = []
 
     def loop():
         flag = PreemptionFlag()
-        with pytest.warns(FastTrainWarning, match="SIGTERM cannot be heard in this thread: .*main thread"):
+        with pytest.warns(FastTrainWarning, match="SIGTERM cannot be handled in this thread: .*main thread"):
             flag.__enter__()
         answers.append(flag.should_stop())
         flag.request()
@@ -205,7 +205,7 @@ def test_in_another_thread_it_says_that_it_hears_nothing_and_can_be_told():
     assert answers == [False, True]
 
 
-def test_a_process_forked_from_the_run_can_be_terminated_as_ever():
+def test_a_process_forked_from_the_run_can_be_terminated():
     with PreemptionFlag() as flag:
         child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
         child.start()
@@ -249,15 +249,15 @@ def test_lightnings_observer_lets_the_main_process_finish_unless_a_child_failed(
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"signals": ()}, ValueError, "nothing could tell the run to go"),
-        ({"signals": signal.SIGTERM}, TypeError, "this is one signal"),
-        ({"signals": (signal.SIGKILL,)}, ValueError, "no signal that can be caught"),
-        ({"signals": (999,)}, ValueError, "999 is no signal"),
+        ({"signals": ()}, ValueError, "no signal could request preemption"),
+        ({"signals": signal.SIGTERM}, TypeError, "expected a sequence of signals"),
+        ({"signals": (signal.SIGKILL,)}, ValueError, "not a signal that can be caught"),
+        ({"signals": (999,)}, ValueError, "999 is not a signal"),
         ({"exit_code": 300}, ValueError, "exit_code=300"),
         ({"every": 0}, ValueError, "every=0"),
     ],
 )
-def test_unfit_arguments(arguments, error, message):
+def test_invalid_arguments_are_refused(arguments, error, message):
     with pytest.raises(error, match=message):
         Preemption(**arguments)
 
@@ -266,7 +266,7 @@ def test_slurms_requeue_signal_is_left_to_lightning(monkeypatch):
     for name, value in {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_JOB_NAME": "a", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
     t = trainer([Preemption(signals=(signal.SIGUSR1,))], plugins=[SLURMEnvironment(auto_requeue=True)])
-    with pytest.raises(ValueError, match=r"saves and requeues the job when it gets SIGUSR1.*Leave this signal out"):
+    with pytest.raises(ValueError, match=r"saves and requeues the job when it receives SIGUSR1.*Remove this signal"):
         t.fit(TinyLM(), as_loader(BATCHES))
 
 
@@ -280,28 +280,28 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize(
     ("way", "step"), [("rank 1", 4), ("window", 2), ("both, at different steps", 4), ("end of epoch", 5)]
 )
-def test_a_signal_to_any_rank_stops_all_at_the_same_boundary(found, way, step):
+def test_a_signal_to_any_rank_stops_all_at_the_same_step(found, way, step):
     for rank in found["ranks"]:
         assert rank[way] == [143, [f"preempted-step={step}.ckpt"], True]
 
 
-def test_without_a_signal_several_ranks_end_as_ever(found):
+def test_several_ranks_end_normally_without_a_signal(found):
     assert [rank["early"] for rank in found["ranks"]] == [[0, [], True]] * 2
 
 
-def test_a_bare_loop_stops_at_one_step_on_all_ranks(found):
-    assert [rank["bare loop"] for rank in found["ranks"]] == [9, 9]  # told at 4, asked at 6, answered at 9
+def test_a_bare_loop_stops_at_the_same_step_on_all_ranks(found):
+    assert [rank["bare loop"] for rank in found["ranks"]] == [9, 9]  # signal at 4, exchange at 6, answer at 9
 
 
-def test_torchrun_told_to_go_leaves_one_checkpoint_and_143_on_each_rank(found):
+def test_preempted_torchrun_saves_one_checkpoint_and_all_ranks_exit_with_143(found):
     seen = found["preempted, torchrun"]
     assert seen["codes of ranks"] == ["143", "143"]
     assert len([path for path in seen["saved"] if path.startswith("outside")]) == 1
     assert seen["orphans"] == []
 
 
-def test_lightnings_child_told_to_go_takes_the_main_process_along(found):
-    seen = found["preempted, Lightning"]  # all are told again while they save
+def test_a_preempted_child_of_lightning_ends_the_main_process_too(found):
+    seen = found["preempted, Lightning"]  # all receive the signal again while they save
     assert seen["codes"] == [143]
     assert seen["codes of ranks"] == ["143", "143"]
     assert len(seen["saved"]) == 1

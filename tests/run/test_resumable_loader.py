@@ -1,4 +1,4 @@
-"""A loader that continues where it was, without a Trainer."""
+"""A loader that resumes at its position, without a Trainer."""
 
 import copy
 import functools
@@ -29,7 +29,7 @@ EPOCHS = 3
 
 
 class Rows(Dataset):
-    """Augmented from the generators of three libraries, and from one of its own."""
+    """Samples augmented with the generators of three libraries, and with its own."""
 
     def __init__(self, count=7):
         self.count, self.loaded, self.generator = count, 0, np.random.default_rng(3)
@@ -55,7 +55,7 @@ class Stream(IterableDataset):
 
 
 class Again:
-    """No DataLoader, and no length."""
+    """An iterable without a length that is not a DataLoader."""
 
     def __init__(self):
         self.rng = np.random.RandomState(5)
@@ -91,7 +91,7 @@ LOADERS = {
 
 
 def run(make, saved=None, stop=None):
-    """A loop that draws, as training does. It ends with all that was seen, or what it saved at ``stop``."""
+    """Run a loop that draws random numbers, as training does; return all batches, or the state saved at ``stop``."""
     loader = resumable(make())
     first, seen = 0, []
     if saved is not None:
@@ -113,14 +113,14 @@ def seed(number):
     np.random.seed(number)
 
 
-@functools.cache  # the same for each place where it is cut
+@functools.cache  # the same for each stop
 def uninterrupted(make):
     seed(1)
     return run(make)
 
 
 def run_to(stop, make):
-    """What a run that began as the uninterrupted one saved after so many batches; another process follows."""
+    """Return the state that the same run saves after ``stop`` batches; then seed as in another process."""
     seed(1)
     saved = run(make, stop=stop)
     seed(2)
@@ -132,21 +132,21 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_the_rest_of_a_run_is_the_same_wherever_it_was_cut(name):
+def test_resumes_identically_after_any_batch(name):
     whole = uninterrupted(LOADERS[name])
     for stop in (1, 3, 4, 5, 6, 10) if "worker" not in name else (6,):
         assert equal(whole, run(LOADERS[name], run_to(stop, LOADERS[name]))), stop
 
 
 @pytest.mark.parametrize("name", [name for name in LOADERS if name != "persistent workers"])
-def test_batches_are_those_of_the_loader_itself(name):
+def test_wrapped_loader_returns_the_same_batches(name):
     seed(1)
     plain = LOADERS[name]()
     seen = [b + torch.rand(()) + random.random() + np.random.rand() for _ in range(EPOCHS) for b in plain]
     assert equal(seen, uninterrupted(LOADERS[name]))
 
 
-def test_persistent_workers_give_the_order_of_the_loader_itself():
+def test_persistent_workers_keep_the_loaders_order():
     make = lambda: DataLoader(range(7), 2, shuffle=True, num_workers=2, persistent_workers=True)  # noqa: E731
     seed(1)
     loader = make()
@@ -166,7 +166,7 @@ def test_persistent_workers_give_the_order_of_the_loader_itself():
         ("two workers", "random"),
     ],
 )
-def test_negative_control_each_part_of_the_state_matters(name, part):
+def test_negative_control_every_part_of_the_state_is_needed(name, part):
     whole, saved = uninterrupted(LOADERS[name]), run_to(6, LOADERS[name])
     position = saved["loader"] if part in ("given", "data") else saved["loader"]["start"]
     other = Rows()
@@ -179,17 +179,17 @@ def test_negative_control_each_part_of_the_state_matters(name, part):
     assert not equal(whole, run(LOADERS[name], saved))
 
 
-def test_skipping_loads_nothing_where_indices_are_enough():
+def test_skipping_by_indices_loads_no_samples():
     loader = resumable(DataLoader(Rows(), batch_size=2, shuffle=True))
     batches = iter(loader)
     next(batches), next(batches), next(batches)
     again = resumable(DataLoader(Rows(), batch_size=2, shuffle=True))
     again.load_state_dict(loader.state_dict())
     next(iter(again))
-    assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one
+    assert again.dataset.loaded == 1  # 7 rows: the fourth batch has one row
 
 
-def test_reading_again_is_said_with_the_count(caplog):
+def test_rereading_batches_is_logged_with_their_number(caplog):
     loader = resumable(Again())
     batches = iter(loader)
     next(batches), next(batches)
@@ -197,16 +197,16 @@ def test_reading_again_is_said_with_the_count(caplog):
     again.load_state_dict(loader.state_dict())
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
         next(iter(again))
-    assert "2 batches are read again" in caplog.text
+    assert "reading and dropping 2 batches" in caplog.text
 
 
-def test_a_stream_that_shares_the_global_generator_is_warned_about():
+def test_a_stream_using_the_global_generator_gives_a_warning():
     loader = resumable(DataLoader(Stream(), batch_size=2))
     with pytest.warns(ft.FastTrainWarning, match="draws from torch's global generator"):
         list(loader)
 
 
-def test_saved_after_the_last_batch_and_after_the_pass():
+def test_state_saved_after_the_last_batch_and_after_the_pass():
     loader = resumable(DataLoader(range(4), batch_size=2))
     batches = iter(loader)
     next(batches), next(batches)
@@ -218,7 +218,7 @@ def test_saved_after_the_last_batch_and_after_the_pass():
         assert [batch.tolist() for batch in again] == rest
 
 
-def test_a_loader_with_a_state_of_its_own_is_left_alone():
+def test_a_loader_with_its_own_state_dict_is_returned_unchanged():
     class Stateful(Again):
         def state_dict(self):
             return {}
@@ -236,16 +236,16 @@ def test_an_iterator_is_refused():
         resumable(iter([1, 2]))
 
 
-def test_another_sampler_than_the_saved_one_is_refused():
+def test_a_different_sampler_than_the_saved_one_is_refused():
     loader = resumable(LOADERS["own generator"]())
     next(iter(loader))
     other = resumable(LOADERS["plain"]())
     other.load_state_dict(loader.state_dict())
-    with pytest.raises(ValueError, match="2 generators of a loader, this one has 1"):
+    with pytest.raises(ValueError, match="expected 1 generator states for a loader, got 2"):
         next(iter(other))
 
 
-def test_attributes_shine_through_and_can_be_set():
+def test_attributes_are_forwarded_and_can_be_set():
     inner = DataLoader(Rows(), batch_size=2)
     loader = resumable(inner)
     assert (len(loader), loader.batch_size, loader.sampler) == (4, 2, inner.sampler)
@@ -254,20 +254,20 @@ def test_attributes_shine_through_and_can_be_set():
     assert copy.deepcopy(loader).batch_size == 2
 
 
-def test_generators_are_found_inside_samplers_once():
+def test_generators_inside_samplers_are_found_once():
     sampler = RandomSampler(range(4), generator=seeded())
     loader = DataLoader(Rows(), batch_sampler=BatchSampler(sampler, 2, False), generator=sampler.generator)
     assert {id(g) for g in generators_of(loader)} == {id(sampler.generator), id(loader.dataset.generator)}
 
 
 @pytest.mark.parametrize("name", ["shuffled", "own generator", "two workers"])
-def test_with_fabric(name):
+def test_resumes_identically_under_fabric(name):
     fabric = L.Fabric(accelerator="cpu", devices=1)
     make = lambda: fabric.setup_dataloaders(LOADERS[name]())  # noqa: E731
     assert equal(uninterrupted(make), run(make, run_to(6, make)))
 
 
-def test_fabric_goes_on_with_the_epoch_of_a_distributed_sampler():
+def test_resuming_under_fabric_keeps_the_epoch_of_a_distributed_sampler():
     def make():
         sampler = DistributedSampler(range(8), num_replicas=2, rank=1, seed=3)
         loader = DataLoader(range(8), batch_size=2, sampler=sampler)
@@ -284,7 +284,7 @@ def test_persistent_workers_under_fabric_are_refused():
         resumable(loader)
 
 
-def test_a_prefetcher_on_top_gives_out_its_state():
+def test_a_prefetcher_on_top_returns_the_loaders_state():
     make = lambda: ft.prefetch_to_device(resumable(LOADERS["shuffled"]()), "meta")  # noqa: E731  # one batch ahead
     batches = iter(loader := make())
     next(batches)
@@ -292,7 +292,7 @@ def test_a_prefetcher_on_top_gives_out_its_state():
     assert loader.inner.state_dict()["given"] == 2
 
 
-def test_positions_follow_what_was_used_not_what_was_fetched():
+def test_positions_count_used_batches_not_prefetched_ones():
     loader = resumable(LOADERS["shuffled"]())
     batches = iter(loader)
     next(batches), next(batches), next(batches)

@@ -1,4 +1,4 @@
-"""A run that skipped, or went back, is the run that never had those batches."""
+"""A run that skips or rewinds equals a run without those batches."""
 
 import re
 
@@ -15,7 +15,7 @@ SPIKE = 8
 
 
 class Spiky(TinyLM):
-    """Its loss, or its gradient alone, is larger for batches that say so."""
+    """Its loss, or only its gradient, is larger for marked batches."""
 
     def loss(self, batch):
         loss = super().loss(batch) * batch["times"].mean()
@@ -46,7 +46,7 @@ def run(batches, callbacks=(), net=Spiky, **settings):
     return module, t
 
 
-def test_the_limit_is_made_of_running_quantiles():
+def test_the_limit_follows_running_quantiles():
     limit = ft.run.SteadySteps(far=2, window=5, after=3).limits[0]
     for value in (100.0, 100.0, 1.0, 2.0, 3.0, 4.0, float("nan"), 5.0):
         limit.add(value)
@@ -55,7 +55,7 @@ def test_the_limit_is_made_of_running_quantiles():
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize(("what", "says"), [("times", "loss"), ("steep", "gradient norm")])
-def test_a_spike_is_skipped_and_the_norm_is_the_one_before_clipping(what, says, fused):
+def test_a_spike_is_skipped_by_its_norm_before_clipping(what, says, fused):
     steady, kind = guard(), lambda: Spiky(fused=fused)
     with pytest.warns(ft.FastTrainWarning, match=rf"skipped: .*{says} .* epoch 0, batch {SPIKE} \(skipped so far: 1"):
         net, t = run(with_spike(SPIKE, what=what), [steady], kind, gradient_clip_val=0.01)
@@ -69,7 +69,7 @@ def test_a_spike_is_skipped_and_the_norm_is_the_one_before_clipping(what, says, 
     )
 
 
-def test_nothing_is_skipped_before_there_are_enough_steps_or_where_nothing_sticks_out():
+def test_nothing_is_skipped_without_enough_steps_or_without_spikes():
     steady = guard(after=9)
     run(with_spike(SPIKE), [steady])
     assert steady.skipped == 0
@@ -78,7 +78,7 @@ def test_nothing_is_skipped_before_there_are_enough_steps_or_where_nothing_stick
     assert (steady.skipped, len(steady.steps.limits[0].values)) == (0, 12)
 
 
-def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
+def test_a_sparse_gradient_has_the_norm_of_the_dense_one():
     norms = []
     for sparse in (False, True):
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_the_norm_of_a_sparse_gradient_is_that_of_the_dense_one():
     assert norms[0] > 0
 
 
-def test_what_is_not_finite_is_the_other_guards():
+def test_non_finite_values_are_left_to_finite_guard():
     spikes, finite = guard(), ft.FiniteGuard()
     with pytest.warns(ft.FastTrainWarning, match="batch 8, rank 0"):
         net, _ = run(with_spike(SPIKE, by=float("nan")), [spikes, finite])
@@ -104,7 +104,7 @@ def writer(folder):
     return ModelCheckpoint(folder, every_n_train_steps=3, save_top_k=-1)
 
 
-def test_going_back_passes_over_what_was_trained_on_since_the_checkpoint(tmp_path):
+def test_a_rewind_skips_the_data_since_the_checkpoint(tmp_path):
     steady = guard("rewind")
     with pytest.warns(ft.FastTrainWarning) as told:
         net, t = run(with_spike(SPIKE), [steady, writer(tmp_path)], enable_checkpointing=True)
@@ -113,7 +113,7 @@ def test_going_back_passes_over_what_was_trained_on_since_the_checkpoint(tmp_pat
     assert t.optimizers[0].param_groups[0]["lr"] == u.optimizers[0].param_groups[0]["lr"]
     assert (steady.rewinds, steady.skipped, t.global_step) == (1, 1, 12)
     said = str(told[-1].message)
-    assert re.search(r"back from step 9 to .*step=6.ckpt of step 6; batches up to 8 are passed over", said)
+    assert re.search(r"rewinds from step 9 to .*step=6.ckpt of step 6; batches up to 8 are skipped", said)
 
 
 @pytest.mark.parametrize("then", ["skip", "rewind"])
@@ -130,17 +130,17 @@ def test_a_run_that_is_resumed_ends_as_the_uninterrupted_one(tmp_path, then, ste
     assert resumed.state_dict() == whole.state_dict()
 
 
-def test_without_a_checkpoint_it_is_only_skipped_and_said():
+def test_without_a_checkpoint_the_step_is_only_skipped_with_a_warning():
     with pytest.warns(ft.FastTrainWarning) as told:
         run(with_spike(SPIKE), [guard("rewind")])
-    assert any("no checkpoint yet" in str(one.message) for one in told)
+    assert any("no checkpoint was saved yet" in str(one.message) for one in told)
 
 
-def test_rewinds_and_skips_in_a_row_are_bounded(tmp_path):
+def test_rewinds_and_consecutive_skips_are_limited(tmp_path):
     steady = guard("rewind", most_rewinds=1)
     with (
         pytest.warns(ft.FastTrainWarning),
-        pytest.raises(RuntimeError, match="back from step 11 .* it did so 1 time already"),
+        pytest.raises(RuntimeError, match="rewinds from step 11 .* it has rewound 1 time already"),
     ):
         run(with_spike(SPIKE, 10), [steady, writer(tmp_path)], enable_checkpointing=True)
     with (
@@ -160,12 +160,12 @@ class Manual(TinyLM):
     ("settings", "message"),
     [({"far": 0}, "far=0"), ({"after": 200}, "after=200 with window=100"), ({"then": "stop"}, "then='stop'")],
 )
-def test_unfit_arguments_are_refused_at_once(settings, message):
+def test_invalid_spike_guard_arguments_are_refused(settings, message):
     with pytest.raises(ValueError, match=message):
         ft.run.SpikeGuard(**settings)
 
 
-def test_unfit_runs_are_refused_at_their_start():
+def test_unsupported_runs_are_refused_at_their_start():
     with pytest.raises(ValueError, match="automatic_optimization=False"):
         run(BATCHES, [guard()], Manual)
     precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))

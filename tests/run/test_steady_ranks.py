@@ -1,4 +1,4 @@
-"""Two real processes with gloo, of which one has what is not right. One launch serves all tests."""
+"""Two real processes with gloo, one of which has a fault. One launch serves all tests."""
 
 import json
 import re
@@ -21,7 +21,7 @@ def test_a_nan_of_one_rank_is_skipped_by_both_and_named(found, kind):
         assert (difference, skipped) == (0, 1)
     first, second = (rank[f"nan, {kind}"][2] for rank in found)
     assert second == []
-    assert re.search("epoch 0, batch 4, rank 1, not seen again", first[0])
+    assert re.search("epoch 0, batch 4, rank 1, the non-finite value could not be reproduced", first[0])
 
 
 def test_a_bad_loss_without_a_bad_gradient_is_skipped_by_both(found):
@@ -29,11 +29,11 @@ def test_a_bad_loss_without_a_bad_gradient_is_skipped_by_both(found):
     assert "batch 4, rank 1" in found[0]["loss alone"][1][0]
 
 
-def test_both_stop(found):
+def test_both_ranks_stop(found):
     assert all("batch 4, rank 1" in rank["stopped"] for rank in found)
 
 
-def test_pieces_of_gradients_agree(found):
+def test_ranks_with_sharded_gradients_agree(found):
     assert [rank["sharded"][0] for rank in found] == [0, 0]
     assert re.search("batch 4, rank 1, in the gradient of", found[0]["sharded"][1][0])
     assert [rank["sharded spike"] for rank in found] == [[0, 1], [0, 0]]
@@ -44,7 +44,7 @@ def test_a_spike_of_one_rank_is_skipped_by_both(found):
     assert "batch 5" in found[0]["spike"][2][0]
 
 
-def test_both_go_back_to_the_last_checkpoint(found):
+def test_both_ranks_rewind_to_the_last_checkpoint(found):
     assert [rank["rewound"][:2] for rank in found] == [[0, 1], [0, 1]]
     assert found[0]["rewound"][2] == 2
 
@@ -55,15 +55,15 @@ def test_epochs_end_after_the_batches_of_the_shorter_rank(found, kind):
 
 
 @pytest.mark.parametrize("kind", ["sized", "stream"])
-def test_a_resumed_run_goes_on_with_the_same_batches(found, kind):
+def test_a_resumed_run_continues_with_the_same_batches(found, kind):
     assert [rank[f"even and resumed, {kind}"] for rank in found] == [[0, 10]] * 2
 
 
-def test_the_last_window_is_as_short_on_both(found):
+def test_the_last_window_has_the_same_length_on_both_ranks(found):
     assert [rank["even windows"] for rank in found] == [[0, 3]] * 2
 
 
-def test_by_hand_both_come_to_the_same_number_and_know_who_has_some_left(found):
+def test_even_loaders_in_a_bare_loop_stop_together_and_count_leftover_batches(found):
     assert [rank["even, by hand"] for rank in found] == [[5, 5, 1], [5, 5, 0]]
 
 
@@ -73,7 +73,7 @@ def test_bad_samples_are_counted_by_the_rank_that_has_them(found):
     assert "rank 1: sample 3, read by" in found[1]["bad samples"][2][0]
 
 
-def test_a_rank_that_the_others_wait_for_is_named_with_what_is_slow(found):
+def test_the_slow_rank_is_named_with_its_slow_phase(found):
     first, second = (rank["slow"] for rank in found)
     assert len(first) == 2  # after 4 steps, and after 8
     assert re.search(r"rank 1 \(.*\) takes .* most of it data_wait\)", first[0])

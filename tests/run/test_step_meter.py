@@ -18,7 +18,7 @@ gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA dev
 
 
 class Clock:
-    """Time that passes only where a test says so, in milliseconds."""
+    """A clock that advances only when a test says so, in milliseconds."""
 
     now_ms = 0.0
 
@@ -56,7 +56,7 @@ def test_time_belongs_to_the_innermost_phase(clock):
     assert timer.summary() == approx(forward=10, backward=20, optimizer=3, other=5)
 
 
-def test_a_pause_is_no_part_of_the_step(clock):
+def test_a_pause_is_not_counted_in_the_step(clock):
     timer = StepTimer("cpu", warmup=0)
     clock.passes(3)
     with timer.phase("pause"):
@@ -66,7 +66,7 @@ def test_a_pause_is_no_part_of_the_step(clock):
     assert timer.summary() == approx(other=7)
 
 
-def test_medians_of_the_latest_steps_without_the_first_ones(clock):
+def test_medians_of_the_latest_steps_exclude_warmup(clock):
     timer = StepTimer("cpu", warmup=1)
     for ms in (900, 8, 2, 4, 6):
         with timer.phase("forward"):
@@ -76,7 +76,7 @@ def test_medians_of_the_latest_steps_without_the_first_ones(clock):
     assert timer.summary(last=1) == approx(forward=6, samples_per_s=2000, tokens_per_s=4000)
 
 
-def test_nothing_measured_is_an_empty_summary():
+def test_the_summary_is_empty_without_measured_steps():
     timer = StepTimer("cpu", warmup=1)
     timer.end_step()
     assert timer.summary() == {}
@@ -108,7 +108,7 @@ def test_samples_and_tokens_of_a_batch(batch, expected):
 
 
 class Timed(BoringModel):
-    """Every part of a step takes the time of its own."""
+    """Every phase of a step takes a distinct time."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ def fit(model, *callbacks, tmp_path, **kwargs):
 
 
 @pytest.mark.parametrize("validation", [{}, {"val_check_interval": 1}, {"limit_val_batches": 0}])
-def test_each_part_of_a_trainer_step_and_no_validation(clock, tmp_path, validation):
+def test_each_phase_of_a_trainer_step_is_timed_without_validation(clock, tmp_path, validation):
     meter = StepMeter(warmup=0)
     fit(Timed(clock), meter, tmp_path=tmp_path, **validation)
     step_ms = 7 + 1 + 30 + 50 + 2 + 4
@@ -169,7 +169,7 @@ def test_each_part_of_a_trainer_step_and_no_validation(clock, tmp_path, validati
     )
 
 
-def test_a_step_holds_all_the_batches_it_accumulates(clock, tmp_path):
+def test_a_step_includes_all_accumulated_batches(clock, tmp_path):
     meter = StepMeter(warmup=0)
     fit(Timed(clock), meter, tmp_path=tmp_path, accumulate_grad_batches=2)
     assert meter.summary()["forward_ms"] == pytest.approx(2 * 30)
@@ -177,8 +177,8 @@ def test_a_step_holds_all_the_batches_it_accumulates(clock, tmp_path):
     assert meter.summary()["samples_per_s"] == pytest.approx(16 / (2 * (7 + 1 + 30 + 50 + 4) + 2) * 1e3)
 
 
-def test_batches_that_are_fetched_ahead_are_told_apart(clock, tmp_path):
-    class Endless(torch.utils.data.IterableDataset):  # without a length Lightning fetches one batch ahead
+def test_prefetched_batches_are_counted_in_their_own_step(clock, tmp_path):
+    class Endless(torch.utils.data.IterableDataset):  # without a length Lightning prefetches one batch
         def __iter__(self):
             for _ in range(4):
                 clock.passes(7)
@@ -200,7 +200,7 @@ class Spy(L.Callback):
         self.seen.append(list(trainer.profiler.timer._steps))
 
 
-def test_the_parts_add_up_to_the_step_by_the_real_clock(tmp_path):
+def test_phases_add_up_to_the_step_with_the_real_clock(tmp_path):
     meter = StepMeter(warmup=0)
     fit(BoringModel(), meter, tmp_path=tmp_path, max_epochs=1)
     found = meter.summary()
@@ -224,7 +224,7 @@ class Recorder(Profiler):
         return "mine"
 
 
-def test_the_users_profiler_sees_what_it_would_have_seen(tmp_path):
+def test_the_users_profiler_receives_the_same_actions(tmp_path):
     seen = []
     for callbacks in ([], [StepMeter()]):
         trainer = fit(BoringModel(), *callbacks, tmp_path=tmp_path, fast_dev_run=2, profiler=Recorder())
@@ -233,7 +233,7 @@ def test_the_users_profiler_sees_what_it_would_have_seen(tmp_path):
     assert seen[0] == seen[1]
 
 
-def test_the_users_profiler_is_reached_through_ours_and_back_at_the_end(tmp_path):
+def test_the_users_profiler_is_wrapped_and_restored_at_the_end(tmp_path):
     class Look(L.Callback):
         def on_train_start(self, trainer, pl_module):
             assert trainer.profiler is not recorder
@@ -245,7 +245,7 @@ def test_the_users_profiler_is_reached_through_ours_and_back_at_the_end(tmp_path
     assert trainer.profiler is recorder
 
 
-def test_the_users_profiler_is_back_after_a_failure(tmp_path):
+def test_the_users_profiler_is_restored_after_a_failure(tmp_path):
     class Fails(BoringModel):
         def training_step(self, batch, batch_idx):
             raise RuntimeError("mine")
@@ -281,7 +281,7 @@ class ListLogger(Logger):
     def log_hyperparams(self, *args, **kwargs): ...
 
 
-def test_logs_every_so_many_steps_beside_lightnings_own(tmp_path):
+def test_logs_at_lightnings_logging_interval(tmp_path):
     class Logs(BoringModel):
         def training_step(self, batch, batch_idx):
             self.log("mine", 1.0)
@@ -294,7 +294,7 @@ def test_logs_every_so_many_steps_beside_lightnings_own(tmp_path):
     assert all(name.startswith("step_meter/") for _, row in logger.rows for name in row if "_ms" in name)
 
 
-def test_one_line_at_the_end(tmp_path, caplog):
+def test_logs_one_line_at_the_end(tmp_path, caplog):
     with caplog.at_level("INFO", logger="lightning_fasttrain"):
         fit(BoringModel(), StepMeter(), tmp_path=tmp_path, max_epochs=1)
     lines = [record.message for record in caplog.records if record.message.startswith("StepMeter")]
@@ -302,13 +302,13 @@ def test_one_line_at_the_end(tmp_path, caplog):
     assert "step_ms " in lines[0]
 
 
-def test_for_a_loop_it_names_the_function_to_call():
+def test_apply_names_the_function_for_a_bare_loop():
     with pytest.raises(TypeError, match=r"StepTimer\(device\)"):
         ft.apply(torch.nn.Linear(1, 1), [StepMeter()])
 
 
 class FakeEvent:
-    """A CUDA event on a device whose work is done only when the test says so."""
+    """A CUDA event on a device that finishes only when the test says so."""
 
     passed: bool
     reads: int
@@ -327,7 +327,7 @@ class FakeEvent:
         return other.at_ms - self.at_ms
 
 
-def test_on_cuda_it_is_device_time_and_read_only_when_passed(clock, monkeypatch):
+def test_cuda_times_come_from_events_that_have_passed(clock, monkeypatch):
     device = Clock()
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: device.now_ms)
@@ -350,7 +350,7 @@ def test_on_cuda_it_is_device_time_and_read_only_when_passed(clock, monkeypatch)
 
 @pytest.mark.gpu
 @gpu
-def test_no_wait_within_a_step_on_cuda():
+def test_cuda_does_not_wait_within_a_step():
     timer, x = StepTimer("cuda", warmup=0), torch.ones(2048, 2048, device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -365,7 +365,7 @@ def test_no_wait_within_a_step_on_cuda():
     assert 0 < found["forward_ms"] <= found["step_ms"]
 
 
-def test_only_a_rank_that_costs_time_is_named():
+def test_a_rank_is_named_only_if_it_costs_time():
     usual = {"host": "a", "data_wait": 2.0, "transfer": 1.0, "forward": 10.0, "step": 40.0}
     phases = ("data_wait", "transfer", "forward")
     slow = {**usual, "host": "b", "forward": 20.0}
@@ -373,12 +373,12 @@ def test_only_a_rank_that_costs_time_is_named():
     assert said.startswith("rank 2 (b) takes 23 ms until its backward where the others take 13 (1.77 times as long")
     assert said.endswith("most of it forward); they wait for it 10 ms of a step of 40 ms")
     assert describe_slowest([usual, usual, {**usual, "forward": 12.0}], phases, 1.2) == ""  # not much slower
-    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # nor is much of the step lost
+    assert describe_slowest([usual, {**slow, "step": 400.0}], phases, 1.2) == ""  # and only little of the step is lost
     with pytest.raises(ValueError, match="compare_ranks_every=-1"):
         ft.StepMeter(compare_ranks_every=-1)
 
 
-def test_what_a_step_makes_use_of(capsys):
+def test_mfu_is_the_flops_of_a_step_over_the_peak(capsys):
     class Net(BoringModel):
         def train_dataloader(self):
             return DataLoader(torch.zeros(64, 32), batch_size=8)
@@ -395,7 +395,7 @@ def test_what_a_step_makes_use_of(capsys):
     assert meter.measurements()["mfu"] == found["mfu"]
 
 
-def test_what_can_be_reached_is_the_speed_of_a_product(clock, monkeypatch):
+def test_peak_flops_is_the_speed_of_a_matrix_product(clock, monkeypatch):
     def mm(one, other):
         clock.passes(4)
 
@@ -404,14 +404,14 @@ def test_what_can_be_reached_is_the_speed_of_a_product(clock, monkeypatch):
     assert ft.run.peak_flops(torch.device("cpu"), torch.float32) == pytest.approx(2 * 1024**3 / 4e-3)
 
 
-def test_no_operations():
-    with pytest.raises(ValueError, match=r"flops=0: a step computes something\. Use ft\.predict\.count_flops"):
+def test_zero_flops_are_refused():
+    with pytest.raises(ValueError, match=r"flops=0: expected a positive number\. Use ft\.predict\.count_flops"):
         StepMeter(flops=0)
 
 
 @pytest.mark.gpu
 @gpu
-def test_gpu_a_product_is_as_fast_as_itself():
+def test_gpu_peak_flops_is_reproducible():
     device = torch.device("cuda")
     for dtype in (torch.bfloat16, torch.float32):
         fastest, again = (ft.run.peak_flops(device, dtype) for _ in range(2))

@@ -86,7 +86,7 @@ def test_what_cannot_be_saved_is_an_error_on_all_ranks_and_soon(seen):
         said = [found[f"{strategy}, state"][1] for found in case["found"]]
         assert "['callbacks']['Keeps']['data'] of class PosixPath" in said[0]
     assert "File too large" in case["found"][0]["ddp, full disk"][1]
-    assert "see the error of the rank that writes" in case["found"][1]["ddp, full disk"][1]
+    assert "See the error of the rank that writes" in case["found"][1]["ddp, full disk"][1]
     assert not (case["folder"] / "full.ckpt").exists()
 
 

@@ -319,7 +319,7 @@ class Two(L.LightningModule):
         (nn.Linear(2, 2), lambda p: "adam", {}, TypeError, "gives str"),
         (nn.Linear(2, 2).requires_grad_(False), adamw, {}, ValueError, "trains nothing"),
         (Two(), None, {}, ValueError, "2 optimizers"),
-        (3, adamw, {}, TypeError, "a model is needed"),
+        (3, adamw, {}, TypeError, "expected an nn.Module, got int"),
     ],
 )
 def test_bad_input(net, optimizer, more, error, says):

@@ -185,7 +185,7 @@ def test_the_end_states_what_fell_back_and_what_gained_nothing(recwarn):
     torch._dynamo.reset()
     techniques = [ft.CompileBlocks(backend=broken), ft.MicroBatching("auto"), ft.DevicePrefetch()]
     lines = end_of(run(techniques)[0]).splitlines()
-    assert lines[-3].startswith("  CompileBlocks   3 of 3 blocks and pieces ran uncompiled: ")
+    assert lines[-3].startswith("  CompileBlocks   3 of 3 blocks ran uncompiled: ")
     assert "no such kernel" in lines[-3]
     assert lines[-2] == "  MicroBatching   batches of this size fit in 1 part"
     assert lines[-1] == "  DevicePrefetch  gained nothing, since batches are on the CPU already"

@@ -1,4 +1,4 @@
-"""What the stages of a rehearsal work on, and how they end in one error, on all ranks."""
+"""Shared state of the stages of a rehearsal, and errors that end it on all ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -27,17 +27,17 @@ A = TypeVar("A")
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What the stages work on.
+    """Shared state of the stages.
 
     Attributes:
-        trainer: the run's.
-        run: the copy of it.
-        sample: of its training batches.
+        trainer: the Trainer of the run.
+        run: a copy of the run.
+        sample: a sample of its training batches.
         validation: a batch of each validation loader.
-        window: batches of an optimizer step.
-        places: where checkpoints go.
-        folder: a temporary one on that disk.
-        report: what was found so far.
+        window: number of batches per optimizer step.
+        places: folders of its checkpoints.
+        folder: a temporary folder on the same disk.
+        report: findings so far.
     """
 
     trainer: L.Trainer
@@ -51,24 +51,24 @@ class Rehearsed:
 
     @property
     def batches(self) -> list[Any]:
-        """Those of an epoch in small: a whole window, and a short one or, where saves come in between, another one."""
+        """The batches of a small epoch: a complete window, and a short one or, if saves happen between, a second."""
         goes_on = self.window > 1 or saves_within_epochs(writers_of(self.trainer))
         return fill_up(self.sample.first, self.window + goes_on)
 
     def ask_all(self, answer: A) -> list[A]:
-        """What each rank answers: plain values. All ranks must ask."""
+        """Return the answers of all ranks, as plain values. All ranks must call it."""
         everyone = gather(pack({"answer": answer}), self.trainer.strategy.root_device)
         return [unpack(one)["answer"] for one in everyone]
 
     def raise_on_all(self, problem: str | None) -> None:
-        """Raise the first problem that any rank has, on all of them; a rank that failed alone would be waited for."""
+        """Raise the first problem of any rank on all ranks, since the others would wait for a failed one."""
         for rank, found in enumerate(self.ask_all(problem)):
             if found is not None:
                 raise RehearsalError(f"on rank {rank}, {found}" if rank > 0 else found)
 
 
 def fill_up(batches: list[Any], count: int) -> list[Any]:
-    """So many batches, the same ones again where there are fewer.
+    """Return ``count`` batches, repeated if there are fewer.
 
     Example:
         >>> fill_up(["a", "b"], 3)
@@ -78,24 +78,24 @@ def fill_up(batches: list[Any], count: int) -> list[Any]:
 
 
 def find_window(trainer: L.Trainer, run: RunCopy) -> int:
-    """How many batches make an optimizer step, by the Trainer or by techniques."""
+    """Return the number of batches per optimizer step, set by the Trainer or by techniques."""
     planned = PredictedStep()
     for technique in run.techniques:
-        with suppress(ValueError):  # one that cannot be predicted
+        with suppress(ValueError):  # a technique that cannot be predicted
             technique.predict(planned)
     return max(trainer.accumulate_grad_batches, planned.window)
 
 
 def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sample, list[list[Any]]]:
-    """Of the training loaders a sample, of each validation loader a batch.
+    """Read a sample of the training loaders, and a batch of each validation loader.
 
     Raises:
-        RehearsalError: there is no batch to train on, or a loader that can be read only once.
+        RehearsalError: there is no batch to train on, or a loader can be read only once.
     """
     loaders = training_loaders(trainer)
     sample = Sample() if loaders is None else take_sample(loaders, window + 1, seconds)
     if not sample.first:
-        raise RehearsalError(explain("the training loader", "it gives no batch", "Check the dataset and its filters"))
+        raise RehearsalError(explain("the training loader", "it has no batches", "Check the dataset and its filters"))
     validation: list[list[Any]] = []
     for loader in validation_loaders(trainer):
         with reading_ahead(CombinedLoader(loader, "sequential")) as batches:
@@ -105,16 +105,16 @@ def read_batches(trainer: L.Trainer, window: int, seconds: float) -> tuple[Sampl
 
 @contextmanager
 def explain_errors(course: Course, during: str = "") -> Iterator[None]:
-    """Any error of a run in small, as the one error of the rehearsal. It ends this rank at once, as in the run."""
+    """Turn any error of a small run into a RehearsalError, which ends this rank at once, as in the run."""
     try:
         yield
-    except torch.OutOfMemoryError as error:  # before Exception, of which it is one
+    except torch.OutOfMemoryError as error:  # before Exception, its base class
         what = f"rehearsing {during}{course.reached}"
         why = f"out of memory: {first_line(error)}".rstrip(".")
-        way_out = 'Give ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
+        way_out = 'Use ft.MicroBatching("auto") or ft.ActivationCheckpointing(), or smaller batches'
         raise RehearsalError(explain(what, why, way_out)) from error
     except Exception as error:
         what = f"rehearsing {during}{course.reached}"
         why = f"{type(error).__name__}: {first_line(error)}".rstrip(".")
-        way_out = "Mend what the error above names: the run would have come to it"
+        way_out = "Fix the error above, which would have stopped the run"
         raise RehearsalError(explain(what, why, way_out)) from error

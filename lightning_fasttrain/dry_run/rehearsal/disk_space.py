@@ -1,4 +1,4 @@
-"""Where a run's checkpoints go, how many of them it will keep, and whether there is room for all."""
+"""Find where a run's checkpoints are written and how many it keeps, and check that the disk has space for them."""
 
 import math
 import os
@@ -24,13 +24,13 @@ from lightning_fasttrain.run.checkpoint.checkpoint_disk_space import check_folde
 
 @dataclass(frozen=True)
 class Place:
-    """One ModelCheckpoint of a run.
+    """Folder of one ModelCheckpoint of a run.
 
     Attributes:
-        folder: where it writes; None if that is no folder of this machine.
-        kept: the most checkpoints that will be there at the same time; infinite where this cannot be known.
-        there: how many of these exist already, because the run goes on from an earlier one.
-        all_kept: whether it never removes a checkpoint.
+        folder: folder of its files; None if it is not a local folder.
+        kept: maximum number of checkpoints at the same time; infinite if it is unknown.
+        there: number of these that exist already, because the run was resumed.
+        all_kept: whether no checkpoint is ever removed.
     """
 
     folder: Path | None
@@ -40,21 +40,21 @@ class Place:
 
 
 def writers_of(trainer: L.Trainer) -> list[ModelCheckpoint]:
-    """Those that will write anything."""
+    """Return the ModelCheckpoints that write checkpoints."""
     writers = [callback for callback in trainer.callbacks if isinstance(callback, ModelCheckpoint)]
     return [writer for writer in writers if writer.save_top_k != 0 or writer.save_last]
 
 
 def saves_within_epochs(writers: list[ModelCheckpoint]) -> bool:
-    """Whether checkpoints are taken after batches too, rather than at the ends of epochs and validations."""
+    """Whether checkpoints are also saved after batches, not only at the ends of epochs and validations."""
     return any(steps > 0 or time is not None for steps, time in map(saves_every, writers))
 
 
 def refuse_bad_folders(trainer: L.Trainer) -> None:
-    """Ask before anything is written: can the folders be written to, and take two checkpoints?
+    """Check, before anything is written, that the folders are writable and have space for two checkpoints.
 
     Raises:
-        OSError: on all ranks.
+        OSError: on all ranks, if a folder fails.
     """
     reason = check_folders(trainer, trainer.optimizers)
     if reason is not None:
@@ -62,7 +62,7 @@ def refuse_bad_folders(trainer: L.Trainer) -> None:
 
 
 def find_places(trainer: L.Trainer) -> list[Place]:
-    """One for each ModelCheckpoint."""
+    """Return one place for each ModelCheckpoint."""
     places: list[Place] = []
     for writer in writers_of(trainer):
         folder = None
@@ -74,15 +74,15 @@ def find_places(trainer: L.Trainer) -> list[Place]:
 
 
 def count_kept(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
-    """How many checkpoints it will have at most at once: an upper bound."""
-    last = 1 if writer.save_last is True else 0  # "link" makes a link, which takes no room
+    """Return an upper bound on the number of checkpoints that exist at once."""
+    last = 1 if writer.save_last is True else 0  # "link" creates a link, which takes no space
     if writer.save_top_k == -1:
         return _count_saves(trainer, writer) + last
     return min(writer.save_top_k, _count_saves(trainer, writer)) + last
 
 
 def _count_saves(trainer: L.Trainer, writer: ModelCheckpoint) -> float:
-    steps = float(trainer.estimated_stepping_batches)  # infinite for a run without an end
+    steps = float(trainer.estimated_stepping_batches)  # infinite for an unlimited run
     every, time = saves_every(writer)
     if every > 0:
         return steps // every
@@ -105,10 +105,10 @@ def _validations_an_epoch(trainer: L.Trainer) -> int:
 
 
 def describe_room(places: list[Place], nbytes: int) -> str:
-    """How many will be kept, and how many fit.
+    """Describe how many checkpoints will be kept, and how many fit.
 
     Raises:
-        OSError: they do not fit; says how much is missing.
+        OSError: they do not fit; the message says how much space is missing.
     """
     words: list[str] = []
     for folder, together in _by_disk(places).items():
@@ -116,20 +116,20 @@ def describe_room(places: list[Place], nbytes: int) -> str:
         to_come = sum(place.kept - place.there for place in together)
         fit = free // max(1, nbytes)
         if math.isinf(to_come):
-            words.append(f"all are kept, as many as there will be; {fit} fit into {free / GIB:.2f} GiB free")
+            words.append(f"all are kept, their number is unknown; {fit} fit into {free / GIB:.2f} GiB free")
             continue
         kept = int(sum(place.kept for place in together))
         if to_come > 0 and to_come + 1 > fit:  # one is written before another is removed
             _refuse_to_fill(folder, together, kept, nbytes, free)
         keeps_all = any(place.all_kept for place in together)
         all_of = "all, " if keeps_all else ""
-        words.append(f"{all_of}{kept} at most are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
+        words.append(f"{all_of}at most {kept} are kept, {kept * nbytes / GIB:.2f} of {free / GIB:.2f} GiB free")
     return "; ".join(words)
 
 
 def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, free: int) -> None:
     needed = int(sum(place.kept - place.there for place in places) + 1) * nbytes
-    what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB too little"
+    what = f"{folder} has {free / GIB:.2f} GiB free, {(needed - free) / GIB:.2f} GiB are missing"
     why = f"a checkpoint takes {nbytes / GIB:.2f} GiB, and the run will keep {kept} of them and write one more"
     fit = free // max(1, nbytes) - 1  # one is written before another is removed
     way_out = "Free some space, or give ModelCheckpoint another dirpath"
@@ -139,7 +139,7 @@ def _refuse_to_fill(folder: Path, places: list[Place], kept: int, nbytes: int, f
 
 
 def _by_disk(places: list[Place]) -> dict[Path, list[Place]]:
-    """An existing folder of each disk → what goes there."""
+    """Map an existing folder of each disk to the places on it."""
     disks: dict[int, tuple[Path, list[Place]]] = {}
     for place in places:
         if place.folder is not None:
@@ -150,19 +150,19 @@ def _by_disk(places: list[Place]) -> dict[Path, list[Place]]:
 
 @contextmanager
 def temporary_folder(trainer: L.Trainer, places: list[Place]) -> Iterator[Path]:
-    """A folder on the disk that checkpoints go to, the same on all ranks, which is removed whatever happens.
+    """Create a folder on the disk of the checkpoints, the same on all ranks, which is always removed at the end.
 
-    It carries the mark of what a killed save leaves, so that a rehearsal that is killed is cleared away like one.
+    It is marked like the leftovers of a killed save, so that a killed rehearsal is cleaned up in the same way.
     """
     with ExitStack() as stack:
         name: str | None = None
         try:
             if trainer.is_global_zero:
                 name = str(_make_folder(places, stack))
-        finally:  # the others wait for it
+        finally:  # the other ranks wait for it
             name = trainer.strategy.broadcast(name)
         if name is None:
-            raise OSError("rank zero could not make a folder for the rehearsal's checkpoint: see its error")
+            raise OSError("rank 0 could not create a folder for the rehearsal's checkpoint. See its error")
         yield Path(name)
 
 
@@ -172,12 +172,12 @@ def _make_folder(places: list[Place], stack: ExitStack) -> Path:
     folder = beside / f"{TEMPORARY}rehearsal-{os.getpid()}-{secrets.token_hex(4)}"
     folder.mkdir()
     stack.callback(shutil.rmtree, folder, ignore_errors=True)
-    stack.enter_context(mark_folder(folder))  # left first: its lock is let go, then the folder is removed
+    stack.enter_context(mark_folder(folder))  # exited first: its lock is released, then the folder is removed
     return folder
 
 
 def bytes_on_disk(path: Path) -> int:
-    """Of a file, or of all files in a folder."""
+    """Return the size of a file, or of all files in a folder."""
     if path.is_file():
         return path.stat().st_size
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())

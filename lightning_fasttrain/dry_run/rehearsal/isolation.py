@@ -1,4 +1,4 @@
-"""What a rehearsal in this process might change for the run, remembered and put back."""
+"""Save and restore everything that a rehearsal might change in this process."""
 
 import gc
 import os
@@ -16,27 +16,27 @@ from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 @contextmanager
 def leaving_no_trace(trainer: L.Trainer, module: L.LightningModule) -> Iterator[None]:
-    """Put back random states, torch's switches and the environment; what the run is made of only copies act on.
+    """Restore random states, torch's global flags and the environment; only copies of the run's objects may act.
 
-    On a GPU the run's weights and optimizer state wait in host memory meanwhile, so that there is room for the copy.
+    On a GPU the run's weights and optimizer state are moved to host memory meanwhile, to make space for the copy.
     """
     numbers, switches, environment = random_state(), _switches(), dict(os.environ)
     move_back = _park(trainer, module)
     try:
         yield
     finally:
-        gc.collect()  # the copies hold one another
+        gc.collect()  # the copies reference one another
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
-        move_back()  # once the copies' memory is free
+        move_back()  # once the copies' memory is freed
         _set_switches(switches)
         if dict(os.environ) != environment:
             os.environ.clear()
             os.environ.update(environment)
         dynamo = sys.modules.get("torch._dynamo")
         if dynamo is not None:
-            dynamo.reset()  # what was compiled for the copies counts against the limit of recompilations
-        set_random_state(numbers)  # last, since what comes before may draw
+            dynamo.reset()  # code compiled for the copies counts towards the recompilation limit
+        set_random_state(numbers)  # last, since the lines above may draw random numbers
 
 
 def _switches() -> tuple[Any, ...]:
@@ -54,14 +54,14 @@ def _set_switches(switches: tuple[Any, ...]) -> None:
 
 
 def _park(trainer: L.Trainer, module: L.LightningModule) -> Callable[[], None]:
-    """Move tensors of the run from the GPU to the host; returns how to move them back. The tensors stay the same."""
+    """Move tensors of the run from the GPU to the host; return how to move them back. The tensor objects stay."""
     parked: list[tuple[Tensor, torch.device]] = []
     held = [*module.parameters(), *module.buffers()]
     for optimizer in trainer.optimizers:
         held += [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
     for tensor in held:
-        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # others see the same memory, as in an LSTM
-        # Subclasses, as of quantised weights, may hold other tensors, which `data` does not move.
+        alone = tensor.untyped_storage().nbytes() == tensor.nbytes  # false if others share its memory, as in an LSTM
+        # Subclasses, such as quantized weights, may hold other tensors, which `data` does not move.
         if tensor.is_cuda and alone and type(tensor) in (Tensor, nn.Parameter):
             parked.append((tensor, tensor.device))
             tensor.data = tensor.data.cpu()

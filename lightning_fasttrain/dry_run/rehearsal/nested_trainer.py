@@ -1,4 +1,4 @@
-"""A second Trainer in the processes of the first: with its ranks, and without starting any."""
+"""Settings of a second Trainer in the processes of the first: with its ranks, without starting processes."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from lightning_fasttrain.core.host.lightning import ddp_again
 
 
 class SameProcesses(ClusterEnvironment):
-    """Tells of the processes that a Trainer is in. They are there already, and so are their connections."""
+    """The environment of a running Trainer, whose processes and connections already exist."""
 
     def __init__(self, trainer: L.Trainer) -> None:
         self.ranks = trainer.global_rank, trainer.local_rank, trainer.node_rank
@@ -22,7 +22,7 @@ class SameProcesses(ClusterEnvironment):
 
     @property
     def main_address(self) -> str:
-        return "127.0.0.1"  # nobody connects again
+        return "127.0.0.1"  # not used: connections already exist
 
     @property
     def main_port(self) -> int:
@@ -52,16 +52,16 @@ class SameProcesses(ClusterEnvironment):
 
 
 def find_unrehearsable(trainer: L.Trainer) -> str | None:
-    """Why no second run can go on beside this one; None if it can."""
+    """Return why a second run cannot be run beside this one; None if it can."""
     strategy = trainer.strategy
     # Exactly DDP: DeepSpeed's strategy, which shards, inherits from it.
     if type(strategy) is DDPStrategy or isinstance(strategy, SingleDeviceStrategy):
         return None
-    return f"under {type(strategy).__name__} no copy can be run beside"
+    return f"a copy cannot be run beside {type(strategy).__name__}"
 
 
 def devices_again(trainer: L.Trainer) -> dict[str, Any]:
-    """Settings of a Trainer that is to run where ``trainer`` does, on all its ranks."""
+    """Return settings for a Trainer that runs on the devices of ``trainer``, on all its ranks."""
     strategy = trainer.strategy
     settings: dict[str, Any] = one_device_again(trainer)
     if isinstance(strategy, DDPStrategy):
@@ -72,7 +72,7 @@ def devices_again(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def one_device_again(trainer: L.Trainer) -> dict[str, Any]:
-    """The same for this rank alone."""
+    """Return settings for a Trainer on the device of this rank only."""
     device = trainer.strategy.root_device
     devices: int | list[int] = 1 if device.index is None else [device.index]
     return {"accelerator": type(trainer.accelerator)(), "devices": devices}

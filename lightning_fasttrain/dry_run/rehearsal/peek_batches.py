@@ -1,4 +1,4 @@
-"""Reads batches of a run's loaders ahead of the run, which then finds them as if nobody had."""
+"""Peek at batches of a run's loaders without consuming them."""
 
 import copy
 import itertools
@@ -21,18 +21,18 @@ from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalErro
 from lightning_fasttrain.run.checkpoint.loader_rng import generator_state, generators_of, set_generator_state
 from lightning_fasttrain.run.checkpoint.resumable_loader import ResumableLoader
 
-_ALIKE = 16  # batches of one size: from here on the others are taken to have it too
+_SAME_SIZE = 16  # batches of the same size: from here on all others are assumed to have it
 _MOST = 500
 
 
 @dataclass
 class Sample:
-    """A few batches of a loader.
+    """A sample of the batches of a loader.
 
     Attributes:
-        first: its first ones.
-        largest: the one with most bytes among all that were seen; None if it is no larger than the first ones.
-        seen: how many were.
+        first: its first batches.
+        largest: the largest of all batches that were read, in bytes; None if it is not larger than the first ones.
+        seen: number of batches that were read.
     """
 
     first: list[Any] = field(default_factory=list)
@@ -42,46 +42,46 @@ class Sample:
 
 @contextmanager
 def reading_ahead(loaders: CombinedLoader) -> Iterator[Iterator[Any]]:
-    """Iterate over a run's loaders from their beginning; random states are put back, and so are the loaders' own.
+    """Iterate over a run's loaders from their beginning; random states, including the loaders' own, are restored.
 
-    The loaders are copied, not their data: a dataset that changes when it is read in this process stays changed.
+    The loaders are copied, but not their data: changes that a dataset makes to itself while it is read persist.
 
     Raises:
-        RehearsalError: one is an iterator, which the run could then not read.
+        RehearsalError: a loader is an iterator, so the run could not read its batches again.
     """
     plain = [_without_ours(loader) for loader in loaders.flattened]
     for loader in plain:
         if isinstance(loader, Iterator):
-            why = "what is read of it ahead the run could not read again"
-            way_out = "Give a DataLoader, or an object whose __iter__ starts over; or leave Rehearsal out"
+            why = "the run could not read its first batches again"
+            way_out = "Pass a DataLoader, or an object whose __iter__ starts over; or remove Rehearsal"
             raise RehearsalError(explain(f"the loader is a {type(loader).__name__}", why, way_out))
     numbers = random_state()
     states = [(generator, generator_state(generator)) for generator in generators_of(*plain)]
-    fresh = copy.copy(loaders)  # it keeps the mode in which the loaders are combined
+    fresh = copy.copy(loaders)  # keeps the mode in which the loaders are combined
     fresh.flattened = [_copy_loader(loader) for loader in plain]
     try:
-        yield (item[0] for item in iter(fresh))  # of batch, its number, and its loader's number
+        yield (item[0] for item in iter(fresh))  # of (batch, its index, the index of its loader)
     finally:
-        fresh.reset()  # which ends the workers
+        fresh.reset()  # ends the workers
         for generator, state in states:
             set_generator_state(generator, state)
         set_random_state(numbers)
 
 
 def take_sample(loaders: CombinedLoader, first: int, seconds: float) -> Sample:
-    """Read the first batches, and further ones, as long as their sizes differ, for so many seconds.
+    """Read the first batches, and further ones for ``seconds`` seconds as long as their sizes differ.
 
     Args:
-        loaders: of the run; left as they are.
-        first: how many are kept.
-        seconds: for the further ones.
+        loaders: the loaders of the run, which are not changed.
+        first: number of batches that are kept.
+        seconds: time limit for the further batches.
     """
     sample = Sample()
     with reading_ahead(loaders) as batches:
         sample.first = list(itertools.islice(batches, first))
         sizes = [count_bytes(batch) for batch in sample.first]
         most, end = max(sizes, default=0), time.monotonic() + seconds
-        while time.monotonic() < end and len(sizes) < _MOST and not _are_alike(sizes):
+        while time.monotonic() < end and len(sizes) < _MOST and not _have_one_size(sizes):
             batch = next(batches, None)
             if batch is None:
                 break
@@ -93,7 +93,7 @@ def take_sample(loaders: CombinedLoader, first: int, seconds: float) -> Sample:
 
 
 def describe_batch(batch: Any) -> str:
-    """The shape of its largest tensor.
+    """Describe a batch by the shape of its largest tensor.
 
     Example:
         >>> import torch
@@ -105,15 +105,15 @@ def describe_batch(batch: Any) -> str:
     largest = max(tensors, key=lambda tensor: tensor.nbytes, default=None)
     if largest is None:
         return type(batch).__name__
-    return " × ".join(map(str, largest.shape)) or "one number"
+    return " × ".join(map(str, largest.shape)) or "a scalar"
 
 
-def _are_alike(sizes: list[int]) -> bool:
-    return len(sizes) >= _ALIKE and len(set(sizes)) == 1
+def _have_one_size(sizes: list[int]) -> bool:
+    return len(sizes) >= _SAME_SIZE and len(set(sizes)) == 1
 
 
 def _without_ours(loader: Any) -> Any:
-    """The user's loader, without what techniques of this run have put around it."""
+    """Return the user's loader, without the wrappers of this run's techniques."""
     while isinstance(loader, ResumableLoader | DevicePrefetcher):
         loader = loader.inner
     return loader
@@ -123,5 +123,5 @@ def _copy_loader(loader: Any) -> Any:
     if not isinstance(loader, DataLoader):
         return loader
     fresh = copy.copy(loader)
-    fresh._iterator = None  # persistent workers are the run's
+    fresh._iterator = None  # persistent workers belong to the run
     return fresh

@@ -1,4 +1,4 @@
-"""The first minute tells what the tenth hour would."""
+"""Rehearse a run: try in its first minute what would happen in later hours."""
 
 import time
 from collections.abc import Iterator
@@ -16,31 +16,31 @@ from lightning_fasttrain.dry_run.rehearsal.disk_space import find_places, refuse
 from lightning_fasttrain.dry_run.rehearsal.isolation import leaving_no_trace
 from lightning_fasttrain.dry_run.rehearsal.nested_trainer import find_unrehearsable
 from lightning_fasttrain.dry_run.rehearsal.rehearsal_report import RehearsalError, RehearsalReport
-from lightning_fasttrain.dry_run.rehearsal.resume_stage import go_on_from_checkpoint
+from lightning_fasttrain.dry_run.rehearsal.resume_stage import resume_from_checkpoint
 from lightning_fasttrain.dry_run.rehearsal.run_copy import RunCopy, copy_run
 from lightning_fasttrain.dry_run.rehearsal.stages import (
     describe_saving,
-    run_in_small,
+    measure_checkpoint,
     run_largest,
+    run_small,
     verify_techniques,
-    weigh_checkpoint,
     with_exact_resume,
 )
 from lightning_fasttrain.technique.technique import Onlooker
 
-_SHARE = 0.25  # of the time, for batches that are only read
+_SHARE = 0.25  # of the time, for batches that are read but not run
 
 
 def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> RehearsalReport:
     """Rehearse a run that is about to take its first step.
 
     Args:
-        trainer: in ``on_train_start``.
-        run: a copy of what it is made of, taken in ``setup``.
+        trainer: the Trainer, in ``on_train_start``.
+        run: a copy of the run, taken in ``setup``.
         seconds: see :class:`Rehearsal`.
 
     Raises:
-        RehearsalError: it would fail later.
+        RehearsalError: the run would fail later.
     """
     report, began = RehearsalReport(notes=list(run.notes)), time.monotonic()
     why = find_unrehearsable(trainer)
@@ -51,7 +51,7 @@ def rehearse(trainer: L.Trainer, run: RunCopy, seconds: float = 60.0) -> Rehears
             return_unused_memory()
             _go_through(trainer, run, seconds, report)
         else:
-            report.tell("step", f"not rehearsed: {why}; folders of checkpoints can be written to and have room for two")
+            report.tell("step", f"not rehearsed: {why}; folders of checkpoints are writable and have space for two")
     report.seconds = time.monotonic() - began
     return report
 
@@ -64,15 +64,15 @@ def _go_through(trainer: L.Trainer, run: RunCopy, seconds: float, report: Rehear
         verify_techniques(on, str(trainer.precision))
         on = replace(on, run=with_exact_resume(run))
         saving = describe_saving(trainer, folder)
-        whole = run_in_small(on, saving)
-        weigh_checkpoint(on, saving)
-        go_on_from_checkpoint(on, saving, whole)
+        whole = run_small(on, saving)
+        measure_checkpoint(on, saving)
+        resume_from_checkpoint(on, saving, whole)
         run_largest(on)
-        trainer.strategy.barrier()  # nobody reads from the folder any more
+        trainer.strategy.barrier()  # no rank reads from the folder any more
 
 
 class Rehearsing:
-    """Notes that a rehearsal goes on in this process, for who would add one to every Trainer."""
+    """Marks that a rehearsal runs in this process, for code that would add one to every Trainer."""
 
     depth: ClassVar[int] = 0
 
@@ -84,7 +84,7 @@ class Rehearsing:
 
 
 def is_rehearsing() -> bool:
-    """Whether a rehearsal goes on in this process."""
+    """Whether a rehearsal runs in this process."""
     return Rehearsing.depth > 0
 
 
@@ -92,42 +92,42 @@ def is_rehearsing() -> bool:
 def _as_rehearsal_error() -> Iterator[None]:
     try:
         yield
-    except OSError as error:  # a folder, or the room in it: said already as errors are
+    except OSError as error:  # about a folder or its free space: already in the form of our errors
         raise RehearsalError(str(error)) from error
 
 
 class Rehearsal(Onlooker):
-    """Rehearse the run in its first minute, and leave no trace: what would fail in hour ten is told now.
+    """Rehearse the run in its first minute, without side effects, and report errors that would appear hours later.
 
-    Copies of module and callbacks run in a Trainer of their own, with the run's precision, accumulation, clipping,
-    checkpoint plugin and, under DDP, on all its ranks; on a GPU the run's own weights wait in host memory meanwhile:
+    Copies of the module and callbacks run in a separate Trainer, with the run's precision, accumulation, clipping,
+    checkpoint plugin and, under DDP, on all its ranks; on a GPU the run's own weights are in host memory meanwhile:
 
-    - ``verify``: the techniques are the same training on the first two batches, and in validation;
+    - ``verify``: training with the techniques is the same on the first two batches, and in validation;
     - a window of ``accumulate_grad_batches``, a short one, a batch of each validation loader, the end of an epoch, and
-      the first step of the next; what ModelCheckpoint and EarlyStopping monitor is logged; the step's predicted peak,
-      which the block that the fit begins with tells beside what is free;
-    - a checkpoint, with what the run's ModelCheckpoints put into it, written to their disk and removed again: its size,
-      its seconds, and room for all that the run will keep;
-    - a new model loads it, holds what was saved, and its next step is the uninterrupted run's, bit for bit (or within
+      the first step of the next; ModelCheckpoint and EarlyStopping must monitor logged values; the predicted peak of
+      the step is reported;
+    - a checkpoint, with the contents that the run's ModelCheckpoints save, written to their disk and removed again:
+      its size, its seconds, and space for all checkpoints that the run will keep;
+    - a new model loads it, has the saved state, and its next step is the uninterrupted run's, bit for bit (or within
       the rounding by which two equal steps differ on this device);
-    - the largest batch of a sample, after a step, so that the optimizer's state is there.
+    - the largest batch of a sample, after a step, so that optimizer state exists.
 
-    Each is one line on rank zero, when it is done, and in ``report``. Nothing stays in the way of training.
+    Each is reported in one line on rank 0, and in ``report``. Training is not affected.
 
-    Acts in ``on_train_start``, when optimizers are there and a checkpoint is restored; copies are taken in ``setup``,
-    before any technique acts, so they begin with the weights that the module was made with. It comes first whatever its
-    place in the list. A ``LambdaCallback``, and what cannot be copied, is left out, which ``report.notes`` says.
-    Loggers are replaced by one that takes every call and does nothing. ``prepare_data``, ``on_train_end`` and your
-    callbacks' ``on_exception`` are not called; files that module or callbacks write within an epoch are written.
+    Acts in ``on_train_start``, when optimizers exist and a checkpoint is restored; copies are made in ``setup``, before
+    any technique acts, so they start with the initial weights of the module. It runs first, whatever its position in
+    the list. A ``LambdaCallback``, and objects that cannot be copied, are left out (see ``report.notes``). Loggers are
+    replaced by one that does nothing. ``prepare_data``, ``on_train_end`` and your callbacks' ``on_exception`` are not
+    called; files that the module or callbacks write within an epoch are written.
 
-    Under strategies that shard no copy can be run beside: only folders and room are asked about, which is said.
+    Under sharding strategies a copy cannot be run: only folders and free disk space are checked, with a log line.
 
     Args:
-        seconds: about how long it should take: reading batches for the largest takes a quarter of it at most.
-        without: classes of callbacks that are not to act in it, such as one that sends messages.
+        seconds: approximate duration; reading batches to find the largest takes at most a quarter of it.
+        without: classes of callbacks that must not act in it, such as one that sends messages.
 
     Raises:
-        RehearsalError: in ``fit``, on all ranks.
+        RehearsalError: in ``fit``, on all ranks, if the run would fail.
 
     Example:
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
@@ -143,23 +143,23 @@ class Rehearsal(Onlooker):
         True
 
     Source:
-        Ours; Lightning's ``fast_dev_run`` and its sanity check of validation run some of this, without a checkpoint.
+        Ours; Lightning's ``fast_dev_run`` and its sanity check of validation run parts of this, without a checkpoint.
     """
 
     def __init__(self, seconds: float = 60.0, without: tuple[type[L.Callback], ...] = ()) -> None:
         if not seconds >= 0:
-            raise ValueError(explain(f"seconds={seconds}", "it is a time", "Use seconds=60"))
+            raise ValueError(explain(f"seconds={seconds}", "expected a positive time", "Use, for example, seconds=60"))
         self.seconds, self.without = seconds, tuple(without)
         self.report: RehearsalReport | None = None
         self._run: RunCopy | None = None
 
     @property
     def predicted_bytes(self) -> int | None:
-        """The peak of a step on this rank, which the block that a fit begins with tells."""
+        """The peak memory of a step on this rank in bytes, as shown in the report at the start of a fit."""
         return None if self.report is None else self.report.predicted_bytes
 
     def look(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        # Both the first technique and Lightning's setup call it, and a validation alone is not rehearsed.
+        # Called by the first technique and by Lightning's setup; a validation alone is not rehearsed.
         if trainer.state.fn != TrainerFn.FITTING or self.report is not None or self._run is not None:
             return
         try:
@@ -168,11 +168,11 @@ class Rehearsal(Onlooker):
             raise RehearsalError(str(error)) from error
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the last before the first batch. Once: a second ``fit`` is not rehearsed again."""
+        """Hook: the last before the first batch. Runs once: a second ``fit`` is not rehearsed again."""
         run, self._run = self._run, None
         if run is not None:
             self.report = rehearse(trainer, run, self.seconds)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: what a failed run leaves."""
+        """Hook: clean up after a failed run."""
         self._run = None

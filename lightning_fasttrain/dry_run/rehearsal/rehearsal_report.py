@@ -1,4 +1,4 @@
-"""What a rehearsal found out, for people and for programs; and the one error that it may end in."""
+"""Results of a rehearsal, for users and for programs, and its error."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -7,25 +7,25 @@ from lightning_fasttrain.core.messages import say
 
 
 class RehearsalError(RuntimeError):
-    """The run would have failed later, or would not be what it seems: what, why, and the cheapest way out."""
+    """The run would have failed later, or would train differently: what, why, and the cheapest way out."""
 
 
 @dataclass
 class RehearsalReport:
-    """Five lines, and the numbers in them.
+    """Five lines, and the values in them.
 
     Attributes:
-        lines: stage → what is said of it: ``verify``, ``step``, ``checkpoint``, ``resume``, ``largest batch``.
+        lines: stage → its line: ``verify``, ``step``, ``checkpoint``, ``resume``, ``largest batch``.
         notes: what was left out, and why.
-        verified: whether techniques are the same training; None where it was not asked.
-        predicted_bytes: the peak of a step on this rank; None where it could not be predicted.
-        step_s: seconds of an optimizer step, all batches of its window.
+        verified: whether training with the techniques is the same; None if it was not checked.
+        predicted_bytes: the peak of a step on this rank; None if it could not be predicted.
+        step_s: seconds of an optimizer step, with all batches of its window.
         save_s: seconds of a save.
-        checkpoint_bytes: of one checkpoint on disk.
-        kept: how many checkpoints the run will keep at most; None if nobody can say.
-        resumed_exactly: whether the step after a load was the uninterrupted run's; None where none was compared.
-        batches_seen: how many were looked at for the largest.
-        seconds: that all this took.
+        checkpoint_bytes: size of one checkpoint on disk.
+        kept: maximum number of checkpoints that the run will keep; None if it is unknown.
+        resumed_exactly: whether the step after a load was the uninterrupted run's; None if none was compared.
+        batches_seen: number of batches that were read to find the largest.
+        seconds: total duration.
     """
 
     lines: dict[str, str] = field(default_factory=dict)
@@ -41,12 +41,12 @@ class RehearsalReport:
     seconds: float = 0.0
 
     def tell(self, stage: str, sentence: str) -> None:
-        """Keep the line of a stage, and say it now: a rehearsal may take a minute."""
+        """Store the line of a stage, and log it at once, since a rehearsal may take a minute."""
         self.lines[stage] = sentence
         say("rehearsal, %s: %s", stage, sentence)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     def __str__(self) -> str:

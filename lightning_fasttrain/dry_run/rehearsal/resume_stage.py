@@ -1,4 +1,4 @@
-"""Stage: does a new process, with the run's checkpoint, go on as the run that was not interrupted?"""
+"""Rehearsal stage: a new process resumes from the checkpoint and must match the uninterrupted run."""
 
 import torch
 
@@ -17,43 +17,43 @@ from lightning_fasttrain.dry_run.rehearsal.state_record import (
 from lightning_fasttrain.dry_run.verification.digest import take_digest
 from lightning_fasttrain.run.checkpoint.exact_resume import ExactResume
 
-_TIMES = 8.0  # what a step's own rounding may be off by, where it is not the same twice
+_TIMES = 8.0  # multiple of the step's own rounding that is allowed, if it is not deterministic
 _ROUNDING = 32 * torch.finfo(torch.float32).eps
 
 
-def go_on_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
-    """A new model loads what was saved, and its next step is compared with the uninterrupted one.
+def resume_from_checkpoint(on: Rehearsed, saving: Saving, whole: Course) -> None:
+    """Load the checkpoint into a new model, and compare its next step with the uninterrupted one.
 
     Args:
-        on: the run, with ExactResume, so that both steps see the same batch and random numbers.
+        on: the run, with ExactResume, so that both steps see the same batch and random state.
         saving: how it saved.
         whole: the uninterrupted run.
 
     Raises:
-        RehearsalError: on all ranks: something else was loaded, or the step is another.
+        RehearsalError: on all ranks: other content was loaded, or the step differs.
     """
     if saving.weights_only:
         on.raise_on_all(_compare_weights(whole))
-        on.report.tell("resume", "weights were read back as they were; a run cannot go on with weights only")
+        on.report.tell("resume", "weights were loaded unchanged; a run cannot resume from weights only")
         return
     resumed = _resume(on, saving)
     on.raise_on_all(_find_other_content(on, whole, resumed))
     # Losses as text, in which NaN equals NaN.
     differ = find_differences({**whole.end, "loss": str(whole.losses)}, {**resumed.end, "loss": str(resumed.losses)})
     how = "the next step is the uninterrupted run's, bit for bit"
-    if any(on.ask_all(bool(differ))):  # one more run takes all ranks
+    if any(on.ask_all(bool(differ))):  # one more run needs all ranks
         again = _resume(on, saving)
         on.raise_on_all(_explain_difference(whole, resumed, again, differ) if differ else None)
-        how = "the next step is the uninterrupted run's, as near as two equal steps are here"
+        how = "the next step is the uninterrupted run's, up to the difference of two equal steps on this device"
     on.report.resumed_exactly = not differ
     if not any(isinstance(callback, ExactResume) for callback in on.trainer.callbacks):
-        how += ", with ft.ExactResume(); without it data order and random numbers begin again"
+        how += ", with ft.ExactResume(); without it data order and random states start over"
     on.report.tell("resume", f"a new model loaded the checkpoint; {how}")
 
 
 def _resume(on: Rehearsed, saving: Saving) -> Course:
     follower = Follower(None)
-    with explain_errors(follower.course, "going on from a checkpoint: "):
+    with explain_errors(follower.course, "resuming from a checkpoint: "):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer), ckpt_path=saving.path)
     return follower.course
 
@@ -64,14 +64,14 @@ def _find_other_content(on: Rehearsed, whole: Course, resumed: Course) -> str | 
     wrong = find_differences(saved, loaded)
     if not wrong:
         return None
-    what = f"a checkpoint was saved and loaded, and differs in {list_some(wrong)}"
+    what = f"a checkpoint was saved and loaded, but differs in {list_some(wrong)}"
     why = f"{wrong[0]} {describe_change(saved.get(wrong[0]), loaded.get(wrong[0]))}"
-    way_out = "Look at the checkpoint plugin, on_save_checkpoint, load_state_dict"
+    way_out = "Check the checkpoint plugin, on_save_checkpoint, load_state_dict"
     return explain(what, why, f"{way_out}; instead of a plugin, ft.AtomicCheckpoints() verifies what it reads")
 
 
 def _explain_difference(whole: Course, resumed: Course, again: Course, differ: list[str]) -> str | None:
-    """What to say of another end; nothing if two steps are never equal here, and these are as near as any two."""
+    """Explain a different result; None if two steps are never equal here, and these are as close as any two."""
     if find_differences(resumed.end, again.end) and _are_near(whole, resumed, again, differ):
         return None
     hidden = [path for path in find_differences(whole.saved, resumed.saved) if path.startswith("buffer ")]
@@ -80,20 +80,20 @@ def _explain_difference(whole: Course, resumed: Course, again: Course, differ: l
         was, now = whole.saved_attributes.get(name), resumed.saved_attributes.get(name)
         if was is not None:
             lost.append(f"{name} ({describe(was)} before, {describe(now)} after the load)")
-    what = f"the step after a load is not the uninterrupted run's: it differs in {list_some(differ)}"
-    why = "something that it depends on is not in the checkpoint"
+    what = f"the step after a load differs from the uninterrupted run's in {list_some(differ)}"
+    why = "a value that it depends on is not in the checkpoint"
     if lost:
         why += f", perhaps {list_some(lost)}"
-    return explain(what, why, "Put it into state_dict and load_state_dict, or into a persistent buffer")
+    return explain(what, why, "Add it to state_dict and load_state_dict, or make it a persistent buffer")
 
 
 def _are_near(whole: Course, resumed: Course, again: Course, differ: list[str]) -> bool:
     for path in differ:
-        if path == "loss":  # of which the weights tell more
+        if path == "loss":  # the weights show more than the loss
             continue
         one, other, third = (course.end.get(path) for course in (whole, resumed, again))
         allowed = _TIMES * measure_distance(other, third) + _ROUNDING * measure_size(one)
-        if not measure_distance(one, other) <= allowed:  # NaN is not near
+        if not measure_distance(one, other) <= allowed:  # NaN is not close
             return False
     return True
 
@@ -106,5 +106,5 @@ def _compare_weights(whole: Course) -> str | None:
             wrong.append(path)
     if not wrong:
         return None
-    what = f"weights were saved and read back, and differ in {list_some(wrong)}"
-    return explain(what, "the file does not hold what it was given", "Look at the checkpoint plugin")
+    what = f"weights were saved and loaded, but differ in {list_some(wrong)}"
+    return explain(what, "the file differs from the saved weights", "Check the checkpoint plugin")

@@ -1,4 +1,4 @@
-"""A run's module, callbacks and settings, copied while they are as the user made them; and other runs made of them."""
+"""Copy a run's module, callbacks and settings before they act, and start other runs from the copies."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -37,7 +37,7 @@ from lightning_fasttrain.run.profiling.memory_timeline import MemoryTimeline
 from lightning_fasttrain.technique import Technique
 from lightning_fasttrain.technique.technique import Onlooker
 
-# They show, write files, watch this process, or try out settings: none of it belongs to a step or to its state.
+# Callbacks that show, write files, monitor this process, or search settings: they do not affect a step or its state.
 _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     ProgressBar,
     ModelSummary,
@@ -51,21 +51,21 @@ _ONLY_LOOK_ON: tuple[type[L.Callback], ...] = (
     MemoryTimeline,
     Onlooker,
 )
-_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # whose steps are predicted
-_TO_EPOCH_TWO = 2  # epochs: what a rehearsal needs of a run that has fewer
+_AS_LARGE = {"16-mixed": "bf16-mixed", "16-true": "bf16-true"}  # precisions that are predicted in place of others
+_TO_EPOCH_TWO = 2  # epochs: the minimum for a rehearsal
 
 
 @dataclass
 class RunCopy:
-    """What a run is made of.
+    """Copies of the objects of a run.
 
     Attributes:
-        module: a copy that stays as it is, prepares no data, and brings no callbacks; each run gets a copy of it.
-        callbacks: copies of all of the run's, of which each run gets copies.
+        module: a copy that is never changed, prepares no data, and brings no callbacks; each run gets a copy of it.
+        callbacks: copies of all callbacks of the run; each run gets copies of them.
         datamodule: the run's own; each run gets a shallow copy with other loaders.
-        settings: of its Trainer.
-        plugins: its precision, and its checkpoint plugin if that is none of Lightning's.
-        notes: what could not be copied.
+        settings: settings of its Trainer.
+        plugins: its precision plugin, and its checkpoint plugin if that is not one of Lightning's.
+        notes: objects that could not be copied.
     """
 
     module: L.LightningModule
@@ -77,23 +77,23 @@ class RunCopy:
 
     @property
     def techniques(self) -> list[Technique]:
-        """Copies of them."""
+        """Copies of the techniques."""
         return copy.deepcopy([callback for callback in self.callbacks if isinstance(callback, Technique)])
 
     @torch.no_grad()
     def share_equal_weights(self, module: nn.Module) -> None:
-        """Let weights that are those of ``module``, bit for bit, be its own memory: both are only read from here on."""
+        """Let weights that are bitwise equal to those of ``module`` share its memory: both are only read."""
         theirs = dict(module.named_parameters())
         for name, weight in self.module.named_parameters():
             other = theirs.get(name)
             if other is None or type(weight) is not nn.Parameter or type(other) is not nn.Parameter:
-                continue  # classes of their own, as of quantised weights, may hold other tensors
+                continue  # subclasses, such as quantized weights, may hold other tensors
             if (weight.dtype, weight.device) == (other.dtype, other.device) and torch.equal(weight, other):
                 weight.data = other.data
 
     @contextmanager
     def module_with_transfer_hooks(self) -> Iterator[L.LightningModule]:
-        """The module itself, for who copies it, doing to batches what the datamodule does on their way to a device."""
+        """Yield the module, to be copied, with the datamodule's transfer hooks for batches."""
         with ExitStack() as undo:
             for hook in TRANSFER_HOOKS:
                 if self.datamodule is not None and is_overridden(hook, self.datamodule):
@@ -101,10 +101,10 @@ class RunCopy:
             yield self.module
 
     def predict_peak(self, trainer: L.Trainer, batch: Any, *others: Technique) -> int:
-        """Bytes that a step of this rank takes at its peak, with ``others`` beside its own techniques.
+        """Return the peak memory of a step on this rank in bytes, with ``others`` beside its own techniques.
 
         Raises:
-            Exception: it cannot be predicted; of the module's own too, which without values may go another way.
+            Exception: it cannot be predicted; also on errors of the module, which may take another path without values.
         """
         precision = str(trainer.precision)
         with self.module_with_transfer_hooks() as module, quietly():
@@ -116,7 +116,7 @@ class RunCopy:
                 device=trainer.strategy.root_device.type,
             )
         buckets = 0
-        if trainer.world_size > 1:  # DDP holds the gradients once more
+        if trainer.world_size > 1:  # DDP holds a second copy of the gradients
             buckets = sum(p.numel() * p.element_size() for p in self.module.parameters() if p.requires_grad)
         return report.peak_bytes + buckets
 
@@ -128,14 +128,14 @@ class RunCopy:
         where: dict[str, Any],
         ckpt_path: Path | None = None,
     ) -> None:
-        """Run copies of it all in a Trainer of their own, until ``follower`` raises :class:`EnoughError`.
+        """Run copies of all objects in a separate Trainer, until ``follower`` raises :class:`EnoughError`.
 
         Args:
             train: batches of an epoch.
-            validation: of each validation loader.
+            validation: batches of each validation loader.
             follower: a callback.
-            where: settings of the Trainer that say on which devices.
-            ckpt_path: a checkpoint to go on from.
+            where: Trainer settings that select the devices.
+            ckpt_path: a checkpoint to resume from.
         """
         try:
             self._fit(train, validation, follower, where, ckpt_path)
@@ -161,8 +161,8 @@ class RunCopy:
                 logger=DummyLogger(),
                 enable_progress_bar=False,
                 enable_model_summary=False,
-                use_distributed_sampler=False,  # the batches are this rank's already
-                num_sanity_val_steps=0,  # the one validation that counts comes at the end of the epoch
+                use_distributed_sampler=False,  # the batches already belong to this rank
+                num_sanity_val_steps=0,  # validation runs at the end of the epoch
             )
             loaders: Any = [as_loader(batches) for batches in validation] or None
             if isinstance(loaders, list) and len(loaders) == 1:
@@ -174,11 +174,11 @@ class RunCopy:
 
 
 def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type, ...] = ()) -> RunCopy:
-    """Copy what a run is made of, before anything of it acts.
+    """Copy the objects of a run before any of them acts.
 
     Args:
-        trainer: in ``setup``.
-        module: its own.
+        trainer: the Trainer, in ``setup``.
+        module: its module.
         without: classes of callbacks that are left out.
 
     Raises:
@@ -190,12 +190,12 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
         if isinstance(callback, (*_ONLY_LOOK_ON, *without)):
             continue
         if isinstance(callback, LambdaCallback):
-            notes.append("LambdaCallback is left out: functions cannot be copied, and would act on what is the run's.")
+            notes.append("LambdaCallback is left out: its functions cannot be copied, and would act on the run itself.")
             continue
         try:
             callbacks.append(_copy_callback(callback, trainer, module))
             if isinstance(callbacks[-1], MicroBatching | TokenWeightedAccumulation):
-                callbacks[-1].shared = SharedSplit()  # the runs of a rehearsal take the same steps
+                callbacks[-1].shared = SharedSplit()  # all runs of a rehearsal use the same split
         except Exception as error:
             notes.append(
                 f"{type(callback).__name__} is left out: it cannot be copied ({type(error).__name__}: {error})."
@@ -218,15 +218,15 @@ def copy_run(trainer: L.Trainer, module: L.LightningModule, without: tuple[type,
 
 
 def _copy_callback(callback: L.Callback, trainer: L.Trainer, module: L.LightningModule) -> L.Callback:
-    """Without what it has of the run: Lightning gives the module's methods for logging to each callback."""
+    """Copy a callback without its references to the run: Lightning assigns log methods of the module to each."""
     alone = copy.copy(callback)
     for name in ("log", "log_dict"):
         vars(alone).pop(name, None)
-    return copy.deepcopy(alone, {id(trainer): None, id(module): None})  # the memo: references to these become None
+    return copy.deepcopy(alone, {id(trainer): None, id(module): None})  # memo: references to these become None
 
 
 def _epochs_again(trainer: L.Trainer) -> int:
-    """As many as the run has, for schedules that ask; two at least."""
+    """Return the number of epochs of the run, for schedules that use it; at least two."""
     epochs = trainer.max_epochs
     return epochs if epochs is not None and (epochs < 0 or epochs >= _TO_EPOCH_TWO) else _TO_EPOCH_TWO
 
@@ -236,7 +236,7 @@ def _no_callbacks() -> list[L.Callback]:
 
 
 def _without_last_words(callback: L.Callback) -> L.Callback:
-    """A user's callback that is not told how its run ends: it may send messages. Ours undo there what they did."""
+    """Disable ``on_exception`` of a user's callback, which may send messages; techniques use it to undo changes."""
     if not isinstance(callback, Technique):
         callback.on_exception = _say_nothing
     return callback
@@ -247,7 +247,7 @@ def _say_nothing(*_: object, **__: object) -> None:
 
 
 def _with_loaders(datamodule: L.LightningDataModule, **loaders: Any) -> L.LightningDataModule:
-    """The same data as far as a module can ask about them, with a few batches of them as loaders."""
+    """Copy a datamodule so that a module can still query it, with a few batches as loaders."""
     fresh: Any = copy.copy(datamodule)
     fresh.trainer = None
     for hook in ("prepare_data", "setup", "teardown", "on_exception"):

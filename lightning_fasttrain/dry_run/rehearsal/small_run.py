@@ -1,4 +1,4 @@
-"""A run in small: a window and a short one, validation, an epoch's end, a checkpoint, and the first step after it."""
+"""A small run: a complete and a short window, validation, an epoch's end, a checkpoint, and the first step after it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,14 +16,14 @@ from lightning_fasttrain.dry_run.verification.short_run import EnoughError
 
 @dataclass(frozen=True)
 class Saving:
-    """How the run saves.
+    """How the run saves checkpoints.
 
     Attributes:
-        path: of the checkpoint.
+        path: path of the checkpoint.
         within_epochs: after the first optimizer step rather than at the end of validation or of the epoch.
-        weights_only: as ModelCheckpoint was set.
-        twice: whether the same with ``-later`` is written at the end, so that a plugin which loads another file than it
-            is asked for has one to take.
+        weights_only: as set in ModelCheckpoint.
+        twice: whether a second checkpoint, with ``-later``, is saved at the end, so that a plugin that loads another
+            file than requested has one to load.
     """
 
     path: Path
@@ -38,16 +38,16 @@ class Saving:
 
 @dataclass
 class Course:
-    """What was seen of a run.
+    """Observations of a run.
 
     Attributes:
-        saved, saved_attributes: the state that was saved; or, of a run that goes on, that it began with.
+        saved, saved_attributes: the state that was saved; of a resumed run, its initial state.
         end: the state after the first optimizer step of the second epoch.
-        losses: of the batches of that step.
-        metrics: names of what was logged, at the end of the first epoch.
+        losses: losses of the batches of that step.
+        metrics: names of logged values, at the end of the first epoch.
         step_s, save_s: seconds of that step, and of the first save.
-        loaded: the content of the checkpoint, read back at once, where it has weights only.
-        reached: what went on last, for an error.
+        loaded: content of the checkpoint, loaded at once, if it has weights only.
+        reached: the latest phase, for error messages.
     """
 
     saved: State = field(default_factory=dict)
@@ -62,10 +62,10 @@ class Course:
 
 
 class Follower(Checkpoint):
-    """Fills a course; the last of the callbacks, where Lightning puts those that save.
+    """Records a course; runs last of the callbacks, where Lightning puts checkpoint callbacks.
 
     Args:
-        saving: None for a run that goes on from a checkpoint.
+        saving: None for a run that resumes from a checkpoint.
     """
 
     def __init__(self, saving: Saving | None) -> None:
@@ -76,14 +76,14 @@ class Follower(Checkpoint):
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         if self.saving is None:
-            self._record(trainer, pl_module)  # Lightning has restored everything by now
+            self._record(trainer, pl_module)  # everything is restored by now
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self.course.reached = "a training step"
         if self.began is None:
-            self.course.losses = []  # those of the last step are kept
+            self.course.losses = []  # the losses of the last step are kept
             self.began = device_clock(trainer.strategy.root_device)
 
     def on_train_batch_end(
@@ -133,7 +133,7 @@ class Follower(Checkpoint):
 
 
 class StopAfter(Checkpoint):
-    """Ends a run after so many batches. It saves nothing; but where nobody does, Lightning adds one who does."""
+    """Stop after ``batches`` batches. A ``Checkpoint``, so that Lightning does not add a ``ModelCheckpoint``."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches

@@ -1,4 +1,4 @@
-"""The other stages of a rehearsal: each finds out one thing, and says it in one line or raises the one error."""
+"""The other stages of a rehearsal: each checks one thing, and reports one line or raises an error."""
 
 import copy
 import math
@@ -36,7 +36,7 @@ _VERIFIED_IN = ("32-true", "bf16-mixed", "bf16-true", "64-true")
 
 
 def describe_saving(trainer: L.Trainer, folder: Path) -> Saving:
-    """How the run saves: by its ModelCheckpoints, as whole checkpoints where it has none."""
+    """Return how the run saves: as its ModelCheckpoints do, or complete checkpoints if it has none."""
     writers = writers_of(trainer)
     weights_only = bool(writers) and all(writer.save_weights_only for writer in writers)
     is_known = type(trainer.strategy.checkpoint_io) in (TorchCheckpointIO, AtomicCheckpointIO)
@@ -44,7 +44,7 @@ def describe_saving(trainer: L.Trainer, folder: Path) -> Saving:
 
 
 def with_exact_resume(run: RunCopy) -> RunCopy:
-    """The same run, in which what goes on after a load sees the same batches and random numbers."""
+    """Add ExactResume to the run, so that a resumed copy sees the same batches and random states."""
     if any(isinstance(callback, ExactResume) for callback in run.callbacks):
         return run
     changed = copy.copy(run)
@@ -53,24 +53,24 @@ def with_exact_resume(run: RunCopy) -> RunCopy:
 
 
 def verify_techniques(on: Rehearsed, precision: str) -> None:
-    """Stage: are the techniques the same training, on the first two batches?"""
+    """Stage: check that training with the techniques is the same, on the first two batches."""
     techniques = on.run.techniques
     if not techniques:
-        on.report.tell("verify", "no technique to compare the plain step with")
+        on.report.tell("verify", "there are no techniques to verify")
         return
     if precision_to_verify(on.trainer) != precision:
-        on.report.notes.append(f"verify: in float32, not in {precision}.")
+        on.report.notes.append(f"verify: checked in float32, not in {precision}.")
     names = ", ".join(type(technique).__name__ for technique in techniques)
-    problem, line = None, "not done: without the techniques a step does not fit into memory"
+    problem, line = None, "not checked: a step without the techniques does not fit into memory"
     try:
         verified = verify_run(on.trainer, on.run, on.sample.first, on.validation, techniques)
         on.report.verified = verified.ok
-        line = f"the same training with {names}: {verified.rows[0].verdict}"
-        problem = None if verified.ok else _explain_another_training(verified, names)
+        line = f"{names}: {verified.rows[0].verdict}"
+        problem = None if verified.ok else _explain_different_training(verified, names)
     except torch.OutOfMemoryError:
         pass
-    except Exception as error:  # the next stage runs the module as the run will, and knows whether it is broken
-        line = f"not done: {type(error).__name__}: {first_line(error)}"
+    except Exception as error:  # the next stage runs the module as the run does, and finds its errors
+        line = f"not checked: {type(error).__name__}: {first_line(error)}"
     on.raise_on_all(problem)
     on.report.tell("verify", line)
 
@@ -86,12 +86,12 @@ def verify_run(
     """Verify techniques on the first batches of a run, on the device of this rank.
 
     Args:
-        trainer: the run's.
-        run: a copy of it.
+        trainer: the Trainer of the run.
+        run: a copy of the run.
         first: its first batches; one is enough.
-        validation: the first ones of each of its validation loaders.
-        techniques: those that are verified.
-        steps: as for :func:`~lightning_fasttrain.verify`.
+        validation: the first batches of each of its validation loaders.
+        techniques: the techniques to verify.
+        steps: as in :func:`~lightning_fasttrain.verify`.
     """
     settings: dict[str, Any] = one_device_again(trainer)
     settings["precision"] = precision_to_verify(trainer)
@@ -103,26 +103,26 @@ def verify_run(
 
 
 def precision_to_verify(trainer: L.Trainer) -> str:
-    """The run's own; float32 for one whose first steps may overflow by design, as those of fp16 do."""
+    """Return the run's own precision; float32 if its first steps may overflow by design, as with fp16."""
     precision = str(trainer.precision)
     return precision if precision in _VERIFIED_IN else "32-true"
 
 
-def _explain_another_training(verified: Verification, names: str) -> str:
+def _explain_different_training(verified: Verification, names: str) -> str:
     whom = ", ".join(verified.guilty) or names
     wrong = [row.verdict for row in verified.rows if not row.ok]
     why = [*verified.problems, *wrong][0].rstrip(".")
-    way_out = f"Leave {whom} out, or look at all of it: print(ft.verify(module, batch, [...]))"
+    way_out = f"Remove {whom}, or see the details: print(ft.verify(module, batch, [...]))"
     return explain(f"verify with {whom} on the first batch", why, way_out)
 
 
-def run_in_small(on: Rehearsed, saving: Saving) -> Course:
+def run_small(on: Rehearsed, saving: Saving) -> Course:
     """Stage: a window, a short one, validation, the end of an epoch, a save, the first step of the next epoch."""
     follower = Follower(saving)
     with explain_errors(follower.course):
         on.run.fit(on.batches, on.validation, follower, devices_again(on.trainer))
     course = follower.course
-    on.raise_on_all(_find_early_end(course) or _find_unfit_loss(course))
+    on.raise_on_all(_find_early_end(course) or _find_bad_loss(course))
     _refuse_unlogged_monitors(on.trainer, course)
     on.report.step_s, on.report.save_s = course.step_s, course.save_s
     parts = ["the end of an epoch"]
@@ -133,35 +133,35 @@ def run_in_small(on: Rehearsed, saving: Saving) -> Course:
     window = f", a window of {on.window} batches," if on.window > 1 else ""
     first = describe_batch(on.sample.first[0])
     size = _predict_size(on)
-    on.report.tell("step", f"one{window} takes {course.step_s:.3g} s{size} ({first}); {', '.join(parts)} went well")
+    on.report.tell("step", f"one{window} takes {course.step_s:.3g} s{size} ({first}); {', '.join(parts)} succeeded")
     return course
 
 
 def _predict_size(on: Rehearsed) -> str:
-    """And how much memory, where that can be predicted. Ranks do not talk here, so each may fail on its own."""
+    """Return the predicted memory, if it can be predicted. Ranks do not communicate here, so each may fail alone."""
     try:
         nbytes = on.run.predict_peak(on.trainer, on.sample.first[0])
     except Exception as error:  # the module's own code runs without values
-        on.report.notes.append(f"step: its memory is not predicted, since {first_line(error).rstrip('.')}.")
+        on.report.notes.append(f"step: its memory could not be predicted: {first_line(error).rstrip('.')}.")
         return ""
     on.report.predicted_bytes = nbytes
-    return f" and {format_bytes(nbytes)}, as predicted"
+    return f" and {format_bytes(nbytes)} (predicted)"
 
 
 def _find_early_end(course: Course) -> str | None:
     if course.end:
         return None
     why = "a callback, or the module, has set trainer.should_stop"
-    way_out = "Look for who sets it at the start of a fit, or leave that callback out: Rehearsal(without=(Its,))"
+    way_out = "Find the code that sets it, or exclude that callback: Rehearsal(without=(MyCallback,))"
     return explain(f"the rehearsed run ended after {course.reached}, before its second epoch", why, way_out)
 
 
-def _find_unfit_loss(course: Course) -> str | None:
+def _find_bad_loss(course: Course) -> str | None:
     if all(map(math.isfinite, course.losses)):
         return None
     steps = course.end["global step"]
     way_out = "Check the batch and the learning rate; in 16 bits try bf16-mixed"
-    return explain(f"the loss is {course.losses[0]} in step {steps}", "from there on nothing is trained", way_out)
+    return explain(f"the loss is {course.losses[0]} in step {steps}", "from then on training has no effect", way_out)
 
 
 def _refuse_unlogged_monitors(trainer: L.Trainer, course: Course) -> None:
@@ -170,39 +170,39 @@ def _refuse_unlogged_monitors(trainer: L.Trainer, course: Course) -> None:
         if callback.monitor is not None and callback.monitor not in course.metrics:
             known = ", ".join(sorted(set(course.metrics))) or "nothing"
             what = f"{type(callback).__name__}(monitor={callback.monitor!r})"
-            way_out = f"Log it, self.log({callback.monitor!r}, ...), or monitor what is logged"
-            raise RehearsalError(explain(what, f"nothing of that name is logged, only {known}", way_out))
+            way_out = f"Log it, self.log({callback.monitor!r}, ...), or monitor a logged value"
+            raise RehearsalError(explain(what, f"no value of that name is logged, only {known}", way_out))
 
 
-def weigh_checkpoint(on: Rehearsed, saving: Saving) -> None:
-    """Stage: size and time of a save, and room for all that the run will keep."""
+def measure_checkpoint(on: Rehearsed, saving: Saving) -> None:
+    """Stage: check size and time of a save, and disk space for all checkpoints that the run will keep."""
     report, problem, room = on.report, None, ""
     report.checkpoint_bytes = nbytes = bytes_on_disk(saving.path)
     kept = sum(place.kept for place in on.places)
     report.kept = None if math.isinf(kept) else int(kept)
-    if on.trainer.is_global_zero:  # who writes
+    if on.trainer.is_global_zero:  # the rank that writes
         try:
-            room = describe_room(on.places, nbytes) or "the room there is not known"
+            room = describe_room(on.places, nbytes) or "the free disk space is unknown"
         except OSError as error:
             problem = str(error)
     on.raise_on_all(problem)
     if not on.places:
-        room = "but no ModelCheckpoint keeps any"
+        room = "but no ModelCheckpoint keeps checkpoints"
     report.tell("checkpoint", f"{format_bytes(nbytes)} in {report.save_s:.2g} s; {room}")
 
 
 def run_largest(on: Rehearsed) -> None:
-    """Stage: the largest batch that was found, after a step, so that what the optimizer keeps is there."""
+    """Stage: run the largest batch of the sample, after a step, so that optimizer state exists."""
     sample = on.sample
     on.report.batches_seen = sample.seen
     first = describe_batch(sample.first[0])
     if not any(on.ask_all(sample.largest is not None)):
         on.report.tell("largest batch", f"none of {sample.seen} was larger than the first ones ({first})")
         return
-    largest = sample.first[0] if sample.largest is None else sample.largest  # another rank has a larger one
-    size = f"{describe_batch(largest)}, the largest of {sample.seen}, where the first is {first}"
+    largest = sample.first[0] if sample.largest is None else sample.largest  # only another rank found a larger one
+    size = f"{describe_batch(largest)}, the largest of {sample.seen} (the first: {first})"
     batches = [*fill_up(sample.first, on.window), largest]
     with explain_errors(Course(reached=f"the largest batch ({size})")):
-        # One more than is run, so that nothing of an epoch's end is done.
+        # One more than is run, so that the end of an epoch is not reached.
         on.run.fit([*batches, largest], [], StopAfter(len(batches)), devices_again(on.trainer))
-    on.report.tell("largest batch", f"{size}, went well")
+    on.report.tell("largest batch", f"{size}, succeeded")

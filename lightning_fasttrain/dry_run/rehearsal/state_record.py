@@ -1,4 +1,4 @@
-"""All that a run's next step depends on, in digests; and in what two such records differ, bit for bit."""
+"""Record everything that a run's next step depends on as digests, and compare such records bit for bit."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -12,11 +12,11 @@ State = dict[str, Any]
 
 _SMALL = 2**20  # bytes: larger tensors among attributes are data
 _PLAIN = (bool, int, float, str, type(None))
-_LIGHTNINGS = frozenset(vars(L.LightningModule()))  # what every module has, such as where it logs from
+_LIGHTNINGS = frozenset(vars(L.LightningModule()))  # attributes of every module, such as its logging state
 
 
 def record_state(trainer: L.Trainer, module: nn.Module) -> State:
-    """Weights, buffers, optimizers, schedules and the step, by path; of tensors the digests."""
+    """Record weights, buffers, optimizers, schedules and the step, by path; tensors as digests."""
     state: State = {"global step": trainer.global_step}
     for name, parameter in module.named_parameters():
         state[f"weight {name}"] = take_digest(parameter)
@@ -30,13 +30,13 @@ def record_state(trainer: L.Trainer, module: nn.Module) -> State:
 
 
 def persistent_only(state: State, module: nn.Module) -> State:
-    """Without the buffers that no checkpoint holds, since they are not in ``state_dict``."""
+    """Remove the buffers that are not saved in checkpoints, since they are not in ``state_dict``."""
     saved = set(module.state_dict())
     return {path: value for path, value in state.items() if not path.startswith("buffer ") or path[7:] in saved}
 
 
 def record_attributes(trainer: L.Trainer, module: nn.Module) -> State:
-    """Numbers, words and small tensors that callbacks, the module and its parts hold beside that."""
+    """Record further numbers, strings and small tensors of callbacks, the module and its submodules."""
     state: State = {}
     for callback in trainer.callbacks:
         state |= dict(_attributes(type(callback).__name__, callback))
@@ -69,7 +69,7 @@ def _flatten(path: str, value: object) -> Iterator[tuple[str, Any]]:
 
 
 def find_differences(one: State, other: State) -> list[str]:
-    """Paths that have another value, or that only one of the two has.
+    """Return the paths whose values differ, or that only one of the two has.
 
     Example:
         >>> nan = float("nan")
@@ -83,11 +83,11 @@ def find_differences(one: State, other: State) -> list[str]:
 def _are_same(one: object, other: object) -> bool:
     if isinstance(one, Digest) and isinstance(other, Digest):
         return one.is_same(other)
-    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN is NaN
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))  # NaN equals NaN
 
 
 def measure_distance(one: object, other: object) -> float:
-    """How far two values are apart; infinite where that is no number."""
+    """Return the distance of two values; infinite if it is undefined."""
     if isinstance(one, Digest) and isinstance(other, Digest) and one.shape == other.shape:
         return (one - other).norm()
     if isinstance(one, int | float) and isinstance(other, int | float):
@@ -96,32 +96,32 @@ def measure_distance(one: object, other: object) -> float:
 
 
 def measure_size(value: object) -> float:
-    """The norm of a tensor, or how large a number is."""
+    """Return the norm of a tensor, or the magnitude of a number."""
     return value.norm() if isinstance(value, Digest) else measure_distance(value, 0.0)
 
 
 def describe(value: object) -> str:
-    """In few words."""
+    """Describe a value in a few words."""
     if isinstance(value, Digest):
         return f"{value.item()!r}" if value.numel == 1 else f"a tensor of {' × '.join(map(str, value.shape))}"
     return repr(value)[:40]
 
 
 def describe_change(before: Any, after: Any) -> str:
-    """What became of a value.
+    """Describe how a value changed.
 
     Example:
         >>> import torch
         >>> before, after = take_digest(torch.zeros(3)), take_digest(torch.tensor([0.0, 0.5, 0.0]))
         >>> describe_change(before, after), describe_change(2, 5)
-        ('is off by 0.5 in 1 of its 3 numbers', 'was 2 and is 5')
+        ('is off by 0.5 in 1 of its 3 values', 'was 2 and is 5')
     """
     tensors = isinstance(before, Digest) and isinstance(after, Digest) and before.shape == after.shape
     if not tensors or before.numel == 1 or before.dtype != after.dtype:
         return f"was {describe(before)} and is {describe(after)}"
     change = before - after
     apart = change.entries.abs()
-    if not apart.any():  # few numbers changed, and none that was looked at
+    if not apart.any():  # few values changed, and no sampled one
         return f"is off by {change.norm():.2g}"
     seen = "its" if apart.numel() == before.numel else "the sampled"
-    return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} numbers"
+    return f"is off by {float(apart.max()):.2g} in {int((apart != 0).sum())} of {seen} {apart.numel()} values"

@@ -1,6 +1,6 @@
-"""Runs a step of a user's model plainly and with techniques, and says whether it is the same training.
+"""Run a step of a user's model with and without techniques, and check that training is the same.
 
-The yardstick is the rounding of the plain step itself, measured on that model.
+Differences are measured against the rounding noise of the plain step on that model.
 
 From the bottom up: ``digest``, ``short_run``, ``batches``, ``step_record``, ``record_steps``, ``first_difference``,
 ``rounding_noise``, ``compare_records``, ``report``, ``vacuous_checks``, ``proof``, ``verify``.

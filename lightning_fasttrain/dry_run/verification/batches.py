@@ -1,4 +1,4 @@
-"""Which batches a verification runs: some that differ, as many rows of them as fit the device, and one to validate."""
+"""Choose the batches of a verification: distinct ones, with as many rows as fit the device, and one for validation."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from lightning_fasttrain.data.split_batch import batch_size, pick_rows
 from lightning_fasttrain.dry_run.verification.short_run import quietly
 from lightning_fasttrain.predict.predict_memory import predict_memory
 
-_SHARE = 0.9  # of the free memory, as far as a prediction is trusted
-# More than a step takes for each byte of weights or of its batch; where that fits, nothing is predicted.
+_SHARE = 0.9  # of the free memory: margin for errors of the prediction
+# More bytes than a step takes per byte of weights or of its batch; if that fits, nothing is predicted.
 _PER_WEIGHT, _PER_BATCH = 64, 2**16
 
 
 def take_batches(batch: Any, steps: int) -> tuple[list[Any], list[str]]:
-    """A batch for each step, which differ from one step to the next where they can, and notes on it.
+    """Return a batch for each step, distinct from one step to the next where possible, and notes about them.
 
     Raises:
-        ValueError: a loader has too few.
+        ValueError: the loader has too few batches.
     """
     if isinstance(batch, DataLoader):
         batches = list(itertools.islice(batch, steps))
@@ -42,26 +42,26 @@ def take_batches(batch: Any, steps: int) -> tuple[list[Any], list[str]]:
     with suppress(ValueError):  # a batch without rows
         size = batch_size(batch)
         if size > 1:
-            # The first half of the rows, each twice: as large as the batch, with other sums and other counts.
+            # The first half of the rows, each twice: the same batch size with other sums and other counts.
             other = pick_rows(batch, [row // 2 for row in range(size)])
             return [(batches[0], other)[step % 2] for step in range(steps)], []
-    return batches * steps, ["All steps see the same batch: it has no rows to make another one of."]
+    return batches * steps, ["All steps see the same batch: it has no rows from which to make another one."]
 
 
 def take_validation(batch: Any, training: Any) -> Any:
-    """The batch that is validated: the first of a loader, and by default the first that is trained on."""
+    """Return the batch for validation: the first of a loader, by default the first training batch."""
     if batch is None:
         return training
     return next(iter(batch)) if isinstance(batch, DataLoader) else batch
 
 
 def fit_rows(module: L.LightningModule, batches: Sequence[Any], device: torch.device) -> int | None:
-    """How many rows of the largest batch a plain step can take on a device; None for all, or where nothing is known.
+    """Return how many rows of the largest batch a plain step can process; None for all, or if unknown.
 
     Args:
-        module: left as it is.
-        batches: those of the steps.
-        device: where they would run, with the memory that is free there.
+        module: the module, which is not changed.
+        batches: the batches of the steps.
+        device: the device on which they would run, with its current free memory.
 
     Raises:
         ValueError: not even one row fits.
@@ -71,22 +71,22 @@ def fit_rows(module: L.LightningModule, batches: Sequence[Any], device: torch.de
     largest = max(batches, key=count_rows)
     if free is None or size < 2 or _PER_WEIGHT * weights + _PER_BATCH * count_bytes(largest) < free:
         return None
-    # The first of all runs is in float32, whatever the weights are.
+    # The first run is in float32, whatever the dtype of the weights.
     narrowest = min((p.element_size() for p in module.parameters() if p.is_floating_point()), default=4)
     rows, times = size, max(1.0, 4 / narrowest)
     while (nbytes := _predict(module, pick_rows(largest, list(range(rows))), device, times)) is not None:
         if nbytes <= _SHARE * free:
             return None if rows == size else rows
         if rows == 1:
-            why = f"it takes {format_bytes(nbytes)}, as predicted, and {format_bytes(free)} are free"
-            way_out = "Verify a smaller model of the same kind, or give shorter samples"
+            why = f"it takes {format_bytes(nbytes)} (predicted), and {format_bytes(free)} are free"
+            way_out = "Verify a smaller model of the same kind, or pass shorter samples"
             raise ValueError(explain("a plain step of one row", why, way_out))
         rows = max(1, int(rows * min(0.5, _SHARE * free / nbytes)))
     return None
 
 
 def keep_rows(batches: Sequence[Any], rows: int) -> list[Any]:
-    """So many rows of each batch, those first that differ most from one another."""
+    """Keep ``rows`` rows of each batch, those that differ most from one another first."""
     kept = []
     for batch in batches:
         size = count_rows(batch)
@@ -95,7 +95,7 @@ def keep_rows(batches: Sequence[Any], rows: int) -> list[Any]:
 
 
 def count_rows(batch: Any) -> int:
-    """The rows of a batch; 1 of one that cannot be cut."""
+    """Return the number of rows of a batch; 1 if it cannot be split."""
     try:
         return batch_size(batch)
     except ValueError:
@@ -106,5 +106,5 @@ def _predict(module: L.LightningModule, batch: Any, device: torch.device, times:
     try:
         with quietly():
             return int(times * predict_memory(module, batch, device=device.type).peak_bytes)
-    except Exception:  # of the module's own too, which may need numbers
+    except Exception:  # errors of the module too, which may need real values
         return None

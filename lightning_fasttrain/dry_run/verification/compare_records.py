@@ -1,4 +1,4 @@
-"""Holds the distance of a record from the plain one against what its exactness class allows."""
+"""Compare the distance of a record from the plain one with the limit of its exactness class."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,21 +9,21 @@ from lightning_fasttrain.dry_run.verification.rounding_noise import Distances, M
 from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
 
 _EPSILON = torch.finfo(torch.float32).eps
-_ROUNDINGS = 32  # float32 roundings of the whole that are always allowed: noise may be zero by chance
-_TURNED = 0.4  # of a typical entry, times 16: as far as eight take an update that Adam turns round for rounding errors
+_ROUNDINGS = 32  # float32 roundings of the total that are always allowed: measured noise may be zero by chance
+_TURNED = 0.4  # of a typical entry, times 16: effect of eight entries whose sign rounding flips in Adam
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far one quantity is from the plain step's, relative to its size, and how far it may be.
+    """Relative distance of one quantity from the plain step's, and its limit.
 
     Attributes:
         what: ``"loss"``, ``"gradients"``, ``"updates"``, ``"buffers"``, ``"evaluation"`` or ``"validation"``.
-        error: of the worst tensor; of a technique with a bound, of all tensors together.
-        allowed: of the same.
-        where: its name; "" where there is but one.
-        share: error by what is allowed: above 1 it is another training.
-        bitwise: whether all tensors, or numbers, are equal bit for bit.
+        error: relative error of the worst tensor; with a technique that has a bound, of all tensors together.
+        allowed: the limit of the error.
+        where: name of the worst tensor; "" if there is only one.
+        share: error divided by its limit: above 1 training is different.
+        bitwise: whether all tensors, or values, are bitwise equal.
     """
 
     what: str
@@ -40,13 +40,13 @@ class Distance:
 
 @dataclass(frozen=True)
 class Allowance:
-    """What a comparison tolerates.
+    """Limits of a comparison.
 
     Attributes:
-        noise: of the plain step.
-        times: how much of it is allowed.
-        bound: relative error that is allowed beside it; None for a technique that changes training.
-        validates: whether what validation gives is compared: it may be a count, which small errors move far.
+        noise: rounding noise of the plain step.
+        times: multiple of the noise that is allowed.
+        bound: relative error that is allowed in addition; None for a technique that changes training.
+        validates: whether results of validation are compared: they may be counts, which small errors change a lot.
     """
 
     noise: Distances
@@ -59,13 +59,13 @@ def compare(plain: StepRecord, other: StepRecord, meaning: Meaning, allow: Allow
     """Compare two records of the same steps, quantity by quantity.
 
     Args:
-        plain: what is compared with.
+        plain: the reference.
         other: the same steps with techniques.
-        meaning: which entries of updates are compared.
-        allow: how far ``other`` may be.
+        meaning: the entries of updates that are compared.
+        allow: the limits for ``other``.
 
     Returns:
-        A distance for each quantity that both have.
+        A distance for each quantity that both records have.
     """
     apart, noise = measure_distances(plain, other, meaning), allow.noise
     moved = {name: update.norm() for name, update in plain.updates()}
@@ -94,7 +94,7 @@ def _of_evaluations(plain: StepRecord, other: StepRecord, apart: Distances, allo
     sizes, others, distances, noises = [], [], [], []
     for place, (one, another) in enumerate(zip(plain.evaluation, other.evaluation, strict=False)):
         if one is not None and another is not None:
-            # Where rounding was not evaluated, what it does to the step's own loss is known.
+            # If rounding was not evaluated, its effect on the step's own loss is used.
             noise = max([*allow.noise.evaluation[place : place + 1], *allow.noise.losses[:1]], default=0.0)
             sizes.append(one)
             others.append(another)
@@ -122,7 +122,7 @@ def _are_bitwise(plain: Digests, other: Digests) -> bool:
 def _with_rounded_weights(
     noises: Mapping[str, float], weights: Digests, more: Mapping[str, float] | None = None
 ) -> dict[str, float]:
-    """An update is a small difference of large numbers, each of which was rounded."""
+    """Add rounding of the weights, since an update is a small difference of large values that were both rounded."""
     rounded: dict[str, float] = {}
     for name, weight in weights.items():
         least = torch.finfo(weight.dtype).eps * weight.norm() + (more or {}).get(name, 0.0)
@@ -133,9 +133,9 @@ def _with_rounded_weights(
 def _of_numbers(
     what: str, plain: list[float], other: list[float], apart: list[float], noises: list[float], allow: Allowance
 ) -> Distance | None:
-    """The worst of a few numbers."""
+    """Return the worst distance among a few scalars."""
     names = [str(number) for number in range(len(apart))]
-    padded = [*noises, *[0.0] * len(names)]  # noise may be known of fewer losses than there are
+    padded = [*noises, *[0.0] * len(names)]  # noise may be known for only some of the losses
     named = dict(zip(names, padded, strict=False))
     sizes = dict(zip(names, plain, strict=False))
     worst = _of_tensors(what, dict(zip(names, apart, strict=True)), sizes, named, allow)
@@ -147,17 +147,17 @@ def _of_tensors(
 ) -> Distance | None:
     if not apart:
         return None
-    if allow.bound:  # such a bound is one of the whole gradient, not of each tensor
+    if allow.bound:  # such a bound holds for the complete gradient, not for each tensor
         apart, sizes, noises = ({"": _norm(part)} for part in (apart, sizes, noises))
     distances = [_distance(what, name, apart[name], abs(sizes[name]), noises.get(name, 0.0), allow) for name in apart]
     return max(distances, key=lambda distance: distance.share)
 
 
 def _distance(what: str, name: str, apart: float, size: float, noise: float, allow: Allowance) -> Distance:
-    least = max(size, 1e-300)  # a tensor may be zero throughout
+    least = max(size, 1e-300)  # a tensor may be all zeros
     # times · noise + (32 ε + bound) · size, all absolute.
     allowed = allow.times * noise + (_ROUNDINGS * _EPSILON + (allow.bound or 0.0)) * size
-    if apart != apart:  # not a number
+    if apart != apart:  # NaN
         return Distance(what, apart, allowed / least, name, float("inf"))
     share = 0.0
     if allow.bound is not None and apart > 0:

@@ -1,4 +1,4 @@
-"""What is kept of a tensor so that it can be compared later, when the tensor itself is gone."""
+"""Digests of tensors: enough to compare tensors that are no longer in memory."""
 
 import functools
 import math
@@ -12,22 +12,22 @@ from torch import Tensor
 
 from lightning_fasttrain.core.checks import require
 
-_ENTRIES = 4096  # of a tensor that are kept; all of one that has no more
-_ROWS, _COLUMNS = 256, 512  # of the random signs: of 128 Ki entries each has a sign of its own
+_ENTRIES = 4096  # entries of a tensor that are kept; smaller tensors are kept completely
+_ROWS, _COLUMNS = 256, 512  # of the random signs: up to 128 Ki entries, each has its own sign
 
 
 @dataclass(frozen=True)
 class Digest:
-    """A sample of a tensor's entries, random sums of all of them, and a checksum of its bits.
+    """A sample of a tensor's entries, random sums over all of them, and a checksum of its bits.
 
-    Digests of one shape can be added and subtracted like the tensors: what is found is the digest of the sum or of the
+    Digests of one shape can be added and subtracted like the tensors: the result is the digest of the sum or the
     difference, without a checksum.
 
     Attributes:
-        shape: of the tensor.
-        dtype: of its numbers.
-        sums: of each column of the entries under random signs, in float64; empty where all entries are kept.
-        checksum: of the bits; None of a sum or a difference.
+        shape: shape of the tensor.
+        dtype: dtype of the tensor.
+        sums: sum of each column of the entries under random signs, in float64; empty if all entries are kept.
+        checksum: checksum of the bits; None for a sum or a difference.
 
     Source:
         Alon, Matias & Szegedy 1996, "The Space Complexity of Approximating the Frequency Moments": the squares of sums
@@ -46,15 +46,15 @@ class Digest:
 
     @property
     def entries(self) -> Tensor:
-        """The sample, in float64: of equal shapes the same places."""
+        """The sampled entries, in float64, at the same positions for equal shapes."""
         stored = self._entries
         return (stored if isinstance(stored, Tensor) else _files().load_file(stored)["entries"]).double()
 
     def norm(self, where: Tensor | None = None) -> float:
-        """The Euclidean norm: exact where all entries are kept, otherwise an estimate with a standard deviation of 3%.
+        """Return the Euclidean norm: exact if all entries are kept, otherwise estimated (standard deviation 3%).
 
         Args:
-            where: which of the sampled entries count; the norm is then that of all entries like them.
+            where: mask of the sampled entries that count; the norm is then estimated over all such entries.
         """
         if where is None and self.sums.numel() > 0:
             return float(self.sums.norm())
@@ -63,16 +63,16 @@ class Digest:
         return scale * float((entries if where is None else entries[where]).norm())
 
     def item(self) -> bool | int | float:
-        """The number of a tensor that has but one."""
+        """Return the value of a tensor with one element."""
         number = self.entries.item()
         if self.dtype.is_floating_point:
             return number
         return bool(number) if self.dtype is torch.bool else int(number)
 
     def is_same(self, other: "Digest") -> bool:
-        """Whether the tensors are equal bit for bit, as far as all that is kept of them tells."""
-        alike = (self.shape, self.dtype, self.checksum) == (other.shape, other.dtype, other.checksum)
-        return alike and _equal(self.sums, other.sums) and _equal(self.entries, other.entries)
+        """Whether the tensors are bitwise equal, as far as their digests can show."""
+        same_bits = (self.shape, self.dtype, self.checksum) == (other.shape, other.dtype, other.checksum)
+        return same_bits and _equal(self.sums, other.sums) and _equal(self.entries, other.entries)
 
     def is_zero(self) -> bool:
         """Whether all entries are zero."""
@@ -89,16 +89,16 @@ class Digest:
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
-    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))  # what is not a number equals itself
+    return bool(torch.equal(one.nan_to_num(), other.nan_to_num()))  # NaN compares equal to NaN
 
 
 @torch.no_grad()
 def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
-    """The digest of a tensor, computed where the tensor is and kept on the CPU.
+    """Compute the digest of a tensor on the tensor's device, and keep it on the CPU.
 
     Args:
-        tensor: of any shape and dtype.
-        store: a file that all its entries are written to; by default a sample is kept in memory.
+        tensor: a tensor of any shape and dtype.
+        store: a file to which all entries are written; by default a sample is kept in memory.
 
     Example:
         >>> one, other = torch.ones(3, 5), torch.zeros(3, 5)
@@ -108,7 +108,7 @@ def take_digest(tensor: Tensor, store: Path | None = None) -> Digest:
     tensor = tensor.detach()
     flat = (tensor.to_dense() if tensor.is_sparse else tensor).reshape(-1)
     if flat.device.type not in ("cpu", "cuda"):
-        flat = flat.cpu()  # not every device has float64
+        flat = flat.cpu()  # not every device supports float64
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     size, entries = flat.numel(), flat
@@ -127,8 +127,8 @@ def _files() -> Any:
 
 
 def _sum_bits(flat: Tensor) -> int:
-    """The sum of the bits, taken as whole numbers of 64, which wraps around: of all sums the one that reads fastest."""
-    # A lone number counts as contiguous whatever its stride is, and cannot be taken for bytes.
+    """Return the sum of the bits as 64-bit integers, which wraps around; the fastest of the sums."""
+    # A single value counts as contiguous whatever its stride, and cannot be viewed as bytes.
     if flat.stride(0) != 1 or flat.data_ptr() % 8 != 0:
         flat = flat.clone(memory_format=torch.contiguous_format)
     bits = flat.view(torch.uint8)
@@ -137,13 +137,13 @@ def _sum_bits(flat: Tensor) -> int:
 
 
 def _sum_under_signs(flat: Tensor) -> Tensor:
-    """Sums of the entries under random signs, which are the same for all tensors of a size; [columns]."""
+    """Sum the entries under random signs, which are the same for all tensors of one size; shape [columns]."""
     block = _ROWS * _COLUMNS
     turns = torch.randint(2, (-(-flat.numel() // block),), generator=torch.Generator().manual_seed(flat.numel()))
     # The signs are the same in each block, so the blocks are added up first.
     total = torch.zeros(block, dtype=torch.float64, device=flat.device)
     for turn, part in zip(turns.tolist(), flat.split(block), strict=True):
-        part = part.float() if part.element_size() == 1 else part  # those of 8 bits are not added to others
+        part = part.float() if part.element_size() == 1 else part  # 8-bit floats do not support addition
         total[: part.numel()].add_(part, alpha=1 if turn else -1)
     return (total.view(_ROWS, _COLUMNS) * _signs().to(flat.device)).sum(0).cpu()
 

@@ -1,4 +1,4 @@
-"""Where two runs of the same steps begin to differ: in which module's output or gradient, or in which weight's."""
+"""Find where two runs of the same steps first differ: in a module's output or gradient, or in a weight's."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,26 +18,26 @@ from lightning_fasttrain.dry_run.verification.digest import take_digest
 from lightning_fasttrain.dry_run.verification.short_run import Steps, run_steps, seed_step
 from lightning_fasttrain.technique import Technique
 
-_SHOWN = 16  # entries of a row that are kept, beside a random sum of them all
+_SHOWN = 16  # entries of a row that are kept, besides a random sum over all of them
 _TIMES, _ROUNDINGS = 16.0, 32 * torch.finfo(torch.float32).eps  # as in the comparison that failed
-_WEIGHT_TIMES = 64.0  # Adam turns round what is zero but for rounding, in some runs and not in others
-# Of modules the first two, of weights the others; in the order of a step.
-_OUTPUT, _GRADIENT, _SUM, _WEIGHT = "gives", "gets the gradient", "has the gradient", "has the value"
+_WEIGHT_TIMES = 64.0  # Adam flips the sign of values that are zero up to rounding, in some runs and not in others
+# The first two describe modules, the others weights; in the order of a step.
+_OUTPUT, _GRADIENT, _SUM, _WEIGHT = "returns", "receives the gradient", "has the gradient", "has the value"
 _PHASES = (_OUTPUT, _GRADIENT, _SUM, _WEIGHT)
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first value that leaves the model's own rounding.
+    """The first value that differs by more than the model's own rounding.
 
     Attributes:
-        step: the optimizer step, from 1.
-        name: of the module or the weight; or of an operator, and of the module that called it.
-        what: what about it differs.
+        step: the optimizer step, counted from 1.
+        name: name of the module or the weight; or of an operator, and of the module that called it.
+        what: the quantity that differs.
         value, plain: an entry with the techniques and without them.
         rounding: how far rounding moves such an entry.
-        row: of the batch; None for a weight.
-        summed: whether these are sums of many entries under random signs, since no sampled entry differs.
+        row: row of the batch; None for a weight.
+        summed: whether the values are sums of many entries under random signs, since no sampled entry differs.
     """
 
     step: int
@@ -52,22 +52,22 @@ class FirstDifference:
     def __str__(self) -> str:
         row = "" if self.row is None else f" in row {self.row} of the batch"
         summed = "summed under random signs, " if self.summed else ""
-        values = f"{summed}{self.value:.8g}{row}, the plain step's is {self.plain:.8g}"
+        values = f"{summed}{self.value:.8g}{row} instead of {self.plain:.8g}"
         rounding = f"rounding moves such values by {self.rounding:.0e}"
-        return f"It begins in step {self.step}: {self.name} {self.what} {values}; {rounding}."
+        return f"First difference in step {self.step}: {self.name} {self.what} {values}; {rounding}."
 
 
-# Where a value was seen: the step, what it is, of which module or weight, and how wide, since an operator may be called
-# on several things.
+# Key of a recorded value: the step, the quantity, the module or weight, and its width, since an operator may be called
+# on several tensors.
 _Key = tuple[int, str, str, int]
 
 
 @dataclass
 class _Values:
-    """What was seen, in the order in which it came.
+    """Recorded values, in the order of recording.
 
     Attributes:
-        calls: for each call the rows, of each some entries and then random sums of all its entries.
+        calls: rows of each call; for each row some entries and then random sums of all its entries.
         shown: how many of the columns are entries.
     """
 
@@ -86,24 +86,24 @@ _Side = tuple[Steps, Sequence[Technique]]
 def find_first_difference(
     usual: _Side, other: _Side, window: int, nudge: Callable[[nn.Module], Any], operators: bool = False
 ) -> FirstDifference | None:
-    """Run both sides with hooks on each module, and the usual one with rounding errors, and compare call by call.
+    """Run both sides with hooks on each module, and the reference with rounding noise too, and compare call by call.
 
     Args:
         usual: the steps, and the techniques that act in them.
-        other: the same on the other side, where each step may have several parts of a batch.
-        window: those parts.
-        nudge: moves weights as rounding would have.
-        operators: whether to look at each call of a function of torch too, and not at modules alone.
+        other: the same for the other side, where each step may consist of several micro-batches.
+        window: number of these micro-batches.
+        nudge: moves weights by one rounding.
+        operators: whether to compare each call of a torch function too, not only modules.
 
     Returns:
-        The first difference; None where each value that both sides have is the same but for rounding.
+        The first difference; None if all values that both sides have are the same up to rounding.
     """
     plain = _run(*usual, _Watcher(1, None, operators))
     rounded = _run(*usual, _Watcher(1, nudge, operators))
     others = _run(*other, _Watcher(window, None, operators))
     for key, calls in plain.calls.items():
-        theirs = _put_together(others.calls.get(key, []), calls)
-        noisy = _put_together(rounded.calls.get(key, []), calls)
+        theirs = _concatenate(others.calls.get(key, []), calls)
+        noisy = _concatenate(rounded.calls.get(key, []), calls)
         if theirs is None or noisy is None:
             continue
         found = _compare(key, plain.shown[key], torch.cat(calls), theirs, noisy)
@@ -112,8 +112,8 @@ def find_first_difference(
     return None
 
 
-def _put_together(parts: list[Tensor], calls: list[Tensor]) -> Tensor | None:
-    """The rows of each call, which may have come in parts; None where the module is called in another way."""
+def _concatenate(parts: list[Tensor], calls: list[Tensor]) -> Tensor | None:
+    """Concatenate the rows of each call, which may be split over micro-batches; None if the calls do not match."""
     times = len(parts) // max(len(calls), 1)
     if times * len(calls) != len(parts) or times == 0:
         return None
@@ -125,9 +125,9 @@ def _compare(key: _Key, shown: int, usual: Tensor, theirs: Tensor, noisy: Tensor
     step, what, name, _ = key
     apart, noise, size = float((theirs - usual).norm()), float((noisy - usual).norm()), float(usual.norm())
     times = _WEIGHT_TIMES if what == _WEIGHT else _TIMES
-    if apart <= times * noise + _ROUNDINGS * size:  # what is not a number is not near
+    if apart <= times * noise + _ROUNDINGS * size:  # NaN is not close
         return None
-    summed = bool((theirs == usual)[:, :shown].all())  # no entry that was looked at differs
+    summed = bool((theirs == usual)[:, :shown].all())  # no sampled entry differs
     columns = slice(shown, None) if summed else slice(shown)
     usual, theirs, noisy = usual[:, columns], theirs[:, columns], noisy[:, columns]
     row, column = divmod(int((theirs - usual).abs().nan_to_num(torch.inf).argmax()), usual.shape[1])
@@ -141,7 +141,7 @@ def _run(of: Steps, techniques: Sequence[Technique], watcher: "_Watcher") -> _Va
 
 
 class _Watcher(L.Callback):
-    """Hooks on each module's output and its gradient; and on each operator's, if asked."""
+    """Hooks on the output and the gradient of each module; and on those of each operator, if requested."""
 
     def __init__(self, window: int, change: Callable[[nn.Module], Any] | None, operators: bool) -> None:
         self.window, self.change, self.step = window, change, 1
@@ -172,19 +172,19 @@ class _Watcher(L.Callback):
     def _note(self, name: str, output: Any) -> None:
         if not _is_part_of_the_step():
             return
-        with torch._C.DisableTorchFunction():  # what is done to look at a value is no operator of the step
+        with torch._C.DisableTorchFunction():  # operations that read a value are not part of the step
             for tensor in _floats(output):
                 self.values.note(self.step, _OUTPUT, name, *self._describe_rows(tensor))
                 if tensor.requires_grad:
                     tensor.register_hook(partial(self._note_gradient, self.step, name))
-                break  # the first is enough to tell where
+                break  # the first is enough to locate a difference
 
     def _note_gradient(self, step: int, name: str, gradient: Tensor) -> None:
         if _is_part_of_the_step(in_backward=True):
             self.values.note(step, _GRADIENT, name, *self._describe_rows(gradient))
 
     def _describe_rows(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
-        """Of each row some entries, [rows, entries], and a random sum of all, [rows, 1]."""
+        """Return some entries of each row, [rows, entries], and a random sum of all its entries, [rows, 1]."""
         tensor = tensor.detach()
         rows = tensor.reshape(tensor.shape[0] if tensor.ndim > 0 else 1, -1)
         width, shown = rows.shape[1], min(_SHOWN, rows.shape[1])
@@ -223,13 +223,13 @@ class _Watcher(L.Callback):
         self.values.note(self.step, what, name, digest.entries[None], digest.sums[None])
 
     def in_order(self) -> _Values:
-        """Step by step: outputs first, then gradients, then weights."""
+        """Return the values step by step: outputs first, then gradients, then weights."""
         ordered = sorted(self.values.calls.items(), key=lambda item: (item[0][0], _PHASES.index(item[0][1])))
         return _Values(dict(ordered), self.values.shown)
 
 
 class _Operators(TorchFunctionMode):
-    """Tells of each call of a function of torch in a training step, and of the module that it was called in."""
+    """Reports each call of a torch function in a training step, and the module in which it was called."""
 
     def __init__(self, note: Callable[[str, Any], None]) -> None:
         super().__init__()
@@ -254,7 +254,7 @@ class _Operators(TorchFunctionMode):
 
 
 def _is_part_of_the_step(in_backward: bool = False) -> bool:
-    """Not of a trial, and not a forward that is run again in the backward."""
+    """Whether the current call belongs to the step, rather than to a trial run or a recomputation in the backward."""
     if not in_backward and torch._C._current_graph_task_id() != -1:
         return False
     return not any(isinstance(mode, DeterministicStep) for mode in _get_current_function_mode_stack())

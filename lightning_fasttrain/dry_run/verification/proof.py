@@ -1,4 +1,4 @@
-"""The runs of one verification, the order they are made in, and what is concluded from them."""
+"""Make the runs of one verification in order, and draw conclusions from them."""
 
 import copy
 import gc
@@ -37,33 +37,33 @@ from lightning_fasttrain.technique.declarations import least_exact
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
 FULL = "32-true"
-_TIMES = 16.0  # what rounding does to a step is small and random; two steps may meet it at its two ends
-_TIMES_ROUNDED = 3.0  # the distance of low precision from float32 is no small thing
-_NO_YARDSTICK = 1e-3  # of the loss: turning the rows round does more than rounding would, so their order matters
+_TIMES = 16.0  # the effect of rounding on a step is small and random; two steps may lie at opposite ends of it
+_TIMES_ROUNDED = 3.0  # the distance of low precision from float32 is much larger
+_ORDER_MATTERS = 1e-3  # of the loss: reversing the rows changes it by more than rounding, so their order matters
 
 
 @dataclass
 class _Reference:
-    """The steps that others are compared with, in one precision."""
+    """The steps with which others are compared, in one precision."""
 
     steps: Steps
     plain: StepRecord  # without techniques
-    record: StepRecord  # with those that change training
+    record: StepRecord  # with techniques that change training
     noise: Distances
     meaning: Meaning
     times: float
 
 
 class Proof:
-    """One verification: what was found so far, and how records are made.
+    """One verification: its findings so far, and how records are made.
 
     Args:
-        steps: those of the plain side, in the user's own precision; their ``validation`` may be a guess.
-        techniques: all of them.
-        validation_given: whether the batch of validation is the user's, and not the first of training.
-        batches_derived: whether the batches after the first were made of its rows.
-        store: a folder for all entries of all tensors; None where a sample of them is enough.
-        operators: whether to tell the first operator that differs, and not the first module alone.
+        steps: steps of the plain side, in the user's own precision; their ``validation`` may be a guess.
+        techniques: all techniques.
+        validation_given: whether the validation batch is the user's, and not the first training batch.
+        batches_derived: whether the batches after the first were made from its rows.
+        store: a folder for all entries of all tensors; None if a sample of them is enough.
+        operators: whether to report the first operator that differs, not only the first module.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Proof:
         if not all(technique.keeps_draws for technique in self.keeping):
             steps = replace(steps, dropout=False)
             if has_dropout(steps.module):
-                self.notes.append("Dropout is off in all runs: some of these techniques draw other masks.")
+                self.notes.append("Dropout is off in all runs, since some of these techniques draw different masks.")
         steps = self._take_rows_that_fit(steps)
         plain, steps = self._record_plain(steps)
         self.problems += vacuous_checks.find_empty(plain)
@@ -125,13 +125,13 @@ class Proof:
 
     def _take_fewer_rows(self, steps: Steps, rows: int, why: str) -> Steps:
         most = max(map(count_rows, steps.batches))
-        what = f"Compared are steps of {rows} of the batch's {most} rows, chosen to differ"
-        self.notes.append(f"{what}: the plain step of all of them {why} into memory.")
+        what = f"The steps use {rows} of the batch's {most} rows, chosen to differ"
+        self.notes.append(f"{what}: the plain step with all of them {why} into memory.")
         validation = None if steps.validation is None else keep_rows([steps.validation], rows)[0]
         return replace(steps, batches=keep_rows(steps.batches, rows), validation=validation)
 
     def _record_plain(self, steps: Steps) -> tuple[StepRecord, Steps]:
-        """The plain steps; of fewer rows where they do not fit, without validation where their batch is none for it."""
+        """Record the plain steps; with fewer rows if they do not fit, without validation if it fails."""
         while True:
             try:
                 # The plain model's loss before the first step is that of the base model below adapters.
@@ -140,7 +140,7 @@ class Proof:
                     return plain, steps
                 self.batches_derived = False
                 steps = replace(steps, batches=[steps.batches[0]] * len(steps.batches))
-                self.notes.append("All steps see the same batch: the first half of its rows has no finite loss.")
+                self.notes.append("All steps see the same batch: the loss of the first half of its rows is not finite.")
                 continue
             except torch.OutOfMemoryError:
                 rows = max(map(count_rows, steps.batches)) // 2
@@ -150,14 +150,14 @@ class Proof:
                 if steps.validation is None or self.validation_given:
                     raise
                 rows = None
-            # Out of the handlers, whose exceptions hold what the step has allocated.
+            # Outside of the handlers, whose exceptions keep the step's memory alive.
             if rows is not None:
                 gc.collect()
                 torch.cuda.empty_cache()
                 steps = self._take_fewer_rows(steps, rows, "does not fit")
             else:
                 steps = replace(steps, validation=None)
-                self.notes.append("Validation is not compared: it takes no training batch. Give validation= a batch.")
+                self.notes.append("Validation is not compared: it fails on a training batch. Pass validation= a batch.")
 
     def _folder(self, name: str) -> Path | None:
         if self.store is None:
@@ -171,7 +171,7 @@ class Proof:
         steps = replace(exact.steps, in_float32=False, settings=settings)
         plain = record_steps(steps, store=self._folder("plain"))
         record = self._with_changes(steps, plain)
-        # Of all entries first, to find which of them mean something; then of those alone, as they are compared.
+        # First over all entries, to find the significant ones; then over those alone, as they are compared.
         noise = measure_distances(exact.record, record, {})
         meaning = find_meaning(record, noise)
         noise = measure_distances(exact.record, record, meaning)
@@ -181,7 +181,7 @@ class Proof:
         return record_steps(steps, self.changing, store=self._folder("changed")) if self.changing else plain
 
     def _measure_noise(self, steps: Steps, record: StepRecord) -> Distances:
-        """Twice, because one change alone may move a tensor little by chance."""
+        """Measure twice, because one perturbation alone may change a tensor little by chance."""
         noisy = [self._record_noise(steps, seed=0)]
         turned = self._turn_rows(steps, record)
         noisy.append(self._record_noise(steps, seed=1) if turned is None else turned)
@@ -193,15 +193,15 @@ class Proof:
         return record_steps(steps, self.changing, change=change, evaluates=False, store=self._folder("noise"))
 
     def _turn_rows(self, steps: Steps, record: StepRecord) -> StepRecord | None:
-        """The same steps with the rows in reverse order, if that is the same step but for rounding."""
+        """Record the same steps with the rows in reverse order, if that gives the same step up to rounding."""
         if record.draws and steps.dropout:
             return None
         with suppress(ValueError):  # a batch without rows
             reversed_steps = replace(steps, batches=[reverse_rows(b) for b in steps.batches], validation=None)
             turned = self._record_noise(reversed_steps, seed=None)
             apart = [abs(a - b) for a, b in zip(record.losses, turned.losses, strict=True)]
-            if max(apart) <= _NO_YARDSTICK * max(map(abs, record.losses)):
-                # Its evaluation is that of the rows in another order, as is what the module keeps of them.
+            if max(apart) <= _ORDER_MATTERS * max(map(abs, record.losses)):
+                # Its evaluation has the rows in another order, and so has the module's own state about them.
                 return turned
         return None
 
@@ -212,20 +212,20 @@ class Proof:
         comparable = self._leave_out_drawing(reference)
         exact = [technique for technique in comparable if technique.exactness is Exactness.EXACT]
         together = [comparable]
-        if 0 < len(exact) < len(comparable):  # the bound of the others would hide what is wrong with these
+        if 0 < len(exact) < len(comparable):  # the bound of the others would hide errors of these
             together = [exact, comparable]
         wholes = [self._try(reference, precision, techniques) for techniques in together if techniques]
         self.rows += wholes
-        if all(row.ok for row in wholes) or len(comparable) < 2:  # one alone has been tried
+        if all(row.ok for row in wholes) or len(comparable) < 2:  # a single technique has been tried already
             return
         alone = [self._try(reference, precision, [technique]) for technique in comparable]
         self.rows += alone
-        # Each keeps its promise alone, so the fault lies between some of them.
+        # Each technique is correct alone, so the fault lies between some of them.
         if all(row.ok for row in alone):
-            self._name_what_does_not_go_together(reference, precision, comparable)
+            self._find_conflicting_pair(reference, precision, comparable)
 
     def _find_where_it_begins(self, reference: _Reference) -> None:
-        """For the last row that is another training: the one of the fewest techniques."""
+        """Locate the difference for the last row with different training: the one with the fewest techniques."""
         wrong = [row for row in self.rows if row.is_another_training]
         if not wrong:
             return
@@ -235,7 +235,7 @@ class Proof:
             usual, other = (reference.steps, self.changing), (steps, [*self.changing, *techniques])
             self.begins = find_first_difference(usual, other, window, nudge(0), self.operators)
         except Exception as error:
-            self.notes.append(f"Where it begins could not be found: {first_line(error)}.")
+            self.notes.append(f"The first difference could not be located: {first_line(error)}.")
 
     def _leave_out_drawing(self, reference: _Reference) -> list[Technique]:
         if not reference.record.draws or reference.steps.dropout:
@@ -243,8 +243,8 @@ class Proof:
         kept = [technique for technique in self.keeping if technique.keeps_draws]
         for technique in self.keeping:
             if not technique.keeps_draws:
-                why = "the step draws random numbers that are not dropout's, and this technique draws others"
-                way_out = "Draw them in the dataset, or from a generator that the batch seeds"
+                why = "the step draws random numbers besides dropout, and this technique changes the draws"
+                way_out = "Draw them in the dataset, or from a generator seeded by the batch"
                 self.problems.append(f"{type(technique).__name__} cannot be compared: {why}. {way_out}.")
         return kept
 
@@ -259,7 +259,7 @@ class Proof:
         self.notes += record.left
         self._note_idle(record)
         if precision == FULL:
-            if plain.trains != record.trains:  # with another loss, such as a teacher's, evaluation has its own
+            if plain.trains != record.trains:  # with another loss, such as distillation, evaluation differs too
                 self.problems += vacuous_checks.find_unlike_evaluation(plain, record, noise)
             self.problems += vacuous_checks.find_changed_base(plain, record, noise)
         self.notes += record.warnings
@@ -292,9 +292,7 @@ class Proof:
         self.idle |= set(record.idle)
         self.problems += [f"{name} did nothing: {why}." for name, why in record.idle.items()]
 
-    def _name_what_does_not_go_together(
-        self, reference: _Reference, precision: str, techniques: list[Technique]
-    ) -> None:
+    def _find_conflicting_pair(self, reference: _Reference, precision: str, techniques: list[Technique]) -> None:
         for pair in itertools.combinations(techniques, 2):
             row = self._try(reference, precision, list(pair))
             if not row.ok:
@@ -303,10 +301,10 @@ class Proof:
 
 
 def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps, int]:
-    """Where techniques make one step of several batches, each batch becomes that many parts."""
+    """Split each batch into micro-batches if techniques make one step of several batches."""
     planned = PredictedStep()
-    for technique in copy.deepcopy(techniques):  # a user's own may do anything in predict
-        with suppress(ValueError):  # one that cannot be predicted
+    for technique in copy.deepcopy(techniques):  # a user's own technique may do anything in predict
+        with suppress(ValueError):  # a technique that cannot be predicted
             technique.predict(planned)
     if planned.window == 1:
         return steps, 1
@@ -315,7 +313,7 @@ def _cut_into_windows(steps: Steps, techniques: list[Technique]) -> tuple[Steps,
 
 
 def _device_of(settings: dict[str, Any]) -> torch.device:
-    """Where a Trainer of these settings runs its one device."""
+    """Return the one device on which a Trainer with these settings runs."""
     accelerator, devices = settings.get("accelerator", "auto"), settings.get("devices", 1)
     on_cuda = accelerator in ("auto", "gpu", "cuda") or isinstance(accelerator, CUDAAccelerator)
     if on_cuda and torch.cuda.is_available():

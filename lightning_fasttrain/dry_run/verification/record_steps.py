@@ -1,4 +1,4 @@
-"""Run a few steps of a copy of a model, and record what came of them."""
+"""Run a few steps of a copy of a model, and record the results."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -29,7 +29,7 @@ from lightning_fasttrain.finetune.adapters.base_model import base_model
 from lightning_fasttrain.finetune.quantized._quantized_layer import is_quantized
 from lightning_fasttrain.technique import Technique
 
-_LARGE_SHARE = 0.05  # of a model's bytes
+_LARGE_SHARE = 0.05  # of a model's bytes: larger weights are reported
 
 
 def record_steps(
@@ -42,20 +42,20 @@ def record_steps(
     from_start: bool = False,
     store: Path | None = None,
 ) -> StepRecord:
-    """Run a step for each of the batches, or for each ``window`` of them, on a copy, and keep what came of it.
+    """Run a step for each batch, or for each ``window`` of batches, on a copy, and record the results.
 
     Args:
-        of: what is run. Random states are put back; each step begins with the same ones in every record.
-        techniques: copies of them act.
-        window: batches that make a step.
-        change: done to the copy right before its first step.
-        evaluates: whether all is kept that two runs are compared by; False for one that tells what rounding does.
-        from_start: whether the first batch is evaluated before the first step too.
+        of: the steps to run. Random states are restored; each step starts with the same ones in every record.
+        techniques: techniques of which copies act.
+        window: number of batches per step.
+        change: applied to the copy right before its first step.
+        evaluates: whether everything needed to compare two runs is recorded; False for a run that measures rounding.
+        from_start: whether the first batch is also evaluated before the first step.
         store: a folder for the entries of all tensors, which are otherwise sampled.
 
     Raises:
         TypeError: the module cannot be copied.
-        Exception: whatever the module, or a technique, raises.
+        Exception: any error of the module or a technique.
     """
     recorder = _Recorder(of, window, change, evaluates, from_start, store)
     recorder.record.warnings = run_steps(of, techniques, recorder)
@@ -63,7 +63,7 @@ def record_steps(
 
 
 class _Recorder(L.Callback):
-    """Fills a record. It comes after the techniques, so that they have acted."""
+    """Fills a record. It runs after the techniques, when they have acted."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class _Recorder(L.Callback):
                 self.unmoved[name] = take_digest(parameter)
         if not record.trains:
             why = "no parameter requires a gradient, so there is no training to compare"
-            raise ValueError(explain(type(pl_module).__name__, why, "Thaw what is to train"))
+            raise ValueError(explain(type(pl_module).__name__, why, "Unfreeze the parameters to train"))
         record.unheld = _find_unheld(trainer, pl_module)
         record.left = _left_in_floats(pl_module)
         record.unmoved = list(self.unmoved)
@@ -109,7 +109,7 @@ class _Recorder(L.Callback):
         return take_digest(tensor, self.store / f"{self.stored}.safetensors")
 
     def _arrive(self, name: str) -> Callable[[Tensor], None]:
-        """An optimizer may use a gradient up as it arrives, so the digests of what arrives are added up here."""
+        """Return a hook that sums the digests of incoming gradients, since an optimizer may consume them at once."""
 
         def arrive(gradient: Tensor) -> None:
             found = take_digest(gradient)
@@ -127,8 +127,8 @@ class _Recorder(L.Callback):
         if batch_idx == 0:
             self.first = copy_batch(batch)
             self.record.evaluation.append(self._evaluate(trainer, pl_module) if self.from_start else None)
-            self._predict(trainer, pl_module)  # before the steps, which would add what rounding does to them
-        # After the evaluation, which may draw: the step has to begin with the same numbers in every record.
+            self._predict(trainer, pl_module)  # before the steps, which would add their rounding
+        # After the evaluation, which may draw: the step must start with the same random state in every record.
         if batch_idx % self.window == 0:
             seed_step(batch_idx // self.window)
         if batch_idx == 0:
@@ -162,7 +162,7 @@ class _Recorder(L.Callback):
 
     def _end_step(self) -> None:
         for name, digest in self.arrived.items():
-            self.record.gradients.setdefault(self._key(name), digest)  # what was used up before the hook, or without it
+            self.record.gradients.setdefault(self._key(name), digest)  # consumed before the hook, or without it
         self.arrived = {}
         self.record.numbers.append(_fingerprint(random_state()))
         self.step += 1
@@ -196,7 +196,7 @@ class _Recorder(L.Callback):
                 self.record.validated[name] = take_digest(value)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        self.record.left_behind = dict(_hooks(pl_module))  # the techniques, which come first, have ended
+        self.record.left_behind = dict(_hooks(pl_module))  # the techniques, which run first, have ended
 
     def _keep_output(self, what: str, output: Any) -> None:
         kept = self.record.validated
@@ -218,29 +218,29 @@ class _Recorder(L.Callback):
         try:
             with base_model(module):
                 return self._evaluate(trainer, module)
-        except ValueError:  # these adapters change the weights below them, which it says by itself
+        except ValueError:  # these adapters change their base weights, with their own warning
             return None
 
     def _evaluate(self, trainer: L.Trainer, module: L.LightningModule, training: bool = False) -> float | None:
-        """The first batch's loss in evaluation, or in training without dropout, leaving no trace; None if it fails."""
-        if self.window > 1:  # the first batch is a part of one, whose loss is another
+        """Return the first batch's loss in evaluation, or in training without dropout; None on error."""
+        if self.window > 1:  # the first batch is a micro-batch, whose loss differs
             return None
         arguments = [copy_batch(self.first), 0]
         if not is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
             arguments.pop()
-        # The strategy's rather than the module's own: it casts as the precision says.
+        # The strategy's method rather than the module's: it casts to the given precision.
         return _run_aside(module, lambda: float(loss_of(trainer.strategy.training_step(*arguments))), training)
 
 
 def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool = False) -> Any:
-    """What ``run`` gives in evaluation or in training, without dropout, leaving no trace; None if it fails."""
+    """Return the result of ``run`` in evaluation or training, without dropout and side effects; None on error."""
     put_back = remember([module])
     restore_log = patch(module, "log", _say_nothing)
     restore_dropout = without_dropout(module)
     try:
         with _mode(module, training), torch.no_grad():
             return run()
-    except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have nothing to do in evaluation
+    except (RuntimeError, TypeError, ValueError, AttributeError):  # many modules have no evaluation step
         return None
     finally:
         restore_dropout()
@@ -250,7 +250,7 @@ def _run_aside(module: L.LightningModule, run: Callable[[], Any], training: bool
 
 @contextmanager
 def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    modes = [(each, each.training) for each in module.modules()]  # one by one: frozen parts may stay in evaluation
+    modes = [(each, each.training) for each in module.modules()]  # one by one: frozen submodules may stay in eval mode
     module.train(training)
     try:
         yield
@@ -264,30 +264,30 @@ def _modes(module: nn.Module) -> dict[str, bool]:
 
 
 def _hooks(module: nn.Module) -> Iterator[tuple[str, tuple[object, ...]]]:
-    """What could still act on a model that nobody trains any more, by the name of the module."""
+    """Yield the hooks and forwards that could still act after training, by module name."""
     for name, each in module.named_modules():
         counts = [len(hooks) for key, hooks in vars(each).items() if key.endswith("_hooks")]
         yield name, (*counts, "forward" in vars(each), type(each).__name__)
 
 
 def _find_unheld(trainer: L.Trainer, module: L.LightningModule) -> list[str]:
-    """Names of the parameters that train, and that no optimizer has."""
+    """Return the names of trainable parameters that no optimizer holds."""
     held = {id(p) for optimizer in trainer.optimizers for group in optimizer.param_groups for p in group["params"]}
     return [name for name, p in module.named_parameters() if p.requires_grad and id(p) not in held]
 
 
 def _left_in_floats(module: L.LightningModule) -> list[str]:
-    """Of a quantised model, which large weights are not: a sentence for each reason."""
+    """Explain, one sentence per reason, which large weights of a quantized model are not quantized."""
     account = account_bytes(module)
     reasons: dict[str, list[str]] = {}
     for name, reason in account.left.items():
         if account.nbytes.get(name, 0) > _LARGE_SHARE * account.total:
             reasons.setdefault(reason, []).append(name)
-    return [f"Not quantised: {list_some(names)}: {reason}." for reason, names in reasons.items()]
+    return [f"Not quantized: {list_some(names)}: {reason}." for reason, names in reasons.items()]
 
 
 def _fingerprint(state: Any) -> str:
-    """Of a random state: a few characters."""
+    """Return a short fingerprint of a random state."""
     words = blake2b(digest_size=8)
     words.update(repr(apply_to_collection(state, Tensor, lambda tensor: tensor.cpu().numpy().tobytes())).encode())
     return words.hexdigest()

@@ -1,4 +1,4 @@
-"""What was found out about techniques on a model, for people and for programs."""
+"""Results of a verification, for users and for programs."""
 
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -17,16 +17,16 @@ QUANTITIES = ("loss", "gradients", "updates", "buffers", "evaluation", "validati
 
 @dataclass(frozen=True)
 class Verified:
-    """Some techniques together, in one precision, beside the step without them.
+    """Some techniques together, in one precision, compared with the step without them.
 
     Attributes:
-        techniques: as they were made.
-        precision: of both.
-        exactness: what they promise together: ``"exact"``, ``"tolerance"`` or ``"changes_training"``.
+        techniques: the techniques as they were constructed.
+        precision: precision of both sides.
+        exactness: their combined promise: ``"exact"``, ``"tolerance"`` or ``"changes_training"``.
         distances: one for each quantity that could be compared.
-        failure: what the steps raised; "" if nothing.
-        problems: what they change beside the numbers of a step, or do not do; a sentence each.
-        did_nothing: whether none of them did anything, so that to be the same means nothing.
+        failure: error that the steps raised; "" if none.
+        problems: side effects, or missing effects, beyond the values of a step; a sentence each.
+        did_nothing: whether none of them had any effect, so that equality means nothing.
     """
 
     techniques: tuple[str, ...]
@@ -39,17 +39,17 @@ class Verified:
 
     @property
     def ok(self) -> bool:
-        """Whether they keep what they promise."""
+        """Whether the techniques keep their promise."""
         return not (self.failure or self.problems or self.did_nothing or self.is_another_training)
 
     @property
     def is_another_training(self) -> bool:
-        """Whether a number of the steps is farther off than it may be."""
+        """Whether a value of the steps is farther off than allowed."""
         return not all(distance.is_within for distance in self.distances)
 
     @property
     def bitwise(self) -> bool:
-        """Whether all that was compared is equal bit for bit."""
+        """Whether all compared quantities are bitwise equal."""
         return bool(self.distances) and all(distance.bitwise for distance in self.distances)
 
     @property
@@ -59,26 +59,26 @@ class Verified:
         if self.did_nothing:
             return "did nothing"
         if self.is_another_training:
-            return "another training"
+            return "different training"
         if self.problems:
-            return "the same steps, another run"
+            return "the same steps, other side effects"
         if self.exactness == Exactness.EXACT.value:
             return "the same"
         if self.exactness == Exactness.TOLERANCE.value:
             return "within its bound"
-        return "changes training, as it says"
+        return "changes training, as declared"
 
 
 @dataclass(frozen=True)
 class Verification:
-    """Whether a model's training with techniques is the training without them; print it for a table.
+    """Whether a model's training with techniques is the same as without them; print it for a table.
 
     Attributes:
-        model: the class of what was trained.
-        rows: all techniques together first; then each alone, where they are not the same together.
-        problems: what makes the whole untrue, or empty of meaning; a sentence each.
-        notes: what was assumed, left out or seen beside it.
-        begins: where another training begins: the first module, or weight, that leaves the model's own rounding.
+        model: class of the model.
+        rows: all techniques together first; then each alone, if together they are not the same.
+        problems: reasons why the result is wrong or meaningless; a sentence each.
+        notes: assumptions, omissions and observations.
+        begins: the first module or weight that differs by more than the model's own rounding.
     """
 
     model: str
@@ -89,27 +89,27 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether every technique keeps what it promises, and the comparison means something."""
+        """Whether every technique keeps its promise, and the comparison is meaningful."""
         return not self.problems and all(row.ok for row in self.rows)
 
     def __bool__(self) -> bool:
-        """As :attr:`ok`, so that ``assert ft.verify(...)`` means what it says."""
+        """Return :attr:`ok`, so that ``assert ft.verify(...)`` works as expected."""
         return self.ok
 
     @property
     def guilty(self) -> tuple[str, ...]:
-        """The techniques that do not keep what they promise when they act alone."""
+        """The techniques that do not keep their promise when they act alone."""
         alone = [row.techniques[0] for row in self.rows if len(row.techniques) == 1 and not row.ok]
-        return tuple(dict.fromkeys(alone))  # each once, though it was run in several precisions
+        return tuple(dict.fromkeys(alone))  # each once, although it was run in several precisions
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        # asdict knows fields alone, and these are properties.
+        """Return plain values for JSON."""
+        # asdict includes only fields, and these are properties.
         rows = [{**asdict(row), "verdict": row.verdict, "ok": row.ok, "bitwise": row.bitwise} for row in self.rows]
         return {**asdict(self), "rows": rows, "guilty": self.guilty, "ok": self.ok}
 
     def as_table(self) -> Table:
-        """For ``rich``: of each quantity the error, relative, and what is allowed."""
+        """Build a ``rich`` table with the relative error of each quantity and its limit."""
         begins = [] if self.begins is None else [f"✗ {self.begins}"]
         said = [*begins, *(f"✗ {problem}" for problem in self.problems), *self.notes]
         table = Table(

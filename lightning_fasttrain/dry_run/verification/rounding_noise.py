@@ -1,4 +1,4 @@
-"""How far two records of the same steps are apart, and how far rounding alone takes them."""
+"""Measure the distance between two records of the same steps, and the distance that rounding alone causes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from torch import Tensor, nn
 
 from lightning_fasttrain.dry_run.verification.step_record import Digests, StepRecord
 
-_ABOVE_NOISE = 8.0  # times the typical rounding error: from here on an entry of a gradient means something
+_ABOVE_NOISE = 8.0  # times the typical rounding error: larger entries of a gradient are significant
 
 
 @dataclass
 class Distances:
-    """Absolute distances of one record from another, each a Euclidean norm.
+    """Absolute distances between two records, each a Euclidean norm.
 
     Attributes:
-        losses: of each batch.
-        gradients, updates, buffers, validated: by name; of updates only the entries that mean something, and beside
-            buffers the frozen weights that both changed.
-        moves: of all entries of the updates.
+        losses: one for each batch.
+        gradients, updates, buffers, validated: by name; for updates only significant entries; buffers include frozen
+            weights that both records changed.
+        moves: distances over all entries of the updates.
         evaluation: at the start and at the end.
     """
 
@@ -37,13 +37,13 @@ Meaning = dict[str, Tensor]
 
 
 def measure_distances(one: StepRecord, other: StepRecord, meaning: Meaning) -> Distances:
-    """How far ``other`` is from ``one``.
+    """Measure the distance of ``other`` from ``one``.
 
     Args:
-        one: what is compared with.
-        other: of the same steps.
-        meaning: name of a weight → which of its entries are compared, see :func:`find_meaning`; all of one that is not
-            named.
+        one: the reference.
+        other: a record of the same steps.
+        meaning: name of a weight → the entries that are compared, see :func:`find_meaning`; all entries of weights
+            that are not listed.
     """
     updates, moves = _differences_of_updates(one, other, meaning)
     return Distances(
@@ -58,7 +58,7 @@ def measure_distances(one: StepRecord, other: StepRecord, meaning: Meaning) -> D
 
 
 def take_largest(distances: Iterable[Distances]) -> Distances:
-    """Of each distance the largest."""
+    """Return the largest of each distance."""
     largest = Distances()
     for each in distances:
         largest.losses = _larger_of_lists(largest.losses, each.losses)
@@ -71,36 +71,36 @@ def take_largest(distances: Iterable[Distances]) -> Distances:
 
 
 def find_meaning(plain: StepRecord, noise: Distances) -> Meaning:
-    """Which sampled entries of the gradients are more than rounding, in every step.
+    """Return the sampled entries of the gradients that exceed rounding noise in every step.
 
-    Adam divides each entry by its own size. What is zero but for rounding, such as the gradient of a key's bias,
-    becomes a step of full length in a random direction, on which no two runs agree.
+    Adam divides each entry by its own magnitude. Entries that are zero up to rounding, such as the gradient of a key's
+    bias, become steps of full length in a random direction, which no two runs share.
 
     Args:
-        plain: whose gradients.
-        noise: of them.
+        plain: record with the gradients.
+        noise: their rounding noise.
     """
     meaning: Meaning = {}
     for key, gradient in plain.gradients.items():
         name = key.partition(", step ")[0]
-        typical = noise.gradients.get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: of one entry
+        typical = noise.gradients.get(key, 0.0) / max(gradient.numel, 1) ** 0.5  # ‖noise‖ / √n: noise of one entry
         means = gradient.entries.abs() > _ABOVE_NOISE * typical
         meaning[name] = means & meaning[name] if name in meaning else means
     return meaning
 
 
 def nudge(seed: int) -> Callable[[nn.Module], None]:
-    """Make a function that moves every weight to the next number above or below, as rounding might have."""
+    """Return a function that moves every weight to the next representable value above or below, as rounding might."""
 
     def change(model: nn.Module) -> None:
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.is_floating_point():
-                    # On the CPU, so that all devices move the same weights, by a generator that no step draws from.
+                    # On the CPU, so that all devices move the same weights, with a generator that no step uses.
                     up = torch.rand(parameter.shape, generator=generator).to(parameter.device) < 0.5
                     step = torch.finfo(parameter.dtype).eps
-                    # Just below a power of two numbers lie half as far apart as just above it.
+                    # Just below a power of two, values are half as far apart as just above it.
                     parameter.mul_(torch.where(up, 1 + step, 1 - step / 2).to(parameter.dtype))
 
     return change

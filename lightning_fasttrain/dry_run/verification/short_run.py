@@ -1,4 +1,4 @@
-"""Run a few steps of a model's copy in a Trainer of their own."""
+"""Run a few steps of a copy of a model in a separate Trainer."""
 
 import copy
 import logging
@@ -26,19 +26,19 @@ from lightning_fasttrain.core.modules.wrapped_forward import patch
 from lightning_fasttrain.technique import Technique
 
 _LOW = (torch.bfloat16, torch.float16)
-_SEED = 1_000_003  # of the first step; any number that nobody's own seed is likely to be
+_SEED = 1_000_003  # of the first step; a value unlikely to be a user's own seed
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Which steps are run.
+    """The steps to run.
 
     Attributes:
-        module: left as it is; copies are run.
-        batches: one for each step, or for each part of one.
-        settings: of the Trainer.
-        dropout: whether it stays on.
-        in_float32: whether weights, buffers and batches of 16 bits are run in float32.
+        module: the module, which is not changed; copies are run.
+        batches: one for each step, or for each micro-batch of a step.
+        settings: settings of the Trainer.
+        dropout: whether dropout stays on.
+        in_float32: whether 16-bit weights, buffers and batches are converted to float32.
         validation: a batch that a module with a ``validation_step`` validates after the last step; None for none.
     """
 
@@ -54,11 +54,11 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
     """Run the batches on a copy, with copies of ``techniques`` and with ``watcher``, which is called last.
 
     Returns:
-        What the suite warned about.
+        Warnings of the suite.
 
     Raises:
         TypeError: the module cannot be copied.
-        Exception: whatever the module, or a technique, raises.
+        Exception: any error of the module or a technique.
     """
     try:
         return _run_copy(of, techniques, watcher)
@@ -67,10 +67,10 @@ def run_steps(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
 
 
 def forget_run(watcher: L.Callback) -> None:
-    """Free the memory of a run that is over, of which only a callback is still needed."""
-    for name in ("log", "log_dict"):  # the module's own, which Lightning gives to each callback
+    """Free the memory of a finished run of which only a callback is still needed."""
+    for name in ("log", "log_dict"):  # methods of the module, which Lightning assigns to each callback
         vars(watcher).pop(name, None)
-    return_unused_memory()  # a Trainer and its model know one another: without this there would soon be two of them
+    return_unused_memory()  # a Trainer and its model reference each other, and would otherwise stay in memory
 
 
 def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -> list[str]:
@@ -96,13 +96,13 @@ def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
                 "num_sanity_val_steps": 0,
                 "limit_val_batches": int(validates),
                 "val_check_interval": len(batches),
-                "max_epochs": 1000,  # what Lightning takes where nothing is said, without its warning
+                "max_epochs": 1000,  # Lightning's default, without its warning
                 **of.settings,
             },
-            # The one that ends the run is last, so that the watcher sees the end of the last batch.
+            # The callback that ends the run is last, so that the watcher sees the end of the last batch.
             callbacks=[*copy.deepcopy(list(techniques)), watcher, _StopAfter(len(batches))],
         )
-        # As many again, so that none of the steps is the last of an epoch.
+        # Twice as many, so that none of the steps is the last of an epoch.
         loader = as_loader([*batches, *batches, batches[0]])
         with suppress(EnoughError):
             trainer.fit(module, loader, as_loader(validation) if validates else None)
@@ -110,38 +110,38 @@ def _run_copy(of: Steps, techniques: Sequence[Technique], watcher: L.Callback) -
 
 
 def copy_module(module: L.LightningModule) -> L.LightningModule:
-    """A copy without the Trainer that ``module`` may be attached to.
+    """Copy ``module`` without the Trainer to which it may be attached.
 
     Raises:
-        TypeError: it cannot be copied.
+        TypeError: the module cannot be copied.
     """
     try:
         with without_trainer(module):
             return copy.deepcopy(module)
     except Exception as error:
         why = f"{type(error).__name__}: {error}"
-        way_out = "Give a function that builds it: lambda: MyModule(...)"
+        way_out = "Pass a function that builds it: lambda: MyModule(...)"
         raise TypeError(explain(f"{type(module).__name__} cannot be copied", why, way_out)) from error
 
 
 def seed_step(number: int) -> None:
-    """Seed what a step may draw from. Lightning's own function would leave environment variables behind."""
+    """Seed all generators that a step may use. Lightning's own function would leave environment variables behind."""
     random.seed(_SEED + number)
     np.random.seed(_SEED + number)
     torch.manual_seed(_SEED + number)
 
 
 def _in_float32(tensor: Tensor) -> Tensor:
-    """A tensor of 16 bits in float32; others, float64 among them, as they are."""
+    """Convert a 16-bit tensor to float32; return others, including float64, unchanged."""
     return tensor.float() if tensor.dtype in _LOW else tensor
 
 
 class EnoughError(Exception):
-    """Ends a fit before anything that belongs to the end of an epoch."""
+    """Ends a fit before the end of an epoch is processed."""
 
 
 class _StopAfter(L.Callback):
-    """Ends a fit after so many batches, and the validation that follows them."""
+    """Ends a fit after ``batches`` batches, and the validation that follows them."""
 
     def __init__(self, batches: int) -> None:
         self.batches = batches
@@ -154,7 +154,7 @@ class _StopAfter(L.Callback):
 
 
 class _Listed(Dataset[Any]):
-    """Batches, each time a new copy; in what ExactResume does not compare between ranks as a dataset's samples."""
+    """Dataset of batches, returned as new copies; its data are invisible to ExactResume's comparison of datasets."""
 
     def __init__(self, batches: Sequence[Any]) -> None:
         self.batches = dict(enumerate(batches))
@@ -167,7 +167,7 @@ class _Listed(Dataset[Any]):
 
 
 def as_loader(batches: Sequence[Any]) -> DataLoader[Any]:
-    """A loader of these batches as they are."""
+    """Return a loader of these batches, without collation."""
     return DataLoader(_Listed(batches), batch_size=None, collate_fn=as_it_is)
 
 
@@ -181,7 +181,7 @@ def copy_batch(batch: Any) -> Any:
 
 @contextmanager
 def _only_these_techniques(module: L.LightningModule) -> Iterator[None]:
-    """A module that brings techniques along must not add them to a plain run."""
+    """Hide the techniques that a module brings from a plain run."""
     own = module.configure_callbacks
 
     def configure_callbacks() -> list[L.Callback]:
@@ -198,7 +198,7 @@ def _only_these_techniques(module: L.LightningModule) -> Iterator[None]:
 
 @contextmanager
 def quietly() -> Iterator[list[str]]:
-    """What would be said in every run is not said; what the suite warns about is in the list, at the end."""
+    """Silence what every run would print; yield a list that holds the suite's warnings at the end."""
     warned: list[str] = []
     loggers = [log, logging.getLogger("lightning.pytorch"), logging.getLogger("lightning.fabric")]
     levels = [logger.level for logger in loggers]

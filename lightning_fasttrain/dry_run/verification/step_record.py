@@ -1,4 +1,4 @@
-"""What came of a few steps: digests of gradients, weights and buffers, losses, and what the run left behind."""
+"""Results of a few steps: digests of gradients, weights and buffers, losses, and side effects."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -12,31 +12,31 @@ Digests = dict[str, Digest]
 
 @dataclass
 class StepRecord:
-    """What a few steps gave, by the names of parameters and buffers.
+    """Results of a few steps, by the names of parameters and buffers.
 
     Attributes:
-        losses: of each batch; none where several batches make a step.
+        losses: loss of each batch; empty if several batches make a step.
         gradients: of each optimizer step, before clipping; those of later steps under ``"name, step 2"``.
-        reached: which sampled entries of each weight ever had a gradient other than zero.
-        before, after: the weights that train, at the start and at the end.
+        reached: the sampled entries of each weight that ever had a nonzero gradient.
+        before, after: the trainable weights, at the start and at the end.
         unmoved: names of the weights that do not train.
-        frozen: those of them that were changed nevertheless, at the end.
-        buffers: at the end.
-        validated: what validation returned and logged, and what ``predict_step`` returned.
-        evaluation: the first batch's loss in evaluation, at the start and at the end; None where it is not known.
+        frozen: those of them that changed nevertheless, at the end.
+        buffers: buffers at the end.
+        validated: results that validation returned and logged, and that ``predict_step`` returned.
+        evaluation: the first batch's loss in evaluation, at the start and at the end; None if it is not known.
         training: its loss in training without dropout, at the end.
-        base: its loss in evaluation with the adapters switched off, at the end; None if there are none.
+        base: its loss in evaluation with the adapters disabled, at the end; None if there are none.
         trains: names of the parameters that require a gradient.
-        unheld: those of them that no optimizer has.
+        unheld: those of them that no optimizer holds.
         modes: whether each module is in training mode, in the last step and in validation.
-        state: shapes and dtypes of what ``state_dict`` gives.
+        state: shapes and dtypes of the entries of ``state_dict``.
         numbers: fingerprints of the random states after each step.
-        left_behind: which modules have hooks or another ``forward`` when the fit is over.
-        quantized: whether the model has quantised layers.
+        left_behind: modules that have hooks or a replaced ``forward`` when the fit is over.
+        quantized: whether the model has quantized layers.
         draws: whether the first step drew random numbers.
-        idle: name of a technique that did nothing → why.
-        warnings: what the suite warned about.
-        left: sentences on large weights that are frozen as they were, beside others that techniques took hold of.
+        idle: name of a technique that did nothing → the reason.
+        warnings: warnings of the suite.
+        left: sentences on large frozen weights that techniques left unchanged, unlike others.
     """
 
     losses: list[float] = field(default_factory=list)
@@ -64,10 +64,10 @@ class StepRecord:
     left: list[str] = field(default_factory=list)
 
     def updates(self) -> Iterator[tuple[str, Digest]]:
-        """What the optimizer added to each weight, one after another."""
+        """Yield the optimizer's total change of each weight."""
         for name, before in self.before.items():
             yield name, self.after[name] - before
 
     def gradients_of(self, name: str) -> list[Digest]:
-        """The gradients of one weight in each step that it has one in."""
+        """Return the gradients of one weight in each step in which it has one."""
         return [digest for key, digest in self.gradients.items() if key.partition(", step ")[0] == name]

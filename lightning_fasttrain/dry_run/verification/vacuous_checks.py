@@ -1,4 +1,4 @@
-"""Guards against empty proofs: two steps are equal, too, where neither does anything."""
+"""Detect vacuous comparisons: two steps are also equal if neither does anything."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,35 +11,35 @@ from lightning_fasttrain.dry_run.verification.rounding_noise import Distances
 from lightning_fasttrain.dry_run.verification.step_record import StepRecord
 from lightning_fasttrain.technique import Technique
 
-_MOST_STUCK = 0.05  # of the numbers in weights: more that do not move are small updates lost to rounding
+_MOST_STUCK = 0.05  # of the values in weights: if more do not move, small updates are lost to rounding
 _LITTLE, _MUCH = 1e-4, 0.05  # relative
-_SEEN_ALIKE = 1e-4  # of the loss: where training and evaluation are this near, neither has a layer of its own
+_SAME_LOSS = 1e-4  # of the loss: closer than this, no layer acts differently in training and evaluation
 _QUANTIZED = 1e-2  # of the loss
 _ROOT = "the module"
 _FAR = 64 * torch.finfo(torch.float32).eps
 
 
 def find_empty(record: StepRecord) -> list[str]:
-    """Why a record shows nothing, so that to equal it means nothing."""
+    """Return reasons why a record shows nothing, so that equality with it is meaningless."""
     infinite = [loss for loss in record.losses if not math.isfinite(loss)]
     if infinite:
-        return [f"The loss is {infinite[0]}: nothing can be compared with it. Check the batch."]
+        return [f"The loss is {infinite[0]}: comparisons are meaningless. Check the batch."]
     if all(gradient.is_zero() for gradient in record.gradients.values()):
         why = "Are all labels ignored, or is the loss cut off from the weights?"
-        return [f"The gradient is zero everywhere, which any step equals. {why}"]
+        return [f"The gradient is zero everywhere, so that any step equals it. {why}"]
     if all(update.is_zero() for _, update in record.updates()):
         steps = len(record.losses)
-        way_out = f"Is it a warm-up that begins with a rate of zero? Then give steps={steps + 1} or more"
+        way_out = f"If warm-up starts with a learning rate of zero, use steps={steps + 1} or more"
         return [f"No weight moved in {steps} steps. {way_out}."]
     first, last = record.losses[0], record.training
-    # In 16 bits a loss may well round to the same number after one step.
+    # In 16 bits a loss may round to the same value after one step.
     if first == last and not _in_half_precision(record):
-        return ["The loss is flat: weights moved, and the same batch has the same loss as before."]
+        return ["The loss is constant: weights moved, but the same batch has the same loss as before."]
     return []
 
 
 def find_unsteady(record: StepRecord, noise: Distances) -> list[str]:
-    """Weights that rounding moves far though it hardly touches their gradient: what the optimizer does is unstable."""
+    """Return weights whose update rounding changes a lot but whose gradient it does not: the optimizer is unstable."""
     unsteady = []
     for name, update in record.updates():
         if name in record.gradients:
@@ -50,29 +50,29 @@ def find_unsteady(record: StepRecord, noise: Distances) -> list[str]:
     if not unsteady:
         return []
     moved, name = max(unsteady)
-    what = f"Rounding moves the optimizer's step of {name} by {moved:.0%}, and its gradient by next to nothing"
-    return [f"{what}: the optimizer computes something that float32 does not hold."]
+    what = f"Rounding changes the optimizer's step of {name} by {moved:.0%}, but hardly its gradient"
+    return [f"{what}: the optimizer computes a value that float32 cannot represent."]
 
 
 def find_unheld(plain: StepRecord, other: StepRecord) -> list[str]:
-    """Parameters that techniques brought or thawed, and that no optimizer steps."""
+    """Return parameters that techniques added or unfroze, and that no optimizer updates."""
     new = [name for name in other.unheld if name not in plain.unheld]
     if not new:
         return []
-    return [f"{list_some(new)} train with the techniques, and no optimizer holds them: they never move."]
+    return [f"{list_some(new)} require gradients with the techniques, but no optimizer holds them: they never move."]
 
 
 def find_without_gradient(plain: StepRecord, other: StepRecord) -> list[str]:
-    """Parameters that lose their gradient with the techniques."""
+    """Return parameters that lose their gradient with the techniques."""
     had = [name for name in plain.before if _has_gradient(plain, name)]
     lost = [name for name in had if name in other.trains and not _has_gradient(other, name)]
     if not lost:
         return []
-    return [f"{list_some(lost)} had a gradient, and have none with the techniques."]
+    return [f"{list_some(lost)} have a gradient without the techniques, but not with them."]
 
 
 def find_stuck(plain: StepRecord, other: StepRecord) -> list[str]:
-    """New weights in low precision whose updates are smaller than what their numbers can tell apart."""
+    """Return new low-precision weights whose updates are smaller than the spacing of their values."""
     new = [name for name in other.before if name not in plain.before and name in other.reached]
     half = [name for name in new if other.before[name].dtype.itemsize < 4]
     moved, total = 0, 0
@@ -82,72 +82,72 @@ def find_stuck(plain: StepRecord, other: StepRecord) -> list[str]:
         moved += int((should_move & (other.after[name].entries != other.before[name].entries)).sum())
     if total == 0 or moved >= (1 - _MOST_STUCK) * total:
         return []
-    what = f"{1 - moved / total:.0%} of the numbers in {list_some(half)} have a gradient and did not move"
+    what = f"{1 - moved / total:.0%} of the values in {list_some(half)} have a gradient and did not move"
     return [f"{what}: in {str(other.before[half[0]].dtype).removeprefix('torch.')} small updates are rounded away."]
 
 
 def find_unlike_evaluation(plain: StepRecord, other: StepRecord, noise: Distances, bound: float = 0.0) -> list[str]:
-    """Whether evaluation sees another model than training does, where without the techniques it sees the same.
+    """Return whether evaluation and training see different models only with the techniques.
 
     Args:
-        plain: without the techniques.
-        other: with them.
-        noise: of the plain one.
-        bound: of the techniques, relative.
+        plain: record without the techniques.
+        other: record with them.
+        noise: rounding noise of the plain record.
+        bound: relative bound of the techniques.
     """
     gap, size = _gap(plain), abs(plain.losses[0])
     found = _gap(other)
-    if gap is None or found is None or gap > _SEEN_ALIKE * size:
+    if gap is None or found is None or gap > _SAME_LOSS * size:
         return []
-    if other.quantized:  # whose kernels for evaluation round in another way
+    if other.quantized:  # whose evaluation kernels round differently
         bound += _QUANTIZED
     allowed = 16 * max(gap, *noise.evaluation, 0.0) + (_FAR + bound) * size
     if found <= allowed:
         return []
-    what = f"Training and evaluation see different models: on one batch their losses are {found:.1e} apart"
-    return [f"{what}, without the techniques {gap:.0e}."]
+    what = f"Training and evaluation see different models: on the same batch their losses differ by {found:.1e}"
+    return [f"{what}, without the techniques by {gap:.0e}."]
 
 
 def find_changed_base(plain: StepRecord, other: StepRecord, noise: Distances) -> list[str]:
-    """Whether the model is the plain one when its adapters are switched off."""
+    """Return whether the model differs from the plain one when its adapters are disabled."""
     if other.base is None or plain.evaluation[0] is None:
         return []
     apart, size = abs(other.base - plain.evaluation[0]), abs(plain.evaluation[0])
     if apart <= 16 * max(0.0, *noise.evaluation) + _FAR * size:
         return []
-    return [f"With adapters switched off the model is not the plain one: its loss is {apart / size:.1e} off."]
+    return [f"With adapters disabled the model differs from the plain one: its loss is off by {apart / size:.1e}."]
 
 
 def find_other_conduct(plain: StepRecord, other: StepRecord) -> list[str]:
-    """What techniques change about a run that no number of a step shows.
+    """List changes by techniques that do not show in the values of a step.
 
     Args:
-        plain: without them.
-        other: with them, where they do not say that they change training.
+        plain: record without them.
+        other: record with them, if they do not declare that they change training.
     """
     found = [*_find_frozen(plain, other), *_find_modes(plain, other)]
     keys = _find_unequal(plain.state, other.state)
     if keys:
-        found.append(f"state_dict has other entries: {list_some(keys)}.")
+        found.append(f"state_dict has different entries: {list_some(keys)}.")
     if plain.numbers != other.numbers:
-        found.append("After a step the random numbers are others than after the plain step.")
-    # Of the plain model's modules alone: one that a technique brought may stay.
+        found.append("The random state after a step differs from that after the plain step.")
+    # Only modules of the plain model: those that a technique added may stay.
     acting = _find_unequal(plain.left_behind, {name: other.left_behind.get(name) for name in plain.left_behind})
     if acting:
-        found.append(f"When the fit ends early, {_list(acting)} are left with other hooks than the plain model has.")
+        found.append(f"When the fit ends early, {_list(acting)} are left with different hooks from the plain model.")
     given = sorted(set(plain.validated) ^ set(other.validated))
     if given:
-        found.append(f"Validation or prediction gives other things: {list_some(given)}.")
+        found.append(f"Validation or prediction returns different results: {list_some(given)}.")
     return found
 
 
 def _find_frozen(plain: StepRecord, other: StepRecord) -> Iterator[str]:
     moved = [name for name in other.frozen if name not in plain.frozen and name in plain.unmoved]
     if moved:
-        yield f"{list_some(moved)} do not train, and were changed."
+        yield f"{list_some(moved)} are frozen, but were changed."
     still = [name for name in plain.frozen if name not in other.frozen and name in other.unmoved]
     if still:
-        yield f"{list_some(still)} do not train, are changed by the plain step all the same, and were not."
+        yield f"{list_some(still)} are frozen but changed by the plain step, and did not change with the techniques."
 
 
 def _find_modes(plain: StepRecord, other: StepRecord) -> Iterator[str]:
@@ -160,22 +160,22 @@ def _find_modes(plain: StepRecord, other: StepRecord) -> Iterator[str]:
 
 
 def _find_unequal(one: Mapping[str, object], other: Mapping[str, object]) -> list[str]:
-    """The names that have another value, or that only one of the two has."""
+    """Return the names whose values differ, or that only one of the two has."""
     names = dict.fromkeys([*one, *other])
     return [name for name in names if one.get(name) != other.get(name)]
 
 
 def _list(names: Iterable[str]) -> str:
-    """Some of them; the root module's name is empty."""
+    """List some of the names; the root module's name is empty."""
     return list_some([name or _ROOT for name in names])
 
 
 def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:
-    """Which techniques should operate on the model and leave it as it was.
+    """Return the techniques that should change the model but leave it unchanged.
 
     Args:
-        model: a copy that may be operated on.
-        techniques: copies.
+        model: a copy that may be changed.
+        techniques: copies of the techniques.
     """
     idle = set[str]()
     for technique in techniques:
@@ -183,13 +183,13 @@ def find_idle(model: nn.Module, techniques: Sequence[Technique]) -> set[str]:
             continue
         before = _structure(model)
         undo = technique.apply(model)
-        if undo is None and _structure(model) == before:  # who returns an undo has done something
+        if undo is None and _structure(model) == before:  # a technique that returns an undo has done something
             idle.add(str(technique))
     return idle
 
 
 def _structure(model: nn.Module) -> list[tuple[object, ...]]:
-    """What surgery changes about a model, short of the numbers in it."""
+    """Return the structure of a model that surgery may change, without its values."""
     found: list[tuple[object, ...]] = []
     for name, module in model.named_modules():
         hooks = len(module._forward_hooks), len(module._forward_pre_hooks), module._compiled_call_impl is not None

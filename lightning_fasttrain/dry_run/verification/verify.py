@@ -1,4 +1,4 @@
-"""Whether a training step with techniques is the step without them, on a user's own model."""
+"""Check that a training step with techniques is the same as without them, on a user's own model."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -37,48 +37,48 @@ def verify(
     operators: bool = False,
     **settings: Any,
 ) -> Verification:
-    """Run the same steps without and with techniques, on copies of a model, and say whether it is the same training.
+    """Run the same steps with and without techniques, on copies of a model, and check that training is the same.
 
-    Compared are the loss, each parameter's gradient in each step, what the optimizer adds to each weight, buffers, the
-    loss of the batch in evaluation, and what a validation and ``predict_step`` give; and beside these numbers which
-    weights are frozen, which modules train, random numbers, the entries of ``state_dict``, and hooks that are left
-    behind. The yardstick is the rounding of the plain step itself on this model: how far it moves when each weight is
-    moved to the next number, and when the batch's rows are turned round. Techniques that are *exact* must stay within a
-    small multiple of that, those with a *tolerance* within their bound, and of those that *change training* the change
-    is reported; what is used beside them is held to the step that they make. In low precision float32 is verified too,
-    where rounding hides nothing, and then the precision itself, by its distance from float32.
+    The comparison covers the loss, each parameter's gradient in each step, the optimizer's updates, buffers, the loss
+    of the batch in evaluation, and the results of validation and ``predict_step``; further, which weights are frozen,
+    which modules are in training mode, random states, the entries of ``state_dict``, and hooks that are left behind.
+    The limit is the rounding noise of the plain step on this model: how far it moves when each weight is moved to the
+    next representable value, and when the rows of the batch are reversed. *Exact* techniques must stay within a small
+    multiple of it, those with a *tolerance* within their bound, and for those that *change training* the change is
+    reported; other techniques are compared with the step that these make. Low precision is verified in float32 too,
+    where rounding hides nothing, and then by its distance from float32.
 
-    If the whole is another training each technique is run alone, so that the guilty one is named; and its steps are run
-    once more with hooks on each module, to tell where it begins. Where a technique
-    draws other masks of dropout, all steps are run without dropout, and a note says so.
+    If training differs, each technique is run alone, to name the guilty one; its steps are run once more with hooks on
+    each module, to locate the first difference. If a technique draws different dropout masks, all steps are run
+    without dropout, with a note.
 
-    One model at a time is in memory beside the given one. Of each tensor a checksum is kept, 4,096 entries, and 512
-    random sums in which all entries take part: a difference that touches few entries of an update alone, and no
-    gradient, may be missed, unless ``full=True``. Where the plain step does not fit the device, as predicted or as
-    found out, fewer rows are compared, and a note says so.
+    One copy of the model at a time is in memory besides the given one. For each tensor a checksum, 4,096 entries and
+    512 random sums over all entries are kept: a difference that affects few entries of an update, and no gradient, may
+    be missed without ``full=True``. If the plain step does not fit the device, as predicted or as found out, fewer
+    rows are compared, with a note.
 
     Args:
-        module: left as it is, or a function that builds it.
-        batch: as the loader gives it; every second step takes the first half of its rows twice. Or a ``DataLoader``,
+        module: the module, which is not changed, or a function that builds it.
+        batch: a batch of the loader; every second step uses the first half of its rows twice. Or a ``DataLoader``,
             whose first ``steps`` batches are used.
         techniques: as for the Trainer; by default those that the module brings (``FastTrainMixin``).
         loss: (module, batch) → loss, for a module without ``training_step``.
         optimizer: parameters → optimizer, for a module without ``configure_optimizers``.
         precision: as for the Trainer.
-        steps: optimizer steps; what goes wrong from the third step on is found with ``steps=3``.
+        steps: number of optimizer steps; errors from the third step on are found with ``steps=3``.
         validation: a batch for ``validation_step`` and ``predict_step``, or a loader of them; by default the training
-            batch, if the module takes it.
-        full: whether all entries of all tensors are compared; they are kept in files meanwhile.
-        operators: whether it is told in which operator another training begins, and not in which module alone.
-        settings: more of the Trainer's, for all runs, such as ``gradient_clip_val=1.0`` or ``accelerator="cpu"``.
+            batch, if the module accepts it.
+        full: whether all entries of all tensors are compared; they are kept in temporary files.
+        operators: whether to locate the first operator that differs, not only the first module.
+        settings: further Trainer settings for all runs, such as ``gradient_clip_val=1.0`` or ``accelerator="cpu"``.
 
     Returns:
-        Rows, problems and notes; its ``ok`` is the verdict, its ``guilty`` names techniques, its ``begins`` a module.
+        Rows, problems and notes; ``ok`` is the verdict, ``guilty`` lists techniques, ``begins`` is a module or weight.
 
     Raises:
-        TypeError: no model, no loss or no optimizer, or a model that cannot be copied.
-        ValueError: techniques that do not go together, or none; or not one row fits into memory.
-        Exception: whatever the plain step raises.
+        TypeError: no model, no loss or no optimizer was given, or the model cannot be copied.
+        ValueError: the techniques conflict, or there are none; or not even one row fits into memory.
+        Exception: any error of the plain step.
 
     Example:
         >>> import torch
@@ -96,8 +96,8 @@ def verify(
         (True, 'the same')
 
     Source:
-        Ours. Perturbing weights by one rounding to learn what rounding does is an old method of numerical analysis:
-        Chaitin-Chatelin & Frayssé 1996, "Lectures on Finite Precision Computations".
+        Ours. Perturbing weights by one rounding to measure the effect of rounding is an old method of numerical
+        analysis: Chaitin-Chatelin & Frayssé 1996, "Lectures on Finite Precision Computations".
     """
     positive_int("steps", steps)
     plain = as_lightning_module(module, loss, optimizer)
@@ -119,7 +119,7 @@ def verify(
 
 
 class _Supervised(L.LightningModule):
-    """Any module with a loss and an optimizer, as a LightningModule."""
+    """A LightningModule of any module with a loss and an optimizer."""
 
     def __init__(self, net: nn.Module, loss: Loss, optimizer: Callable[[Any], Optimizer]) -> None:
         super().__init__()
@@ -135,21 +135,21 @@ class _Supervised(L.LightningModule):
 def as_lightning_module(
     module: nn.Module | Callable[[], nn.Module], loss: Loss | None, optimizer: Callable[[Any], Optimizer] | None
 ) -> L.LightningModule:
-    """The module itself if it is one that can train, or one around it.
+    """Return the module itself if it can train, or a wrapper with the loss and the optimizer.
 
     Raises:
-        TypeError: no module, or no loss or optimizer for one that has none.
+        TypeError: not a module, or a module without loss or optimizer.
     """
     built = module if isinstance(module, nn.Module) else module()
     if not isinstance(built, nn.Module):
-        way_out = "Give an nn.Module, or a function without arguments that returns one"
-        raise TypeError(explain(f"module={module!r}, which gives {type(built).__name__}", "a model is needed", way_out))
+        way_out = "Pass an nn.Module, or a function without arguments that returns one"
+        raise TypeError(explain(f"module={module!r}", f"expected an nn.Module, got {type(built).__name__}", way_out))
     if isinstance(built, L.LightningModule) and loss is None and optimizer is None:
         return built
     if loss is None or optimizer is None:
         missing = "loss" if loss is None else "optimizer"
-        why = "a step needs both, and only a LightningModule brings its own"
-        way_out = f"Give {missing}= too: loss is a function of (module, batch), optimizer one of the parameters"
+        why = "a step needs both, and only a LightningModule has its own"
+        way_out = f"Pass {missing}= too: loss is a function of (module, batch), optimizer a function of the parameters"
         raise TypeError(explain(f"{type(built).__name__} without {missing}=", why, way_out))
     return _Supervised(built, loss, optimizer)
 
@@ -160,8 +160,8 @@ def _list_techniques(module: L.LightningModule, techniques: Sequence[Technique] 
         listed = brought if isinstance(brought, Sequence) else [brought]
         techniques = [callback for callback in listed if isinstance(callback, Technique)]
     if not techniques:
-        why = "there is nothing to compare the plain step with"
-        raise ValueError(explain("techniques=[]", why, "Give some: [ft.MicroBatching(4)]"))
+        why = "expected at least one technique to compare with the plain step"
+        raise ValueError(explain("techniques=[]", why, "Pass some, for example [ft.MicroBatching(4)]"))
     return check_together(techniques)
 
 

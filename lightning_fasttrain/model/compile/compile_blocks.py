@@ -1,4 +1,4 @@
-"""The model's blocks run as compiled code, each kind of block compiled once."""
+"""Run the model's blocks as compiled code, with one compilation per kind of block."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar
 
-import lightning as L  # before torch.compile is used: Lightning records its arguments
+import lightning as L  # imported before torch.compile is used, since Lightning records its arguments
 import torch
 from torch import nn
 
@@ -33,8 +33,8 @@ from lightning_fasttrain.technique import Capability, Conflict, Exactness, Setti
 from lightning_fasttrain.technique.facts import NO_BLOCKS, Facts
 from lightning_fasttrain.technique.predicted_step import PredictedStep
 
-_MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one piece of code
-_OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being summed"
+_MANY_RECOMPILES = 7  # with the first compilation, torch's limit of 8 for one code object
+_OVERWRITES = "CUDA graphs replay into the same memory, which overwrites gradients that are still being accumulated"
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
@@ -50,37 +50,37 @@ def compile_blocks_(
     head: bool = False,
     check: bool = True,
 ) -> dict[str, "CompiledForward | CompiledLoss"]:
-    """Compile the forward of each repeated block, in place, so that ``state_dict`` keys and types stay.
+    """Compile the forward of each repeated block, in place; ``state_dict`` keys and classes are kept.
 
-    Blocks of one class and with parameters of the same shapes share one compilation, so that twelve layers compile
-    in the time of one; different ones never count as each other's recompilations. Compilation happens at the first
-    call. A block that cannot be compiled runs as it is, after one warning; on several ranks each decides for itself,
-    as nothing that blocks compute waits for other ranks.
+    Blocks of one class with parameters of the same shapes share one compilation, so that twelve layers compile in the
+    time of one; different ones never count as each other's recompilations. Compilation happens at the first call. A
+    block that cannot be compiled runs eagerly, after one warning; each rank decides for itself, as blocks do not
+    communicate with other ranks.
 
-    Compilers have had wrong gradients, in silence. So at the first call with gradients one block of each kind runs its
-    forward and backward plainly and compiled on its real inputs, and where the two are further apart than rounding
-    takes them, all of the kind run as they are, after one warning. Masks of dropout, which differ, are compared apart:
-    the gradient must be that of the mask which the forward has.
+    Compilers have had silent errors in gradients. Therefore, at the first call with gradients, one block of each kind
+    runs its forward and backward both eagerly and compiled on its real inputs; if the results differ by more than
+    rounding, all blocks of that kind run eagerly, after one warning. Dropout masks, which differ, are compared
+    separately: the gradient must belong to the mask of the forward.
 
     Args:
         model: any module.
         mode: ``"default"``, ``"reduce-overhead"``, ``"max-autotune"`` or ``"max-autotune-no-cudagraphs"``.
-        blocks: which modules are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
+        blocks: the modules that are blocks, as for :func:`~lightning_fasttrain.model.find_blocks`.
         backend: as for ``torch.compile``; the modes are inductor's.
         dynamic: as for ``torch.compile``.
         fullgraph: raise at the first graph break.
-        fallback: whether a block that fails to compile runs uncompiled; False raises the compiler's error.
-        head: compile what lies beside the blocks too, piece by piece: modules of embeddings and final norms, and what
-            :class:`~lightning_fasttrain.FusedLossHead` computes between its matrix products, by inductor.
-        check: whether what is compiled is compared before it is trusted. It takes a few forwards of one block of each
-            kind, and a compilation without dropout where there is some.
+        fallback: whether a block that fails to compile runs eagerly; False raises the compiler's error.
+        head: compile modules beside the blocks too, one by one: embeddings and final norms, and the computation of
+            :class:`~lightning_fasttrain.FusedLossHead` between its matrix products, with inductor.
+        check: whether compiled code is compared with eager code before it is used. It takes a few forwards of one
+            block of each kind, and a compilation without dropout if there is some.
 
     Returns:
-        Qualified name of each block or piece → what now replaces its ``forward``, with a method ``undo``
-        and the ``failure`` that made it fall back, or None.
+        Qualified name of each block or other module → its compiled ``forward``, with a method ``undo`` and the
+        ``failure`` that made it fall back, or None.
 
     Raises:
-        ValueError: unknown mode; no blocks found.
+        ValueError: unknown mode; no blocks were found.
 
     Example:
         >>> net = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
@@ -90,7 +90,7 @@ def compile_blocks_(
 
     Source:
         Regional compilation, https://docs.pytorch.org/tutorials/recipes/regional_compilation.html; the forward is
-        compiled rather than ``module.compile()`` called, which does nothing for torch.nn's own modules in torch 2.13.
+        compiled instead of calling ``module.compile()``, which has no effect on torch.nn's own modules in torch 2.13.
     """
     one_of("mode", mode, MODES)
     options: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "fullgraph": fullgraph}
@@ -99,13 +99,13 @@ def compile_blocks_(
     entries: dict[tuple[Any, ...], CompiledEntry] = {}
     compiled: dict[str, CompiledForward | CompiledLoss] = {}
     found = find_blocks(model, blocks)
-    for name, block in {**found, **(_pieces_beside(model, found.values()) if head else {})}.items():
+    for name, block in {**found, **(_modules_beside(model, found.values()) if head else {})}.items():
         if wrapper_on(block, CompiledForward):
-            # A technique and a call by hand may both ask for it.
+            # A technique and a direct call may both request it.
             compiled[name] = next(wrappers_on(block, CompiledForward))
             continue
         shapes = tuple((key, p.shape, p.dtype) for key, p in block.named_parameters())
-        # The compiler tells a replaced forward by identity, so blocks with such layers share no result.
+        # The compiler distinguishes replaced forwards by identity, so blocks with such layers share no code.
         replaced = [id(part) for part in block.modules() if part is not block and wrapper_on(part, WrappedForward)]
         signature = (type(block), _runs_class_forward(block), shapes, *replaced)
         if signature not in entries:
@@ -121,11 +121,11 @@ def compile_blocks_(
 
 
 def _new_entry(block: nn.Module) -> types.FunctionType:
-    """What is compiled for blocks like this one, as a function of its own code object.
+    """Return the function to compile for this kind of block, with its own code object.
 
-    The compiler keeps its results, and its limit of 8, by code object, so the code is copied. A class's own forward
-    is compiled as it is; over an earlier wrapper, and for torch's own modules, whose files the compiler skips at the
-    top level, a function around it.
+    The compiler stores its results, and its limit of 8, per code object, so the code is copied. A class's own forward
+    is compiled directly; an existing wrapper, or a torch module, whose files the compiler skips at the top level, is
+    compiled through a function around it.
     """
 
     def run_block(self: "CompiledForward", *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ def _new_entry(block: nn.Module) -> types.FunctionType:
         copy = types.FunctionType(
             forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__, forward.__closure__
         )
-        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not take them
+        copy.__kwdefaults__ = forward.__kwdefaults__  # FunctionType does not accept them
         return copy
     return types.FunctionType(run_block.__code__.replace(), run_block.__globals__, run_block.__name__)
 
@@ -148,32 +148,32 @@ def _runs_class_forward(block: nn.Module) -> bool:
 
 
 class CompiledEntry:
-    """What blocks of one kind share: their compiled code, and what its comparison with the plain one has found.
+    """Shared by blocks of one kind: their compiled code, and the result of its comparison with eager code.
 
     Attributes:
         verdict: None until a comparison was made.
-        is_judged: whether no further one is to be made. Masks are compared along an input's gradient, which the first
-            block behind a frozen embedding lacks: then the next block is compared as well.
+        is_judged: whether no further comparison is needed. Masks are compared with an input's gradient, which the
+            first block after a frozen embedding lacks: then the next block is compared as well.
     """
 
     def __init__(self, block: nn.Module, options: dict[str, Any], check: bool) -> None:
         self.options = _around_known_faults(block, options)
         self.run: Callable[..., Any] = torch.compile(_new_entry(block), **self.options)
-        self._code = _new_entry(block)  # now, before the block's forward is replaced
+        self._code = _new_entry(block)  # before the block's forward is replaced
         self.is_judged = not check
         self.verdict = None if check else Verdict(unchecked="check=False")
-        self.key = ""  # under which the verdict is kept
-        self.known: Mapping[str, Any] = {}  # key → verdict, as it was kept
+        self.key = ""  # key of the verdict in the cache
+        self.known: Mapping[str, Any] = {}  # key → cached verdict
 
     def judge(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
-        """Compare once, or take what an earlier process has found of the same code."""
+        """Compare once, or use the verdict of an earlier process on the same code."""
         self.key = key_of(block.module, self.options)
         known = self.known.get(self.key)
         self.verdict = self._compare(block, args, kwargs) if known is None else Verdict(**known)
         self.is_judged = not self.verdict.without_masks
         if self.verdict.unchecked:
             why = self.verdict.unchecked
-            note_once(f"CompileBlocks: '{block.name}' was not compared with the plain block: {why}")
+            note_once(f"CompileBlocks: '{block.name}' was not compared with the eager block: {why}")
         return self.verdict
 
     def _compare(self, block: "CompiledForward", args: Any, kwargs: Any) -> Verdict:
@@ -188,8 +188,8 @@ def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str,
     faults = [fault for fault in list_faults(block) if fault.options and options["backend"] == "inductor"]
     if not faults:
         return options
-    told = ", ".join(f"{fault.what} (torch's issue {fault.issue})" for fault in faults)
-    note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} around wrong {told}")
+    told = ", ".join(f"{fault.what} (torch issue {fault.issue})" for fault in faults)
+    note_once(f"CompileBlocks: {type(block).__name__} is compiled with {faults[0].options} to avoid wrong {told}")
     options = dict(options)
     settings = torch._inductor.list_mode_options(options.pop("mode", "default"))
     for fault in faults:
@@ -198,21 +198,21 @@ def _around_known_faults(block: nn.Module, options: dict[str, Any]) -> dict[str,
 
 
 class CompiledForward(WrappedForward):
-    """A compiled forward that can fall back to what was there before."""
+    """A compiled forward that can fall back to the previous one."""
 
     is_compiled: ClassVar[bool] = True
 
     def __init__(self, module: nn.Module, name: str, entry: CompiledEntry, fallback: bool) -> None:
         super().__init__(module)
         self.name = name
-        # What ``self`` is in the entry: a class's own forward wants the module, the function around others this object.
+        # The ``self`` of the entry: a class's own forward needs the module, the function around others this object.
         self.target: Any = module if _runs_class_forward(module) else self
         self.entry = entry
         self.fallback = fallback
         self.is_compared = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.failure is not None or torch.compiler.is_compiling():  # a block in a compiled one is traced with it
+        if self.failure is not None or torch.compiler.is_compiling():  # a block inside a compiled one is traced with it
             return self.inner(*args, **kwargs)
         self.ran = True
         try:
@@ -220,13 +220,13 @@ class CompiledForward(WrappedForward):
                 self._judge(args, kwargs)
             if self._is_trusted():
                 return self.entry.run(self.target, *args, **kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:  # the compiler's; a block's own errors pass
+        except torch._dynamo.exc.TorchDynamoException as error:  # not a block's own errors
             if not self.fallback:
                 raise
             self.failure = first_line(error)
-            what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs as it is"
-            way_out = "Mend the cause, leave this block out with blocks=, or use fallback=False to see the whole error"
-            warn_on_any_rank(explain(what, self.failure, way_out))  # one rank's compiler may fail alone
+            what = f"block '{self.name}' ({type(self.module).__name__}) could not be compiled and runs eagerly"
+            way_out = "Fix the cause, exclude this block with blocks=, or use fallback=False to see the complete error"
+            warn_on_any_rank(explain(what, self.failure, way_out))  # the compiler may fail on one rank only
         return self.inner(*args, **kwargs)
 
     def _judge(self, args: Any, kwargs: Any) -> None:
@@ -234,11 +234,11 @@ class CompiledForward(WrappedForward):
         verdict = self.entry.judge(self, args, kwargs)
         if not verdict.failure:
             return
-        what = f"block '{self.name}' ({type(self.module).__name__}) is not the same when it is compiled"
+        what = f"block '{self.name}' ({type(self.module).__name__}) gives different results when compiled"
         faults = [fault for fault in list_faults(self.module) if fault.with_dropout is verdict.of_masks]
-        known = [f"torch {torch.__version__} is known for wrong {f.what} (its issue {f.issue})" for f in faults]
+        known = [f"torch {torch.__version__} has a known error in {f.what} (issue {f.issue})" for f in faults]
         why = "; ".join([verdict.failure, *known])
-        way_out = "All blocks of its kind run as they are. Try another version of torch, or another backend="
+        way_out = "All blocks of its kind run eagerly. Try another version of torch, or another backend="
         warn_on_any_rank(explain(what, why, way_out))
 
     def _is_trusted(self) -> bool:
@@ -249,7 +249,7 @@ class CompiledForward(WrappedForward):
 
 
 class CompiledLoss:
-    """A loss that compiles what it computes itself, until ``undo``."""
+    """A loss that compiles its own computation, until ``undo``."""
 
     def __init__(self, wrapper: WrappedForward) -> None:
         self.wrapper = wrapper
@@ -263,45 +263,45 @@ class CompiledLoss:
         self.wrapper.compiled = False
 
 
-def _pieces_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
-    """The largest modules with weights that are neither block nor head and hold none: embeddings, final norms.
+def _modules_beside(model: nn.Module, blocks: Iterable[nn.Module]) -> dict[str, nn.Module]:
+    """Return the largest modules with weights that neither are nor contain a block or head: embeddings, final norms.
 
-    A lone table or linear layer is one kernel, which a compiler cannot make better.
+    A single embedding or linear layer is one kernel, which a compiler cannot improve.
     """
     others = {*blocks, *(model.get_submodule(name) for name in find_heads(model))}
-    uncalled = (nn.ModuleList, nn.ModuleDict)  # they have no forward of their own
+    uncalled = (nn.ModuleList, nn.ModuleDict)  # they have no forward
     holders = {m for m in model.modules() if isinstance(m, uncalled) or not others.isdisjoint(m.modules())}
-    pieces = {}
+    found = {}
     for prefix, holder in model.named_modules():
-        if holder not in holders or holder in others or any(prefix.startswith(f"{piece}.") for piece in pieces):
+        if holder not in holders or holder in others or any(prefix.startswith(f"{name}.") for name in found):
             continue
         for name, part in holder.named_children():
             one_kernel = isinstance(part, nn.Linear | nn.Embedding)
             if part not in holders and not one_kernel and has_parameters(part):
-                pieces[f"{prefix}.{name}" if prefix else name] = part
-    return pieces
+                found[f"{prefix}.{name}" if prefix else name] = part
+    return found
 
 
 class CompileBlocks(Technique):
-    """Compile the model's blocks; report graph breaks, recompilations and compile seconds at the end of ``fit``.
+    """Compile the model's blocks; report graph breaks, recompilations and compile time at the end of ``fit``.
 
-    Acts after every other operation on the model, so that what they built is compiled with it; undone at teardown.
-    The whole ``LightningModule`` is never compiled: that fails on ``self.log``. Without dropout the training is the
-    same to rounding, as the order of sums is the compiler's. With dropout inductor draws masks by a generator of its
-    own: of the same distribution, but others, as with another seed. ``torch._inductor.config.fallback_random = True``
-    makes it draw the plain ones.
+    Acts after every other operation on the model, so that their changes are compiled too; undone at teardown. The
+    complete ``LightningModule`` is never compiled, since ``self.log`` would fail. Without dropout training is the same
+    up to rounding, as the compiler chooses the order of sums. With dropout, inductor draws masks with its own
+    generator: from the same distribution, but different ones, as with another seed.
+    ``torch._inductor.config.fallback_random = True`` makes it draw those of eager code.
 
     Args:
-        mode: as for :func:`~lightning_fasttrain.compile_blocks_`; the modes with CUDA graphs do not go with
-            gradient accumulation.
+        mode: as for :func:`~lightning_fasttrain.compile_blocks_`; modes with CUDA graphs do not support gradient
+            accumulation.
         blocks: as for :func:`~lightning_fasttrain.compile_blocks_`.
         backend: as for :func:`~lightning_fasttrain.compile_blocks_`.
         dynamic: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fullgraph: as for :func:`~lightning_fasttrain.compile_blocks_`.
         fallback: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        cache: a file that compiled code is loaded from, if it is there, and saved to at the end of ``fit``.
+        cache: a file from which compiled code is loaded, if it exists, and to which it is saved at the end of ``fit``.
         head: as for :func:`~lightning_fasttrain.compile_blocks_`.
-        check: as for :func:`~lightning_fasttrain.compile_blocks_`. What it finds is kept in the ``cache`` too.
+        check: as for :func:`~lightning_fasttrain.compile_blocks_`. Its results are saved in the ``cache`` too.
 
     Attributes:
         report: a :class:`CompileReport`, after ``fit``.
@@ -318,9 +318,7 @@ class CompileBlocks(Technique):
     keeps_draws: ClassVar[bool] = False
     surgery: ClassVar[Surgery | None] = Surgery.COMPILE
     effect: ClassVar[str] = "blocks run as fused, compiled code"
-    when: ClassVar[str] = (
-        "a run is long enough to win back the minutes of compiling; not where shapes change at every step"
-    )
+    when: ClassVar[str] = "a run is long enough to recover the minutes of compiling; not if shapes change at every step"
     in_a_loop: ClassVar[str] = "compile_blocks_(model)"
     worth_trying: ClassVar[tuple[Setting, ...]] = (Setting("compile", "blocks", cost=0.8),)
     predicted: ClassVar[bool] = True
@@ -356,7 +354,7 @@ class CompileBlocks(Technique):
     @classmethod
     def conflicts(cls) -> tuple[Conflict, ...]:
         way_out = "Use CompileBlocks(mode='max-autotune-no-cudagraphs')"
-        kept = "CUDA graphs keep what they save in memory of their own, so moving it would free nothing"
+        kept = "CUDA graphs keep saved tensors in their own memory, so moving them would free nothing"
         graphs = lambda compiled, _: compiled.uses_cuda_graphs  # noqa: E731
         return (
             Conflict(Capability.SPLITS_BATCHES, _OVERWRITES, f"{way_out}, or one micro-batch", graphs),
@@ -400,7 +398,7 @@ class CompileBlocks(Technique):
     @classmethod
     def why_not(cls, facts: Facts) -> str | None:
         if facts.compiler is False:
-            return "torch.compile finds no compiler: see `fasttrain doctor`"
+            return "torch.compile cannot find a compiler: see `fasttrain doctor`"
         if facts.blocks == 0:
             return NO_BLOCKS
         return None
@@ -416,7 +414,7 @@ class CompileBlocks(Technique):
         failures = [forward.failure for forward in self._compiled.values() if forward.failure is not None]
         if not failures:
             return ""
-        return f"{len(failures)} of {len(self._compiled)} blocks and pieces ran uncompiled: {failures[0]}"
+        return f"{len(failures)} of {len(self._compiled)} blocks ran uncompiled: {failures[0]}"
 
     def why_idle(self, model: nn.Module) -> tuple[str, str] | None:
         return why_none_ran(model, CompiledForward)
@@ -424,7 +422,7 @@ class CompileBlocks(Technique):
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: CUDA graphs are told that the last step's outputs may be overwritten."""
+        """Hook: mark that the outputs of the previous step may be overwritten by CUDA graphs."""
         if self.uses_cuda_graphs:
             torch.compiler.cudagraph_mark_step_begin()
 
@@ -437,11 +435,11 @@ class CompileBlocks(Technique):
         verdicts = {entry.key: entry.verdict for entry in self._entries() if entry.key and entry.verdict is not None}
         self.report.apart = [verdict.apart for verdict in verdicts.values() if not verdict.unchecked]
         if self.report.recompiles >= _MANY_RECOMPILES:
-            why = "batches of ever new shapes are compiled again until the compiler gives up on them"
-            way_out = "Pad batches to a few lengths, or use CompileBlocks(dynamic=True)"
+            why = "each new batch shape is compiled again, until the compiler's limit is reached"
+            way_out = "Pad batches to a few sequence lengths, or use CompileBlocks(dynamic=True)"
             warn(explain(f"CompileBlocks: {self.report.recompiles} recompilations", why, way_out))
         if trainer.is_global_zero:
             say("CompileBlocks: %s", self.report)
             kept = {key: asdict(verdict) for key, verdict in verdicts.items() if not verdict.unchecked}
             if self.cache is not None and not save_compile_cache(self.cache, kept):
-                note_once("CompileBlocks: the compiler left nothing to save in the cache")
+                note_once("CompileBlocks: the compiler produced nothing to save in the cache")

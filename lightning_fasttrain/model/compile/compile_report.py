@@ -1,4 +1,4 @@
-"""What the compiler did: graphs, recompilations, graph breaks, seconds."""
+"""Report of the compiler's work: graphs, recompilations, graph breaks, time."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from lightning_fasttrain.core.messages import number_of
 
 @dataclass
 class CompileReport:
-    """What the compiler did.
+    """Work of the compiler.
 
     Attributes:
-        graphs: graphs compiled, first compilations and recompilations.
+        graphs: number of compiled graphs, including recompilations.
         recompiles: how many of them were for code already compiled once (new shapes, other guards).
-        graph_breaks: reason → how often a graph had to be cut there.
+        graph_breaks: reason → number of graph breaks.
         seconds: time spent compiling.
-        fallbacks: names of blocks that run uncompiled → why.
-        apart: of each kind of block that was compared with the plain one the largest relative distance.
+        fallbacks: names of blocks that run eagerly → why.
+        apart: for each kind of block that was compared with eager code, the largest relative distance.
     """
 
     graphs: int = 0
@@ -33,7 +33,7 @@ class CompileReport:
         )
         if self.apart:
             kinds = number_of(len(self.apart), "kind")
-            text += f"; {kinds} of block compared with the plain one, at most {max(self.apart):.0e} apart"
+            text += f"; {kinds} of block compared with eager code, relative difference at most {max(self.apart):.0e}"
         for reason, times in sorted(self.graph_breaks.items(), key=lambda item: -item[1])[:3]:
             text += f"\n  {times}× {reason.strip().splitlines()[0]}"
         for name, why in self.fallbacks.items():
@@ -42,7 +42,7 @@ class CompileReport:
 
 
 class CompileWatch:
-    """Counts what the compiler does from now on.
+    """Counts the compiler's work from now on.
 
     Example:
         >>> watch = CompileWatch()
@@ -56,8 +56,8 @@ class CompileWatch:
         self._utils = utils
         self._breaks = Counter(utils.counters["graph_break"])
         self._compiled = len(self._durations())
-        # By identity: torch keeps the list, of the whole process, and drops the oldest when it is full.
-        # Held, since torch forgets old ones, whose ids new ones may then have.
+        # By identity: torch keeps one list per process, and drops the oldest entries when it is full.
+        # References are held, since torch drops old entries, whose ids new ones could reuse.
         self._known = list(utils.get_compilation_metrics())
 
     def _durations(self) -> list[float]:
@@ -65,7 +65,7 @@ class CompileWatch:
 
     def report(self) -> CompileReport:
         durations = self._durations()[self._compiled :]
-        # The backward graph has an entry of its own, and is no second compilation.
+        # The backward graph has a separate entry, and is not a second compilation.
         known = set(map(id, self._known))
         new = [m for m in self._utils.get_compilation_metrics() if id(m) not in known and m.is_forward]
         ids = [m.compile_id or "" for m in new]  # "frame/attempt"

@@ -1,4 +1,4 @@
-"""Compares what a compiled block computes with what the plain one does, before it is trusted."""
+"""Compare the results of a compiled block with those of eager code before it is used."""
 
 import hashlib
 import json
@@ -24,9 +24,9 @@ from lightning_fasttrain.core.state.restore import remember
 from lightning_fasttrain.core.state.rng import random_state, set_random_state
 
 _SHARES = ((1e-10, 1e-8), (1e-6, 2e-3), (1.0, 5e-2))  # up to this rounding: float64, float32 with TF32, 16 bits
-_NUDGED = 8.0  # times what rounding of the inputs does to the plain block's numbers
-_SAME_MASK = 0.03  # by how much a gradient may miss what the forward does, relative
-_TOO_ROUGH = 0.1  # where the plain block's own gradient misses it by more, nothing is told
+_NUDGED = 8.0  # multiple of the effect that rounding of the inputs has on the eager block's results
+_SAME_MASK = 0.03  # allowed relative error of a gradient against the forward
+_TOO_ROUGH = 0.1  # if the eager block's own gradient has a larger error, the check is inconclusive
 _PLAIN = (int, float, complex, bool, str, type(None), torch.dtype, torch.device)
 
 Forward = Callable[..., Any]
@@ -35,14 +35,14 @@ Numbers = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a comparison has found.
+    """Result of a comparison.
 
     Attributes:
-        apart: the largest distance of an output or a gradient from the plain block's, relative to its size.
-        failure: why the compiled block is not to be trusted; "" if it is.
-        of_masks: whether what fails are masks of dropout.
+        apart: largest distance of an output or a gradient from the eager block's, relative to its size.
+        failure: why the compiled block cannot be trusted; "" if it can.
+        of_masks: whether the failure concerns dropout masks.
         unchecked: why nothing was compared; "" if it was.
-        without_masks: whether there are masks, and they were not compared, since no input of this block has a gradient.
+        without_masks: whether masks exist but were not compared, since no input of this block has a gradient.
     """
 
     apart: float = 0.0
@@ -60,22 +60,22 @@ def check_compiled(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Verdict:
-    """Run a block's forward and backward plain and compiled on the same inputs; nothing of it is left behind.
+    """Run a block's forward and backward eagerly and compiled on the same inputs, without side effects.
 
-    Dropout is off for the comparison, as masks differ. Where there is some, the code that will run, with its masks, is
-    asked for its gradient along one direction, which must be what its forward does when its inputs move that way: a
-    backward that takes another mask than the forward fails there.
+    Dropout is off for the comparison, as masks differ. If there is dropout, the code that will run, with its masks,
+    computes its gradient along one direction, which must match the change of its forward when the inputs move in that
+    direction: a backward with a different mask fails this test.
 
     Args:
         module: the block.
         plain: its forward.
-        compiled: the same, compiled.
-        compile_again: makes another of these, so that the code without dropout does not count as a recompilation.
-        args, kwargs: what it is called with; it is not changed.
+        compiled: its compiled forward.
+        compile_again: returns another compiled forward, so that code without dropout is not a recompilation.
+        args, kwargs: arguments of the call, which are not changed.
 
     Source:
-        The accuracy test of TorchDynamo, which compares with the plain model too; here the bound is what rounding of
-        the inputs does to the plain block.
+        The accuracy test of TorchDynamo, which also compares with the eager model; here the bound is the effect of
+        rounding the inputs on the eager block.
     """
     why_not = _why_not(module, args, kwargs)
     if why_not:
@@ -84,23 +84,21 @@ def check_compiled(
         with _leaving_no_trace(module):
             return _compare(_Probe(module, args, kwargs), plain, compiled, compile_again)
     except torch._dynamo.exc.TorchDynamoException:
-        raise  # of the compiler's, which the caller knows what to do with
-    except Exception as error:  # what is wrong with the block itself, its own call will tell
+        raise  # a compiler error, which the caller handles
+    except Exception as error:  # an error of the block itself will be raised by its own call
         return Verdict(unchecked=first_line(error))
 
 
 def _why_not(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
     leaves = tree_leaves((args, kwargs))
     if detect_fake_mode(leaves) is not None:
-        return "its inputs have no numbers"
-    in_pieces = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
-    if in_pieces or any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
-        return (
-            "its parameters, or those of a part, are in pieces on several ranks, which would have to compare together"
-        )
+        return "its inputs have no values"
+    is_sharded = any(isinstance(p, DTensor) or hasattr(p, "ds_id") for p in module.parameters())
+    if is_sharded or any(isinstance(part, FSDPModule) for part in module.modules() if part is not module):
+        return "its parameters, or those of a submodule, are sharded over ranks, which would have to compare together"
     for leaf in leaves:
         if not isinstance(leaf, (Tensor, *_PLAIN)):
-            return f"it is given a {type(leaf).__name__}, which another call might change"
+            return f"it receives a {type(leaf).__name__}, which another call might change"
     return ""
 
 
@@ -112,7 +110,7 @@ def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: 
         draws = probe.has_drawn()
         allowed = probe.allow(expected, probe.run(plain, nudged=True))
         without_masks = compile_again() if has_masks else compiled
-        # What is drawn in other ways than by dropout cannot be switched off.
+        # Random draws other than dropout cannot be disabled.
         found = expected if draws else probe.run(without_masks)
     finally:
         undo()
@@ -125,15 +123,15 @@ def _compare(probe: "_Probe", plain: Forward, compiled: Forward, compile_again: 
 
 
 def _judge(expected: Numbers, found: Numbers, allowed: Mapping[str, float]) -> tuple[float, str]:
-    """The largest relative distance, and where one is beyond what is allowed; asks the device once."""
+    """Return the largest relative distance, and a failure if one exceeds its limit; reads the device once."""
     if expected.keys() != found.keys():
         return 0.0, f"it has {', '.join(sorted(expected.keys() ^ found.keys()))} only when compiled, or only when not"
     largest = 0.0
     for name, (distance, size) in _distances(expected, found).items():
-        if not distance <= allowed[name]:  # nor where it is NaN
-            what = f"{name} is {distance:.2g} off when compiled, at a size of {size:.2g}"
-            return distance / max(size, 1e-30), f"{what}, where rounding makes {allowed[name]:.2g}"
-        if allowed[name] < size:  # of what is nothing but rounding no share is told
+        if not distance <= allowed[name]:  # also true for NaN
+            what = f"{name} is off by {distance:.2g} when compiled, at a size of {size:.2g}"
+            return distance / max(size, 1e-30), f"{what}; rounding allows {allowed[name]:.2g}"
+        if allowed[name] < size:  # no ratio for values that are only rounding
             largest = max(largest, distance / size)
     return largest, ""
 
@@ -141,12 +139,12 @@ def _judge(expected: Numbers, found: Numbers, allowed: Mapping[str, float]) -> t
 def _judge_masks(plain: float | None, compiled: float | None) -> str:
     if plain is None or compiled is None or plain > _TOO_ROUGH or compiled <= max(4 * plain, _SAME_MASK):
         return ""
-    what = f"its gradient misses what its forward does by {compiled:.1%}, that of the plain block by {plain:.1%}"
-    return f"{what}: dropout has other masks in the backward"
+    what = f"its gradient differs from its forward's change by {compiled:.1%}, the eager block's by {plain:.1%}"
+    return f"{what}: dropout has different masks in the backward"
 
 
 def _distances(one: Numbers, other: Numbers) -> dict[str, tuple[float, float]]:
-    """Of each the distance and the size, as Euclidean norms."""
+    """Return the distance and the size of each value, as Euclidean norms."""
     if not one:
         return {}
     numbers: list[Tensor] = []
@@ -160,16 +158,16 @@ def _distances(one: Numbers, other: Numbers) -> dict[str, tuple[float, float]]:
 
 
 class _Probe:
-    """Calls a block on copies of the same inputs, each time with the same random numbers."""
+    """Calls a block on copies of the same inputs, each time with the same random state."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.module = module
         self.leaves, self.structure = tree_flatten((args, dict(kwargs)))
         self.state = random_state()
-        self.eps = 0.0  # of the coarsest dtype that the block computes in
+        self.eps = 0.0  # of the coarsest dtype in which the block computes
 
     def run(self, forward: Forward, nudged: bool = False) -> Numbers:
-        """What it gives, and the gradients of all that needs one, along fixed directions of the outputs."""
+        """Return outputs, and gradients of all inputs and parameters, along fixed directions of the outputs."""
         numbers, inputs, outputs = self._call(forward, self._nudges() if nudged else {})
         parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         wanted = {f"the gradient of input {i}": leaf for i, leaf in inputs.items()}
@@ -181,20 +179,20 @@ class _Probe:
         return numbers
 
     def has_drawn(self) -> bool:
-        """Whether the last call took random numbers of torch's, which the compiler draws in its own way."""
+        """Whether the last call used torch's random state, which the compiler uses differently."""
         now = random_state()
         pairs = zip([self.state["torch"], *self.state["cuda"]], [now["torch"], *now["cuda"]], strict=True)
         return not all(torch.equal(before, after) for before, after in pairs)
 
     def allow(self, expected: Numbers, nudged: Numbers) -> dict[str, float]:
-        """The distance that each may have: what rounding of the inputs does, or a share of its size."""
+        """Return the allowed distance of each value: the effect of rounding the inputs, or a fraction of its size."""
         share = next(share for eps, share in _SHARES if self.eps <= eps)
         moved_to = {name: nudged.get(name, number) for name, number in expected.items()}
         distances = _distances(expected, moved_to)
         return {name: max(share * size, _NUDGED * moved) for name, (moved, size) in distances.items()}
 
     def miss(self, forward: Forward) -> float | None:
-        """By how much a gradient misses what the forward does, relative; None where no input has a gradient."""
+        """Return the relative error of a gradient against the forward's change; None if no input has a gradient."""
         _, inputs, outputs = self._call(forward, {})
         gradients = self._gradients(outputs, list(inputs.values()))
         ways: dict[int, Tensor] = {}
@@ -202,7 +200,7 @@ class _Probe:
             if gradient is not None:
                 way = gradient.double()
                 ways[i] = _beside(way, _direction(0, leaf).double()) if leaf.shape == outputs[0].shape else way
-        slope = sum(float(way.square().sum()) for way in ways.values())  # of the value, along the way
+        slope = sum(float(way.square().sum()) for way in ways.values())  # of the value, along the direction
         if not slope > 0:
             return None
         size = sum(float(inputs[i].detach().double().square().sum()) for i in ways) ** 0.5
@@ -218,7 +216,7 @@ class _Probe:
         return sum(float((output.detach().double() * way.double()).sum()) for output, way in pairs)
 
     def _call(self, forward: Forward, moves: Mapping[int, Tensor]) -> tuple[Numbers, dict[int, Tensor], list[Tensor]]:
-        """Its outputs as numbers; its inputs, and those of its outputs, that have a gradient."""
+        """Return the outputs as values, the inputs with a gradient, and the outputs with a gradient."""
         set_random_state(self.state)
         leaves = list(self.leaves)
         inputs: dict[int, Tensor] = {}
@@ -236,7 +234,7 @@ class _Probe:
         return numbers, inputs, [output for output in floats if output.requires_grad]
 
     def _nudges(self) -> dict[int, Tensor]:
-        """Each number moved by as much as rounding to the dtype it is computed in might have moved it."""
+        """Perturb each value by as much as rounding to its computation dtype could have moved it."""
         floats = {
             i: leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()
         }
@@ -250,13 +248,13 @@ class _Probe:
 
 
 def _direction(seed: int, like: Tensor) -> Tensor:
-    """Random numbers of a tensor's shape, the same each time and on each device."""
+    """Return random values of a tensor's shape, the same each time and on each device."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(like.shape, generator=generator).to(like.device, like.dtype)
 
 
 def _beside(way: Tensor, other: Tensor) -> Tensor:
-    """The part of a direction that is at right angles to another: what a residual connection passes on is left out."""
+    """Return the part of a direction orthogonal to another, which removes the path of a residual connection."""
     return way - (way * other).sum() / other.square().sum() * other
 
 
@@ -268,27 +266,27 @@ def _eps_of(output: Tensor) -> float:
 
 @contextmanager
 def _leaving_no_trace(module: nn.Module) -> Iterator[None]:
-    """For calls that do not count: random states, buffers and attributes are afterwards as they were."""
-    put_back = remember([module])
-    outside = recomputed_outside.set(True)  # plain blocks that are recomputed need not be, here
+    """Restore random states, buffers and attributes after calls that must have no side effects."""
+    restore = remember([module])
+    outside = recomputed_outside.set(True)  # recomputation is unnecessary here
     try:
-        # The innermost hooks count: what lies around the block must not keep, or count, what is saved here.
+        # The innermost hooks apply: those around the block must neither keep nor count tensors that are saved here.
         with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
             yield
     finally:
         recomputed_outside.reset(outside)
-        put_back()
+        restore()
 
 
 def key_of(module: nn.Module, options: Mapping[str, Any]) -> str:
-    """What a verdict holds for: this code of the block and its parts, shapes, options, versions, and kind of device."""
+    """Return the key of a verdict: code of the block and its submodules, shapes, options, versions, kind of device."""
     code = hashlib.sha256()
     for kind in sorted({type(part) for part in module.modules()}, key=lambda kind: kind.__qualname__):
         forward: Any = getattr(kind, "forward", None)
         body = getattr(forward, "__code__", None)
         code.update(f"{kind.__module__}.{kind.__qualname__}".encode())
         if body is not None:
-            constants = [one for one in body.co_consts if not isinstance(one, CodeType)]  # which has an address
+            constants = [one for one in body.co_consts if not isinstance(one, CodeType)]  # their repr has an address
             code.update(body.co_code + repr((body.co_names, body.co_varnames, constants)).encode())
     shapes = [(name, list(p.shape), str(p.dtype), p.requires_grad) for name, p in module.named_parameters()]
     device = next((p.device for p in module.parameters()), torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Faults of torch's compiler that its users have reported, by the versions that have them."""
+"""Known faults of torch's compiler, with the versions that have them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,16 +13,16 @@ from lightning_fasttrain.core.modules.without_dropout import has_dropout
 
 @dataclass(frozen=True)
 class CompilerFault:
-    """One fault, and where it can be met.
+    """One fault, and the conditions under which it occurs.
 
     Attributes:
-        issue: its number among those of pytorch/pytorch.
+        issue: its number among the issues of pytorch/pytorch.
         what: half a sentence.
         since: the first version that has it.
-        until: the first version that was not tried, or has it no more.
-        device: where alone it is; "" for all.
-        with_dropout: whether it takes dropout.
-        options: of inductor's, that go around it; given only where no comparison with the plain block finds it.
+        until: the first version that was not tried, or no longer has it.
+        device: the only device that has it; "" for all.
+        with_dropout: whether it needs dropout.
+        options: inductor options that avoid it; given only if a comparison with the eager block cannot find it.
     """
 
     issue: int
@@ -37,13 +37,13 @@ class CompilerFault:
 FAULTS = (
     CompilerFault(193061, "gradients of a modulation that several norms share", "2.10", "2.14"),
     CompilerFault(190758, "dropout in the backward under activation_memory_budget", "2.4", "2.14", with_dropout=True),
-    # Groups of four entries share one draw, which is right in its gradient and wrong all the same.
+    # Groups of four entries share one draw, which is consistent with the gradient but still wrong.
     CompilerFault(198333, "masks of dropout", "2.13", "2.14", "cuda", True, {"fallback_random": True}),
 )
 
 
 def list_faults(block: nn.Module, version: str = torch.__version__) -> list[CompilerFault]:
-    """Those of the known faults that a block might meet when it is compiled.
+    """List the known faults that a block may trigger when it is compiled.
 
     Example:
         >>> [fault.issue for fault in list_faults(nn.Linear(2, 2), version="2.12.1")]

@@ -1,6 +1,6 @@
-"""Chooses which blocks to recompute so that a step keeps within a limit.
+"""Choose which blocks to recompute so that a step stays within a memory limit.
 
-It measures, solves and checks in the first steps of the training itself.
+The first steps of the training are measured, the choice is solved exactly, and its peak is checked.
 
 From the bottom up: ``block_cost``, ``knapsack``, ``checkpoint_plan``, ``rank_agreement``, ``block_profiler``,
 ``memory_budget``.

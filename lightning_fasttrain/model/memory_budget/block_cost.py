@@ -1,4 +1,4 @@
-"""What one block saves for the backward and how long its forward takes, whole and by its expensive operations."""
+"""Measure the bytes that a block saves for the backward and its forward time, in total and without expensive ops."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,8 +14,8 @@ from torch.utils.checkpoint import CheckpointPolicy as Keep
 
 from lightning_fasttrain.model.checkpointed_forward import CheckpointedForward
 
-_REPEATS = 2  # of what is timed; the fastest counts
-_LEAST = 0.05  # of the forward is recomputed whatever is kept; a difference of noisy times may say nothing at all
+_REPEATS = 2  # timed runs; the fastest counts
+_LEAST = 0.05  # minimum fraction of the forward that is recomputed; differences of noisy times may be meaningless
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class BlockCost:
         saved_bytes: storages that autograd keeps, without parameters and the block's inputs and outputs.
         expensive_bytes: results of the expensive operations, without the block's outputs; None if they cannot be
             kept, because the block changes one in place.
-        forward_ms: duration of the forward, which is what recomputing the block adds.
-        cheap_ms: duration of what is left to recompute if the expensive results are kept, with the cost of keeping
+        forward_ms: duration of the forward, which recomputing the block adds.
+        cheap_ms: duration of the recomputation if the expensive results are kept, including the overhead of keeping
             them.
     """
 
@@ -37,12 +37,12 @@ class BlockCost:
     cheap_ms: float
 
     def times(self, calls: int) -> "BlockCost":
-        """The costs of a block that is called several times in one forward of the model."""
+        """Return the costs of a block that is called ``calls`` times in one forward of the model."""
         expensive = None if self.expensive_bytes is None else calls * self.expensive_bytes
         return BlockCost(calls * self.saved_bytes, expensive, calls * self.forward_ms, calls * self.cheap_ms)
 
     def at_least(self, other: "BlockCost") -> "BlockCost":
-        """The larger of both in everything: what holds for the batches of both."""
+        """Return the larger of both in every cost, which holds for the batches of both."""
         a, b = self.expensive_bytes, other.expensive_bytes
         expensive = None if a is None or b is None else max(a, b)
         return BlockCost(
@@ -60,13 +60,13 @@ def measure_block(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> BlockCost:
-    """Run a block's forward a few times beside the training, and leave no trace of it.
+    """Run a block's forward a few times beside the training, without side effects.
 
     Args:
-        forward: what replaces the block's ``forward``.
-        keeps: which operations are expensive.
+        forward: the replacement of the block's ``forward``.
+        keeps: decides which operations are expensive.
         fixed: addresses of storages that do not count: those of the model's parameters and buffers.
-        args, kwargs: of the call.
+        args, kwargs: arguments of the call.
 
     Returns:
         Its costs. On CUDA this waits for the device.
@@ -76,7 +76,7 @@ def measure_block(
 
     def pack(tensor: Tensor) -> Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor.detach()  # an output that its own graph holds is a circle, which only a backward would free
+        return tensor.detach()  # an output in its own graph is a reference cycle, which only a backward would free
 
     def run() -> Any:
         with forward.leaving_no_trace():
@@ -84,7 +84,7 @@ def measure_block(
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         outputs = run()
-    # Inputs and outputs are held for the neighbouring blocks too, whatever is done with this one.
+    # Inputs and outputs are held for the adjacent blocks too, whichever action this block gets.
     neither = inputs | _addresses(outputs)
     saved_bytes = sum(nbytes for address, nbytes in saved.items() if address not in neither)
     del outputs
@@ -103,8 +103,8 @@ def measure_block(
         results = _addresses(outputs)
         del outputs
     expensive_bytes = sum(t.untyped_storage().nbytes() for address, t in mode.kept.items() if address not in results)
-    forward_ms = min(whole)  # others on the machine only ever add time
-    handling = 2 * max(min(watched) - forward_ms, 0.0)  # to keep in the forward, to give back in the recomputation
+    forward_ms = min(whole)  # other load on the machine only adds time
+    handling = 2 * max(min(watched) - forward_ms, 0.0)  # for keeping in the forward and returning in the recomputation
     cheap_ms = max(forward_ms - min(expensive) + handling, _LEAST * forward_ms)
     return BlockCost(saved_bytes, None if mode.spoilt else expensive_bytes, forward_ms, cheap_ms)
 
@@ -114,19 +114,19 @@ def _addresses(nested: object) -> set[int]:
 
 
 class _DearOperations(TorchDispatchMode):
-    """Watches for operations whose results are to be kept: their bytes and their time."""
+    """Measures the bytes and the time of operations whose results are to be kept."""
 
     def __init__(self, device: torch.device, keeps: Callable[..., Keep]) -> None:
         super().__init__()
         self.keeps = keeps
         self.stopwatch = Stopwatch(device)
-        self.kept: dict[int, Tensor] = {}  # held, so that no other storage takes its address
+        self.kept: dict[int, Tensor] = {}  # held, so that its address is not reused
         self.spoilt = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self.keeps(None, func, *args, **kwargs) is not Keep.MUST_SAVE:
-            # The recomputation would be given the changed result where the forward had the one before.
+            # The recomputation would get the changed result instead of the original one.
             if func._schema.is_mutable and _addresses(args) & self.kept.keys():
                 self.spoilt = True
             return func(*args, **kwargs)
@@ -139,10 +139,10 @@ class _DearOperations(TorchDispatchMode):
 
 
 class Stopwatch:
-    """Adds up the time of several stretches: by the device's own clock on CUDA, where nothing waits until it is read.
+    """Adds up the time of several intervals: on CUDA by device events, which do not wait until they are read.
 
     Args:
-        device: whose time.
+        device: device whose time is measured.
 
     Example:
         >>> stopwatch = Stopwatch(torch.device("cpu"))
@@ -158,7 +158,7 @@ class Stopwatch:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Time what is inside."""
+        """Time the body of the ``with`` block."""
         start = self._now()
         try:
             yield
@@ -166,7 +166,7 @@ class Stopwatch:
             self._stretches.append((start, self._now()))
 
     def ms(self) -> float:
-        """Milliseconds so far; on CUDA this waits for the device."""
+        """Return the milliseconds so far; on CUDA this waits for the device."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return sum(start.elapsed_time(end) for start, end in self._stretches)

@@ -1,4 +1,4 @@
-"""Follows the first steps of a training from inside its blocks, and decides which of them are recomputed."""
+"""Profile the blocks in the first steps of a training, and decide which of them are recomputed."""
 
 import functools
 import weakref
@@ -32,11 +32,11 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import (
 from lightning_fasttrain.model.memory_budget.rank_agreement import for_all, highest_of_all
 
 EXPENSIVE = SelectiveOps()
-_FIT = 0.92  # of what is free: the rest is for fragmentation, and for libraries that allocate by themselves
+_FIT = 0.92  # of the free memory: the rest is for fragmentation, and for libraries that allocate memory themselves
 
 
 class PlannedForward(CheckpointedForward):
-    """A block's forward that is kept, partly kept or recomputed as the plan says; recomputed while there is none."""
+    """A block's forward that is kept, partly kept or recomputed by the plan; recomputed while there is no plan."""
 
     def __init__(self, module: nn.Module, name: str, watch: "StepWatch") -> None:
         super().__init__(module)
@@ -69,15 +69,15 @@ class PlannedForward(CheckpointedForward):
 
 
 class _Stage(Enum):
-    COSTS = "what each block saves and takes, beside the training"
-    PEAKS = "the peak between each two blocks, everything recomputed"
-    CHECK = "the peak under the plan"
-    TIMING = "what is spent in recomputing"
+    COSTS = "costs of each block, measured beside the training"
+    PEAKS = "peak between each two blocks, with every block recomputed"
+    CHECK = "peak under the plan"
+    TIMING = "time spent in recomputation"
     DONE = "nothing"
 
 
 class StepWatch:
-    """Follows the first steps of a training from inside its blocks, one stage a step, and decides.
+    """Profiles the first steps of a training from inside its blocks, one stage per step, and makes the plan.
 
     A *pass* is one forward and backward of the model; a step has one, or one for each micro-batch.
     """
@@ -92,19 +92,19 @@ class StepWatch:
         self.model, self.budget_gib, self.tell = model, budget_gib, tell
         self.plan: CheckpointPlan | None = None
         self.forwards = {name: PlannedForward(block, name, self) for name, block in blocks.items()}
-        self.measuring = True  # every block is recomputed, and none is compiled
+        self.measuring = True  # every block is recomputed, and none is run compiled
         self._stage = _Stage.COSTS
         self._costs: dict[str, BlockCost] = {}  # in the order of the forward
-        self._calls: dict[str, int] = {}  # in one pass, of a block that is used several times
+        self._calls: dict[str, int] = {}  # in one pass, for a block that is called several times
         self._peaks: dict[str, int] = {}  # see `make_plan`
         self._aim: int | None = None
         self._misses = 0
         self._cautious = False  # every block is recomputed in this pass
         self._passes = 0
-        self._extents: list[int] = []  # the largest so far of the first block's input, by dimension
+        self._extents: list[int] = []  # largest sizes so far of the first block's input, by dimension
         self._measure_costs = False
         self._device = torch.device("cpu")
-        self._pending: list[str] = []  # forward done in this pass, backward not begun
+        self._pending: list[str] = []  # blocks with forward done in this pass and backward not begun
         self._window: PeakMemory | None = None
         self._segments: list[str] = []  # for each segment of the window, the last pending block
         self._stopwatch: Stopwatch | None = None
@@ -112,26 +112,26 @@ class StepWatch:
         self._closed = False
         self._hooks = ExitStack()
         self._end_of_step = ExitStack()
-        # Of all optimizers in the process, because this model's own is made later.
+        # Applies to all optimizers in the process, because this model's own is created later.
         self._end_of_step.callback(register_optimizer_step_post_hook(self._on_step).remove)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StepWatch":
-        """A copied model keeps and recomputes as this one does now, and is not watched."""
+        """Copy the current actions of a model, without profiling the copy."""
         idle = StepWatch(nn.Module(), {}, self.budget_gib, self.tell)
         idle.close()
         idle.measuring = False
         return idle
 
     def see(self, batch: Any) -> None:
-        """The host tells which batch comes: where the loader keeps it, it was there before the step."""
+        """Record which batch comes: if the loader keeps it, it existed before the step."""
         if self._window is not None:
             self._window.hold(batch)
 
     # Called by the blocks.
 
     def enter(self, forward: PlannedForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """A block's forward begins, and is measured."""
-        if not self._costs:  # the first block of all: from now on a hook tells when it begins
+        """Begin and measure a block's forward."""
+        if not self._costs:  # the first block: from now on a hook reports when it begins
             self._begin_pass(forward.module, args, kwargs)
             self._hooks.callback(forward.module.register_forward_pre_hook(self._begin_pass, with_kwargs=True).remove)
         if self._measure_costs or forward.name not in self._costs:
@@ -140,14 +140,14 @@ class StepWatch:
         self._mark()
 
     def leave(self, name: str) -> None:
-        """A block's forward is done, and was measured."""
+        """End and measure a block's forward."""
         self._pending.append(name)
         self._calls[name] = max(self._calls.get(name, 1), self._pending.count(name))
         self._mark()
 
     @contextmanager
     def watch_recomputation(self, name: str, again: AbstractContextManager[Any]) -> Iterator[None]:
-        """A block's forward is run once more."""
+        """Track a recomputation of a block's forward."""
         if self.measuring and name in self._pending:
             del self._pending[len(self._pending) - 1 - self._pending[::-1].index(name)]  # its last call comes first
             self._mark()
@@ -164,9 +164,9 @@ class StepWatch:
 
     @torch._dynamo.disable
     def _begin_pass(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        if self._closed or not torch.is_grad_enabled() or self._pending:  # the last: one block is used several times
+        if self._closed or not torch.is_grad_enabled() or self._pending:  # last: one block is called several times
             return
-        if self._cautious:  # the larger batch was the pass before
+        if self._cautious:  # the larger batch was in the previous pass
             self._cautious = False
             self._follow(self.plan)
         tensors = [leaf for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -182,12 +182,12 @@ class StepWatch:
     def _make_ready_for_a_larger_batch(self, tensors: list[Tensor]) -> None:
         if not self.measuring:
             self._follow(None)
-            if rank_count() > 1:  # the plan is everyone's, and this batch is one process's
-                note_once("MemoryBudget: a batch larger than those measured has every block recomputed")
+            if rank_count() > 1:  # all ranks share the plan, but only one has this batch
+                note_once("MemoryBudget: all blocks are recomputed for a batch larger than those measured")
                 self._cautious = True
                 return
-            note_once("MemoryBudget: a batch larger than those measured is measured too")
-            if self._stage is _Stage.DONE:  # only then were the steps left unwatched
+            note_once("MemoryBudget: measuring a batch larger than those measured before")
+            if self._stage is _Stage.DONE:  # only then were the steps not profiled
                 for optimizer in self._optimizers:
                     self._watch_step(optimizer)
             self._stage, self.measuring, self._passes = _Stage.PEAKS, True, 0
@@ -195,12 +195,12 @@ class StepWatch:
         self._extents = [max(pair) for pair in zip_longest(self._extents, tensors[0].shape, fillvalue=0)]
 
     def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Hook: an optimizer has stepped; the first of this model's that does ends the first step."""
-        # -1: no backward is running. Optimizers that step inside of one step many times before the step is over.
+        """Hook: an optimizer has stepped; the first one of this model ends the first step."""
+        # -1: no backward is running. Optimizers that update inside the backward step many times per step.
         if optimizer in self._optimizers or torch._C._current_graph_task_id() != -1:
             return
         mine = {id(p) for p in self.model.parameters()}
-        sharded = rank_count() > 1  # then it may hold parts of the parameters
+        sharded = rank_count() > 1  # then it may hold shards of the parameters
         if sharded or any(id(p) in mine for group in optimizer.param_groups for p in group["params"]):
             self._optimizers.add(optimizer)
             self._watch_step(optimizer)
@@ -208,8 +208,10 @@ class StepWatch:
                 self._end_step()
 
     def _watch_step(self, optimizer: Optimizer) -> None:
-        """End a step once ``optimizer.step`` has returned: inside of it, where hooks are called, a profiler that has
-        seen it begin must not be stopped."""
+        """End a step once ``optimizer.step`` has returned.
+
+        A profiler that saw it begin must not be stopped inside of it, where hooks run.
+        """
         step = optimizer.step
 
         @functools.wraps(step)
@@ -221,7 +223,7 @@ class StepWatch:
         self._end_of_step.callback(patch(optimizer, "step", then_end_step))
 
     def _end_step(self) -> None:
-        self._pending.clear()  # a forward without a backward leaves its blocks there
+        self._pending.clear()  # a forward without a backward leaves its blocks in the list
         if self._stage is _Stage.COSTS and self._costs:
             self._stage = _Stage.PEAKS
         elif self._stage is _Stage.PEAKS and self._window is not None:
@@ -236,8 +238,8 @@ class StepWatch:
             self._open_window()
 
     def _open_window(self, *held: Any) -> None:
-        """Measure from here to the end of a step; where another meter does that, later."""
-        # On the CPU memory is measured by torch's profiler, of which a process can run one at a time.
+        """Measure from here to the end of a step, or later if another meter is active."""
+        # On the CPU memory is measured by torch's profiler, and a process can run only one at a time.
         busy = self._device.type == "cpu" and torch.autograd._profiler_enabled()
         if self._window is None and not busy:
             self._segments = [""]
@@ -250,10 +252,10 @@ class StepWatch:
         self._window = None
         return segments
 
-    # What is done at the end of a step, by stage.
+    # Work at the end of a step, by stage.
 
     def _decide(self) -> None:
-        """Make the plan; it is followed from the next pass on."""
+        """Make the plan; it applies from the next pass on."""
         costs = {name: cost.times(self._calls[name]) for name, cost in self._costs.items()}
         costs, peaks = for_all(costs, self._peaks, self._device)
         budget = self.budget_gib
@@ -276,43 +278,43 @@ class StepWatch:
             self.forwards[block.name].follow(block.action)
 
     def _check(self, peak: int) -> None:
-        """Compare the peak with the limit; if it is above, decide again for a lower one."""
+        """Compare the peak with the limit; if it is higher, make a new plan for a lower limit."""
         plan = self.plan
         assert plan is not None
         peak = int(highest_of_all([peak], self._device)[0])
-        # Where nothing is held there is nothing left to give up.
+        # If no block holds memory, the peak cannot be lowered further.
         if peak > plan.limit_bytes and any(block.held_bytes for block in plan.blocks):
-            self._misses += 1  # go back ever further, and in the end to what is known to fit
+            self._misses += 1  # lower the limit more each time, down to the plan that is known to fit
             back = (peak - plan.limit_bytes) << self._misses
             self._aim = plan.predicted_bytes - back if self._misses < 4 else 0
-            note_once("MemoryBudget: the peak was above the limit, and the choice is made again")
+            note_once("MemoryBudget: the peak was above the limit; making a new plan")
             self._decide()
             return
         self._tell(plan.with_measured(peak, None))
         self._stage, self._stopwatch = _Stage.TIMING, Stopwatch(self._device)
 
     def _report(self) -> None:
-        """The first steps are over."""
+        """Report after the first steps."""
         assert self._stopwatch is not None
         plan = self.plan
         assert plan is not None
         ms = self._stopwatch.ms()
         assert plan.measured_bytes is not None
-        if ms or not plan.predicted_ms:  # 0 although some was expected: compiled code recomputes out of sight
+        if ms or not plan.predicted_ms:  # 0 although some was expected: recomputation in compiled code is not measured
             self._tell(plan.with_measured(plan.measured_bytes, ms))
         self._stage, self._stopwatch = _Stage.DONE, None
         self._end_of_step.close()
         say("MemoryBudget: %s", self.plan)
 
     def close(self) -> None:
-        """The training is over, or the model is put back."""
+        """End profiling, because the training is over or the model is restored."""
         self._closed = True
         if self._window is not None:
             self._close_window()
         self._end_of_step.close()
         self._hooks.close()
         if self.plan is None and self._costs:
-            say("MemoryBudget: no plan was made, as the training ended within its first two steps")
+            say("MemoryBudget: no plan was made, since the training ended within its first two steps")
 
 
 def _addresses_of(model: nn.Module) -> set[int]:
@@ -320,11 +322,11 @@ def _addresses_of(model: nn.Module) -> set[int]:
 
 
 def _what_fits(device: torch.device, in_use: int) -> int:
-    """Bytes that tensors may take on the device, with what they take now."""
+    """Return the bytes that tensors may use on the device, including those that they use now."""
     if device.type == "cuda":
         return int(_FIT * (torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)))
     available = free_bytes(device)
     if available is None:
-        why = "this system does not tell how much memory is free"
+        why = "this system does not report its free memory"
         raise ValueError(explain('budget_gib="fit"', why, "Give the limit in GiB"))
     return int(_FIT * (available + in_use))

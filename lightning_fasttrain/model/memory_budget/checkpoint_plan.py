@@ -1,4 +1,4 @@
-"""What is kept and what is recomputed, block by block, with what it costs: for people to read."""
+"""Printable plan of which blocks are kept and which recomputed, with its costs."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,10 +21,11 @@ class BlockPlan:
     Args:
         name: qualified name of the block.
         action: ``"kept"``, ``"selective"`` or ``"recomputed"``.
-        saved_bytes: what the backward needs if all is kept, without parameters and the block's inputs and outputs.
-        held_bytes: what is held between forward and backward under ``action``, beside the inputs.
+        saved_bytes: bytes that the backward needs if everything is kept, without parameters and the block's inputs
+            and outputs.
+        held_bytes: bytes held between forward and backward under ``action``, besides the inputs.
         forward_ms: duration of the block's forward.
-        added_ms: duration of what is recomputed.
+        added_ms: duration of the recomputation.
     """
 
     name: str
@@ -37,16 +38,16 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class CheckpointPlan:
-    """Which blocks are recomputed so that a step's peak stays within a limit, at the least extra time.
+    """Choice of recomputed blocks that keeps a step's peak within a limit, at the least extra time.
 
     Args:
-        limit_bytes: what the peak may be.
+        limit_bytes: limit of the peak.
         blocks: in the order of the forward.
         passes: forward passes in a step: its micro-batches.
-        everything_bytes: peak of a step with every block recomputed, as measured.
-        predicted_bytes: peak of a step under the plan.
-        measured_bytes: the same as measured, once a step has been run; else None.
-        measured_ms: time that a step spent in recomputing, likewise; None too where compiled code does it.
+        everything_bytes: measured peak of a step with every block recomputed.
+        predicted_bytes: predicted peak of a step under the plan.
+        measured_bytes: measured peak under the plan, once a step has been run; else None.
+        measured_ms: measured time that a step spent in recomputation, likewise; None too if compiled code does it.
     """
 
     limit_bytes: int
@@ -59,11 +60,11 @@ class CheckpointPlan:
 
     @property
     def predicted_ms(self) -> float:
-        """What a step spends in recomputing."""
+        """Predicted time that a step spends in recomputation."""
         return self.passes * sum(block.added_ms for block in self.blocks)
 
     def with_measured(self, nbytes: int, ms: float | None) -> "CheckpointPlan":
-        """The plan with what a step under it has measured."""
+        """Return the plan with measurements of a step under it."""
         return replace(self, measured_bytes=nbytes, measured_ms=ms)
 
     def __str__(self) -> str:
@@ -77,7 +78,7 @@ class CheckpointPlan:
         return f"{len(self.blocks)} blocks: {parts} | {peak}, limit {self.limit_bytes / GIB:.3g} | {ms}"
 
     def table(self) -> Table:
-        """A ``rich`` table: a row for each block, runs of like ones as one."""
+        """Return a ``rich`` table with a row for each block, where runs of equal blocks share a row."""
         table = Table(title=str(self), title_justify="left")
         for title in ("block", "action"):
             table.add_column(title)
@@ -110,16 +111,16 @@ _ACTIONS = (KEPT, SELECTIVE, RECOMPUTED)
 def make_plan(
     costs: Mapping[str, BlockCost], peaks: Mapping[str, int], limit_bytes: int, passes: int, aim_bytes: int
 ) -> CheckpointPlan:
-    """The plan that adds least time among those whose peak is within a limit.
+    """Return the plan that adds the least time among those whose peak is within a limit.
 
     Args:
         costs: qualified name → costs of each block, in the order of the forward.
-        peaks: with every block recomputed, the highest peak while this block was the last of those whose forward was
-            done and whose backward was to come; ``""`` for none. In the backward of block i + 1 that is block i, so
-            its recomputation, its gradients and whatever else it takes are in.
-        limit_bytes: what the user set.
+        peaks: with every block recomputed, the highest peak while this block was the last one with its forward done
+            and its backward pending; ``""`` for none. In the backward of block i + 1 that is block i, so the peak
+            includes the recomputation and the gradients of block i + 1.
+        limit_bytes: the user's limit.
         passes: forward passes in a step.
-        aim_bytes: what the choice is made for: the limit, or less where an earlier plan has missed it.
+        aim_bytes: limit used for the choice: ``limit_bytes``, or less if an earlier plan exceeded it.
 
     Raises:
         ValueError: the highest of ``peaks`` is above the limit.
@@ -130,13 +131,13 @@ def make_plan(
         raise ValueError(
             explain(
                 f"MemoryBudget of {limit_bytes / GIB:.3g} GiB",
-                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB more than that",
-                "Use smaller parts of the batch (MicroBatching), a loss without the logits (FusedLossHead, "
+                f"a step takes {least:.3g} GiB even with every block recomputed, {short:.2g} GiB above the limit",
+                "Use smaller micro-batches (MicroBatching), a loss without the logits (FusedLossHead, "
                 "linear_cross_entropy), or ActivationOffload",
             )
         )
     choices = [_choices(cost) for cost in costs.values()]
-    # With no room every block is recomputed, which holds nothing and so always fits.
+    # With zero free bytes every block is recomputed, which holds nothing and so always fits.
     room = [max(aim_bytes - peaks.get(name, 0), 0) for name in costs]
     prices = []
     for options in choices:
@@ -148,7 +149,7 @@ def make_plan(
         action, holds, added = options[index]
         blocks.append(BlockPlan(name, action, cost.saved_bytes, holds, cost.forward_ms, added))
         held += holds
-        predicted = max(predicted, peaks.get(name, 0) + held)  # peak(i) + Σₖ≤ᵢ held(k), as the room in `place`
+        predicted = max(predicted, peaks.get(name, 0) + held)  # peak(i) + Σₖ≤ᵢ held(k), like the free bytes in `place`
     return CheckpointPlan(limit_bytes, tuple(blocks), passes, highest, predicted)
 
 

@@ -1,28 +1,28 @@
-"""The cheapest choice of one option for each block, within a limit of bytes: a knapsack, solved exactly."""
+"""Solve a knapsack exactly: the cheapest option for each block within a limit of bytes."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-MOST = 8192  # choices that are pursued at once; of more, the cheapest in each step of bytes
+MOST = 8192  # candidates kept at once; of more, the cheapest in each interval of bytes
 
 
 def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -> list[int] | None:
-    """Choose one option for each block so that the sum of costs is least and the bytes never exceed their room.
+    """Choose one option for each block with the least total cost, so that the bytes never exceed the free bytes.
 
-        minimise  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
+        minimize  Σᵢ cost(i, cᵢ)    such that    Σₖ≤ᵢ bytes(k, cₖ) ≤ room(i)  for every i
 
-    The first i blocks have a room of their own because that is what the backward pass of block i + 1 leaves them: what
-    the blocks after it kept is free by then. Dynamic programming, block by block, over the choices that no other one
-    beats in both bytes and cost. There are few for blocks of few sizes, and the result is exact; of more than 8192,
-    the cheapest in each 8192nd of the bytes goes on.
+    Each prefix of i blocks has its own limit, because the backward of block i + 1 leaves it that many bytes: memory
+    of the later blocks is free by then. Dynamic programming, block by block, over the candidates that no other one
+    beats in both bytes and cost. For blocks of few sizes there are few, and the result is exact; if there are more than
+    8192, the cheapest in each 8192nd of the bytes is kept.
 
     Args:
         options: for each block, in the order of the forward, its (bytes, cost) pairs.
-        room: for each block, the bytes that it and those before it may take together.
+        room: for each block, the bytes that it and the blocks before it may take together.
 
     Returns:
-        For each block the index of its option; None if nothing fits.
+        The index of the chosen option for each block; None if nothing fits.
 
     Example:
         >>> whole_or_nothing = [(100, 0.0), (0, 3.0)]
@@ -34,7 +34,7 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
         treat the harder problem in which blocks are recomputed several times.
     """
     taken, cost = np.zeros(1, dtype=np.int64), np.zeros(1)
-    history: list[tuple[np.ndarray, np.ndarray]] = []  # for each block: the option, and the choice before it
+    history: list[tuple[np.ndarray, np.ndarray]] = []  # for each block: the option, and the candidate before it
     for choices, limit in zip(options, room, strict=True):
         option = np.repeat(np.arange(len(choices)), len(taken))
         before = np.tile(np.arange(len(taken)), len(choices))
@@ -45,7 +45,7 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
         history.append((option[best], before[best]))
         if not len(taken):
             return None
-    result, index = [], len(taken) - 1  # the last takes most and costs least
+    result, index = [], len(taken) - 1  # the last takes the most bytes and costs the least
     for option, before in reversed(history):
         result.append(int(option[index]))
         index = before[index]
@@ -53,12 +53,12 @@ def place(options: Sequence[Sequence[tuple[int, float]]], room: Sequence[int]) -
 
 
 def _find_unbeaten(taken: np.ndarray, cost: np.ndarray, limit: int) -> np.ndarray:
-    """Indices of the choices within ``limit`` that cost less than all that take no more, from few bytes to many."""
-    order = np.lexsort((cost, taken))  # by bytes, then by cost: lexsort begins with the last key
+    """Return the indices of candidates within ``limit`` that cost less than all smaller ones, in order of bytes."""
+    order = np.lexsort((cost, taken))  # by bytes, then by cost: lexsort sorts by the last key first
     order = order[taken[order] <= limit]
     cheapest_so_far = np.minimum.accumulate(cost[order])
-    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]  # inf: the first always stays
+    order = order[np.flatnonzero(np.diff(cheapest_so_far, prepend=np.inf) < 0)]  # inf: the first is always kept
     if len(order) > MOST:
         step = taken[order] // (-(-int(taken[order[-1]] + 1) // MOST))
-        order = order[np.append(np.diff(step) > 0, True)]  # the last of a step is its cheapest
+        order = order[np.append(np.diff(step) > 0, True)]  # the last of an interval is its cheapest
     return order

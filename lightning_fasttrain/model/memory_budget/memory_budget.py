@@ -1,4 +1,4 @@
-"""The blocks to recompute are chosen so that a step's peak stays within a limit, at the least extra time."""
+"""Choose the blocks to recompute so that a step's peak stays within a limit, at the least extra time."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -15,27 +15,27 @@ from lightning_fasttrain.model.memory_budget.checkpoint_plan import CheckpointPl
 class MemoryBudget(CheckpointPolicy):
     """Recompute just enough that a training step's peak stays within a limit, at the least extra time.
 
-    Recomputed or not, the training is the same bit for bit, so the first steps of the real training are measured. In
-    the first, with every block recomputed, each block's forward is run a few times beside it: what it saves, how long
-    it takes, and both for its expensive operations alone. In the second, which has the optimizer's state, the peak is
-    measured between each two blocks. From these follow, for every block, what may be held when its turn comes in the
-    backward, so that the best choice among *kept*, *selective* and *recomputed* for each is a knapsack, which is
-    solved exactly. The third step checks the peak; should it be above the limit, the choice is made again.
+    Recomputation keeps training bitwise the same, so the first steps of the real training are measured. In the first
+    step, with every block recomputed, each block's forward is run a few times to measure its saved bytes and its time,
+    in total and for its expensive operations alone. In the second step, which includes optimizer state, the peak is
+    measured between each two blocks. These give the bytes that every block may hold during its backward, so that the
+    best choice among *kept*, *selective* and *recomputed* for each block is a knapsack, which is solved exactly. The
+    third step checks the peak; if it is above the limit, a new choice is made.
 
-    A later batch that is larger in some dimension is measured as well, and the choice holds for it and for those
-    before; in distributed runs, where processes decide together, such a batch has every block recomputed.
-    Compiled blocks run uncompiled while they are measured, and need less than planned afterwards.
+    A later batch that is larger in some dimension is measured as well, and the choice holds for it and for earlier
+    ones; in distributed runs, where processes decide together, all blocks are recomputed for such a batch. Compiled
+    blocks run eagerly while they are measured, and need less memory than planned afterwards.
 
     Args:
-        budget_gib: the limit in GiB, for all that tensors take: parameters, optimizer, activations, temporaries. On
-            CUDA what the allocator holds for others in the process counts too. ``"fit"`` is 92% of what is free.
+        budget_gib: the limit in GiB, for all tensors: parameters, optimizer, activations, temporaries. On CUDA the
+            allocator's memory for other code in the process counts too. ``"fit"`` is 92% of the free memory.
 
     Attributes:
         plan: the :class:`~lightning_fasttrain.model.CheckpointPlan`; None until it is made, after two optimizer steps.
 
     Raises:
-        ValueError: ``budget_gib`` is not above 0. At the second optimizer step, if even with every block recomputed
-            the peak is above the limit: by how much, and what helps.
+        ValueError: ``budget_gib`` is not above 0. At the second optimizer step, if the peak is above the limit even
+            with every block recomputed; the message says by how much, and how to reduce it.
 
     Example:
         >>> from lightning_fasttrain import ActivationCheckpointing
@@ -52,8 +52,8 @@ class MemoryBudget(CheckpointPolicy):
     def __init__(self, budget_gib: float | str = "fit") -> None:
         number = isinstance(budget_gib, int | float) and not isinstance(budget_gib, bool) and budget_gib > 0
         if budget_gib != "fit" and not number:
-            why = "it is the most that a step may take, in GiB"
-            way_out = 'Give a number above 0, or "fit" for what the device has'
+            why = "expected the maximum memory of a step in GiB"
+            way_out = 'Use a number above 0, or "fit" for the free memory of the device'
             raise ValueError(explain(f"budget_gib={budget_gib!r}", why, way_out))
         self.budget_gib = budget_gib
         self.plan: CheckpointPlan | None = None
@@ -70,7 +70,7 @@ class MemoryBudget(CheckpointPolicy):
 
         watch = self._watch = StepWatch(model, blocks, self.budget_gib, tell)
         undos = {name: forward.install() for name, forward in watch.forwards.items()}
-        first = next(iter(undos))  # the watch is everyone's, and one of the undos has to end it
+        first = next(iter(undos))  # all blocks share the watch, and one of the undos must end it
 
         def undo(unwrap: Undo = undos[first]) -> None:
             watch.close()
@@ -80,6 +80,6 @@ class MemoryBudget(CheckpointPolicy):
         return {**undos, first: undo}
 
     def see(self, batch: Any) -> None:
-        """A batch that the loader keeps was there before the step, and counts towards its peak."""
+        """Record a batch that the loader keeps, which existed before the step and counts towards its peak."""
         if self._watch is not None:
             self._watch.see(batch)

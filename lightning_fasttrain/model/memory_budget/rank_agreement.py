@@ -1,4 +1,4 @@
-"""What holds for every process of a distributed run, so that all of them decide alike."""
+"""Values that hold for every process of a distributed run, so that all make the same decision."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,7 +10,7 @@ from lightning_fasttrain.model.memory_budget.block_cost import BlockCost
 
 
 def highest_of_all(numbers: Sequence[float], device: torch.device) -> list[float]:
-    """The largest that any process has, number by number; all processes must call it."""
+    """Return the element-wise maximum over all processes; all processes must call it."""
     if rank_count() == 1:
         return list(numbers)
     tensor = torch.tensor(numbers, dtype=torch.float64, device=device)  # exact for bytes up to 2**53
@@ -21,8 +21,8 @@ def highest_of_all(numbers: Sequence[float], device: torch.device) -> list[float
 def for_all(
     costs: Mapping[str, BlockCost], peaks: Mapping[str, int], device: torch.device
 ) -> tuple[dict[str, BlockCost], dict[str, int]]:
-    """What holds for every process, so that all of them make the same plan."""
-    spoilt = float(2**60)  # more than any block: the maximum keeps it, so what one process cannot keep none does
+    """Return costs and peaks that hold for every process, so that all of them make the same plan."""
+    spoilt = float(2**60)  # more than any block: survives the maximum, so that if one process cannot keep it, none does
     flat = [float(peaks.get(name, 0)) for name in ("", *costs)]
     for cost in costs.values():
         expensive = spoilt if cost.expensive_bytes is None else cost.expensive_bytes

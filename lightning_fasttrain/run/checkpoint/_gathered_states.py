@@ -1,4 +1,4 @@
-"""What differs between processes, gathered so that one checkpoint can hold it: as tensors, never as pickled objects."""
+"""Gather per-process state so that one checkpoint can hold it: as tensors, never as pickled objects."""
 
 import io
 from collections.abc import Iterable
@@ -12,7 +12,7 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 
 
 def pack(state: Any) -> Tensor:
-    """Tensors and plain values as bytes.
+    """Serialize tensors and plain values to a uint8 tensor.
 
     Example:
         >>> unpack(pack({"n": 3, "of": torch.arange(2)}))
@@ -25,36 +25,36 @@ def pack(state: Any) -> Tensor:
 
 
 def unpack(data: Tensor) -> Any:
-    """What :func:`pack` was given, on the CPU. Nothing but tensors and plain values is read."""
+    """Deserialize what :func:`pack` returned, on the CPU. Only tensors and plain values are read."""
     return torch.load(io.BytesIO(data.cpu().numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
 def gather(mine: Tensor, device: torch.device) -> list[Tensor]:
-    """The bytes of all processes, on each of them, in the order of ranks. All processes must call it.
+    """All-gather the bytes of all processes, in the order of ranks. All processes must call it.
 
     Args:
-        mine: [n] uint8, on the CPU; n may differ.
-        device: this process's, for backends that take no CPU tensors.
+        mine: uint8 (n,), on the CPU; n may differ between ranks.
+        device: this process's device, for backends that do not support CPU tensors.
     """
     if rank_count() == 1:
         return [mine]
     device = _for_backend(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(rank_count())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=device))
-    # A collective takes tensors of one size, so all are padded to the longest.
+    # A collective takes tensors of the same size, so all are padded to the longest.
     counts = torch.cat(sizes).tolist()
     padded = torch.zeros(max(counts), dtype=torch.uint8, device=device)
     padded[: mine.numel()] = mine.to(device)
     everyone = [torch.empty_like(padded) for _ in counts]
     dist.all_gather(everyone, padded)
-    # clone: a slice is saved with its whole padding.
+    # clone: otherwise a slice is saved together with its padding.
     return [data[:count].cpu().clone() for data, count in zip(everyone, counts, strict=True)]
 
 
 def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) -> list[dict[str, Tensor]]:
-    """The gradients of all processes, on the CPU of rank zero; on the others an empty list. All must call it.
+    """Gather the gradients of all processes on rank 0's CPU; return [] elsewhere. All processes must call it.
 
-    A parameter at a time, so that no more than one gradient of each process is in rank zero's device memory.
+    One parameter at a time, so that rank 0's device holds no more than one gradient per process.
     """
     named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     if rank_count() == 1:
@@ -69,7 +69,7 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
     for i, (name, parameter) in enumerate(named):
         if not held[:, i].any():
             continue
-        # A rank without this gradient sends zeros, which rank zero drops.
+        # A rank without this gradient sends zeros, which rank 0 drops.
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach()
         grad = grad.to(device).contiguous()
         parts = None
@@ -83,5 +83,5 @@ def gather_gradients(named: Iterable[tuple[str, Tensor]], device: torch.device) 
 
 
 def _for_backend(device: torch.device) -> torch.device:
-    # gloo gathers CPU tensors; "cpu:gloo,cuda:nccl" has it too.
+    # gloo gathers CPU tensors; "cpu:gloo,cuda:nccl" includes gloo too.
     return torch.device("cpu") if "gloo" in dist.get_backend_config() else device

@@ -1,4 +1,4 @@
-"""Metrics in the middle of an epoch, which Lightning and torchmetrics leave out of checkpoints."""
+"""State of metrics in the middle of an epoch, which Lightning and torchmetrics leave out of checkpoints."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from torchmetrics import Metric
 from lightning_fasttrain.core.state.metrics import MetricState, read_metric, write_metric_
 from lightning_fasttrain.run.checkpoint._loop_progress import SavePoint
 
-# What a checkpoint can hold of Lightning's metadata. How to reduce and sync are functions, saved as words and flags.
+# Lightning's metadata that a checkpoint can hold. Reductions and syncs are functions, saved as names and flags.
 _META = (
     "fx",
     "name",
@@ -28,9 +28,9 @@ _SUMS = ("value", "cumulated_batch_size")
 
 
 def metrics_state(trainer: L.Trainer, module: L.LightningModule, point: SavePoint) -> dict[str, Any]:
-    """This process's: sums behind ``self.log``, states of the metrics in ``module``, values for callbacks."""
+    """Return this process's sums behind ``self.log``, states of the metrics in ``module``, and callback values."""
     training, validation = trainer.fit_loop.epoch_loop._results, trainer.fit_loop.epoch_loop.val_loop._results
-    # The hook that saves comes before Lightning resets these, so their sums must not come back after it.
+    # The saving hook runs before Lightning resets these, so their sums must not be restored.
     resets = {SavePoint.EPOCH: training, SavePoint.VALIDATION: validation}.get(point, {})
     about_to_be_reset = {id(result.value) for result in resets.values() if not result.is_tensor}
     metrics = {}
@@ -49,7 +49,7 @@ def _logged_values(results: Any) -> dict[str, Any]:
     logged = {}
     for key, result in results.items():
         meta = result.meta
-        # A result that was reset begins with its next value. A process group cannot be saved.
+        # A result that was reset starts with its next value. A process group cannot be saved.
         if result.has_reset or meta.sync.group is not None:
             continue
         kept = {name: getattr(meta, name) for name in _META}
@@ -67,7 +67,7 @@ def _has_sum(result: _ResultMetric, name: str) -> bool:
 
 
 def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[str, Any]) -> None:
-    """Put back what :func:`metrics_state` returned."""
+    """Restore the state that :func:`metrics_state` returned."""
     device = trainer.strategy.root_device
     trainer._logger_connector._callback_metrics.update(_copy_value(state["callback_metrics"], device))
     metrics = {name: metric for name, metric in module.named_modules() if isinstance(metric, Metric)}
@@ -79,7 +79,7 @@ def restore_metrics(trainer: L.Trainer, module: L.LightningModule, state: dict[s
         if not saved["sums"] and meta.metric_attribute not in metrics:
             continue
         should, rank_zero_only = saved["sync"]
-        # As LightningModule.log makes it: the strategy reduces.
+        # As in LightningModule.log: the strategy reduces.
         meta.sync = _Sync(_should=should, fn=trainer.strategy.reduce, rank_zero_only=rank_zero_only)
         result = _ResultMetric(meta, is_tensor=bool(saved["sums"]))
         for name, value in _copy_value(saved["sums"], device).items():

@@ -1,4 +1,4 @@
-"""Checkpoints that are either whole or not there, and are never unpickled."""
+"""Atomic checkpoints: a file is either complete or absent, and is never unpickled."""
 
 import os
 from collections.abc import Sequence
@@ -28,17 +28,17 @@ from lightning_fasttrain.technique import Technique
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Writes a checkpoint beside its target, syncs it and renames it; loads tensors and plain values only.
+    """Writes a checkpoint to a temporary file, syncs it and renames it; loads tensors and plain values only.
 
-    Lightning writes to the system's temporary folder and moves the file. Where that folder lies on another file
-    system the move is a copy, so a crash, or a full disk, during a save destroys the checkpoint that was there.
-    Beside what it is given, a file holds which run it is of and its step, under ``lightning_fasttrain.run``.
+    Lightning writes to the system's temporary folder and moves the file. Where that folder is on another file
+    system the move is a copy, so a crash or a full disk during a save destroys the previous checkpoint.
+    Each file also records its run and its step, under ``lightning_fasttrain.run``.
 
-    For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``. It reads files of this machine only.
+    For ``Trainer(plugins=[...])`` and ``Fabric(plugins=[...])``. It reads local files only.
 
     Args:
-        substitute: whether, for a damaged file, an older whole one of the same run is loaded. For going on with
-            training; where the weights themselves are asked for, another file's would be a wrong answer.
+        substitute: whether an older undamaged file of the same run is loaded in place of a damaged one. Meant for
+            resuming training; to evaluate given weights, another file's weights would be a wrong answer.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         {'step': 3}
 
     Source:
-        The usual write, fsync, rename, fsync of the folder; Lightning issue 19970.
+        The usual sequence of write, fsync, rename, fsync of the folder; Lightning issue 19970.
     """
 
     verifies: ClassVar[bool] = True  # so that a guard on the strategy does not read the file a second time
@@ -58,61 +58,61 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         self.run = RunMark()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None) -> None:
-        """Write ``checkpoint`` to ``path``, whole or not at all.
+        """Write ``checkpoint`` to ``path``, completely or not at all.
 
         Raises:
-            ValueError: it holds something that could not be read back; names it.
-            OSError: it could not be written; an older file at ``path`` is as it was.
+            ValueError: ``checkpoint`` holds an object that could not be loaded again; the message names it.
+            OSError: ``path`` could not be written; an older file at ``path`` is unchanged.
         """
         refuse_unreadable(checkpoint)
         if is_remote(path):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
-        # A copy, since the caller's dictionary stays as it was.
+        # A copy, since the caller's dictionary must not change.
         marked = {**checkpoint, KEY: self.run.facts(step_in(checkpoint))}
         try:
             write_atomic(path, lambda file: _save(marked, file))
         except OSError as error:
-            free = f"{free_disk_bytes(Path(path)) / GIB:.2f} GiB are free there"
-            why = f"{error}; {free}, and an older file of this name is untouched"
+            free = f"{free_disk_bytes(Path(path)) / GIB:.2f} GiB are free"
+            why = f"{error}; {free}, and an older file of this name is unchanged"
             way_out = "Free some space, or choose another folder"
             raise OSError(explain(f"checkpoint {os.fspath(path)} could not be written", why, way_out)) from error
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load tensors and plain values from ``path``; anything else needs ``weights_only=False`` in this very call.
+        """Load tensors and plain values from ``path``; other objects need ``weights_only=False`` in the call.
 
-        The file is held against its checksums, which ``torch.load`` does not look at.
+        The file's checksums are verified, which ``torch.load`` does not do.
 
         Raises:
-            CorruptCheckpoint: it is damaged, and there is no older one of the same run, or none may be taken.
-            ValueError: the file holds other objects; or it is an address, of which nothing is fetched.
+            CorruptCheckpoint: the file is damaged, and no older file of the same run exists or may be used.
+            ValueError: the file holds other objects, or ``path`` is a URL, which is not downloaded.
         """
         path = whole_or_older(local_path(path), substitute=self.substitute)
         if path.is_dir():
-            why = "it is a folder, as strategies that shard write them"
+            why = "it is a folder, as written by strategies that shard the model"
             raise ValueError(explain(f"{path}", why, "Use the strategy that saved it, or consolidate(...)"))
-        if weights_only is False:  # by name only: None stands for "not said"
+        if weights_only is False:  # None means "not given"
             checkpoint = super().load_checkpoint(path, map_location, weights_only)
         else:
             checkpoint = read_archive(path, map_location=map_location)
         if isinstance(checkpoint, dict):
-            self.run.go_on_from(checkpoint.pop(KEY, None))  # what comes back equals what was saved
+            self.run.go_on_from(checkpoint.pop(KEY, None))  # the returned dictionary equals the saved one
         return checkpoint
 
 
 def _save(checkpoint: dict[str, Any], file: BinaryIO) -> None:
-    """``torch.save``, which says of a full disk what its archive's writer noticed: here it is what the disk said."""
-    told: Any = _Telling(file)
+    """Call ``torch.save`` and raise the operating system's own error, rather than that of torch's archive writer."""
+    told: Any = _ErrorRecordingFile(file)
     try:
         torch.save(checkpoint, told)
     except RuntimeError as error:
         raise (told.error or error) from error
 
 
-class _Telling:
-    """A file that remembers why it could not be written to."""
+class _ErrorRecordingFile:
+    """A file that records the error of a failed write."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.file = file
@@ -132,21 +132,21 @@ class _Telling:
 class AtomicCheckpoints(Technique):
     """Write this run's checkpoints so that a crash leaves the old one or the new one, and load them safely.
 
-    Acts on the strategy's checkpoint plugin, for the length of the run. A plugin of your own, and strategies that
-    write sharded checkpoints themselves, are left alone, and it is said.
+    Acts on the strategy's checkpoint plugin, for the length of the run. Your own plugin, and strategies that
+    write sharded checkpoints themselves, are left unchanged, with a warning.
 
-    In ``fit``, an older whole checkpoint of the same run takes the place of a damaged one, which is said; in
+    In ``fit``, a damaged checkpoint is replaced by an older undamaged one of the same run, with a warning; in
     ``validate``, ``test`` and ``predict`` the damage is an error.
 
-    Before the run, the folders of its ModelCheckpoints are probed: they can be written to, and have room for two
-    checkpoints. What could not be read back is refused when it is saved, by name.
+    Before the run, the folders of its ModelCheckpoints are probed: they must be writable and have free space for two
+    checkpoints. Objects that could not be loaded again are refused, by name, when they are saved.
 
     Args:
-        on_failed_save: ``"stop"`` the run, or ``"warn"`` and go on; older checkpoints are then kept until a newer one
-            could be written. The same for a folder that will not do.
+        on_failed_save: ``"stop"`` ends the run; ``"warn"`` continues, and keeps older checkpoints until a newer one
+            could be written. The same holds for a folder that is not writable or too full.
 
     Raises:
-        OSError: in ``fit``: a folder will not do, or a checkpoint could not be written.
+        OSError: in ``fit``: a folder is not writable or too full, or a checkpoint could not be written.
 
     Example:
         >>> checkpoints = AtomicCheckpoints(on_failed_save="warn")
@@ -157,7 +157,7 @@ class AtomicCheckpoints(Technique):
 
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a crash during a save never costs the last checkpoint"
-    when: ClassVar[str] = "a checkpoint is worth more than the second name that it is written under first: always"
+    when: ClassVar[str] = "always: it costs no more than a temporary file name"
     in_a_loop: ClassVar[str] = (
         "Fabric(plugins=[run.AtomicCheckpointIO()]), or run.AtomicCheckpointIO().save_checkpoint(state, path)"
     )
@@ -169,13 +169,13 @@ class AtomicCheckpoints(Technique):
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
         strategy, undo = trainer.strategy, ExitStack()
-        # With DDP one rank writes. The others would wait for it for ever if its error stayed its own.
+        # With DDP one rank writes. Unless its error is shared, the other ranks wait for it without end.
         if self.on_failed_save == "warn" or isinstance(strategy, DDPStrategy):
-            undo.callback(share_failed_saves(strategy, go_on=self.on_failed_save == "warn"))
+            undo.callback(share_failed_saves(strategy, continue_training=self.on_failed_save == "warn"))
         theirs = strategy.checkpoint_io
-        if type(theirs) is not TorchCheckpointIO:  # a subclass is one of the user's own
-            why = "this run already has a checkpoint plugin of its own, which is kept"
-            warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Leave one of the two out"))
+        if type(theirs) is not TorchCheckpointIO:  # a subclass is the user's own plugin
+            why = "this run already has its own checkpoint plugin, which is kept"
+            warn(explain(f"AtomicCheckpoints with {type(theirs).__name__}", why, "Remove one of the two"))
             return undo.close
         ours = AtomicCheckpointIO(substitute=trainer.state.fn == TrainerFn.FITTING)
         ours.run = self._run
@@ -185,15 +185,15 @@ class AtomicCheckpoints(Technique):
         return undo.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: model and optimizers are there, so that a checkpoint's size is known, and nothing is trained yet."""
+        """Hook: the model and optimizers exist, so a checkpoint's size is known, and nothing is trained yet."""
         probe_folders(trainer, trainer.optimizers)
 
 
 def probe_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> None:
-    """Before a run: can the folders of its ModelCheckpoints be written to, and do they have room?
+    """Check before a run that the folders of its ModelCheckpoints are writable and have enough free space.
 
     Raises:
-        OSError: on all ranks, if one will not do; where AtomicCheckpoints is to go on with training, a warning.
+        OSError: on all ranks, if a folder fails; a warning instead with ``on_failed_save="warn"``.
     """
     reason = check_folders(trainer, optimizers)
     policies = [callback.on_failed_save for callback in trainer.callbacks if isinstance(callback, AtomicCheckpoints)]

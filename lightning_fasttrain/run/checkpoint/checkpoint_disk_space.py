@@ -1,4 +1,4 @@
-"""Whether a folder can take a run's checkpoints, asked before the run; and what becomes of it if a save fails."""
+"""Check before a run whether a folder can hold its checkpoints, and handle saves that fail."""
 
 import os
 import secrets
@@ -23,12 +23,12 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | None:
-    """Why the folders of this run's checkpoints will not do, the same on all ranks; None if they will.
+    """Return why the folders of this run's checkpoints fail, the same on all ranks; None if they do not.
 
-    What an earlier, killed run left half written there is removed first.
+    Incomplete files of an earlier, killed run are removed first.
     """
     reason = None
-    # One rank writes, so one looks; the broadcast makes the answer the same for all.
+    # One rank writes, so one rank checks; the broadcast makes the answer the same for all.
     if trainer.is_global_zero:
         writers = [c for c in trainer.callbacks if isinstance(c, ModelCheckpoint) and c.dirpath is not None]
         for writer in writers:
@@ -40,13 +40,13 @@ def check_folders(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> str | 
 
 
 def why_unfit(folder: Path, nbytes: int) -> str | None:
-    """Why ``folder`` cannot take two checkpoints of so many bytes: one is there while the next is written.
+    """Return why ``folder`` cannot hold two checkpoints of ``nbytes``: one is kept while the next is written.
 
     Example:
         >>> why_unfit(getfixture("tmp_path") / "checkpoints", 1000) is None
         True
     """
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file is told too
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())  # a file counts too
     probe = there / f"{TEMPORARY}probe-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
@@ -63,40 +63,40 @@ def why_unfit(folder: Path, nbytes: int) -> str | None:
 
 
 def checkpoint_bytes(trainer: L.Trainer, optimizers: Sequence[Optimizer]) -> int:
-    """About how large one checkpoint will be, of all ranks together: weights, and what the optimizers will hold."""
+    """Estimate the size of one checkpoint in bytes, over all ranks: weights and optimizer state."""
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
-    # As if state had the dtype of the weights.
+    # Assumes that optimizer state has the dtype of the weights.
     moments = sum(_moments(group) * _trained_bytes(group) for group in groups)
     if replicates(trainer.strategy):
         values = trainer.strategy.lightning_module_state_dict().values()
-        # Tied weights are written once.
+        # Tied weights are stored once.
         storages = {v.untyped_storage()._cdata: v.untyped_storage().nbytes() for v in values if isinstance(v, Tensor)}
         return sum(storages.values()) + moments
     module = trainer.lightning_module
-    return sum(_whole_bytes(tensor) for tensor in (*module.parameters(), *module.buffers())) + moments
+    return sum(_unsharded_bytes(tensor) for tensor in (*module.parameters(), *module.buffers())) + moments
 
 
-def _whole_bytes(tensor: Tensor) -> int:
-    """Of a tensor that may be in pieces on several ranks."""
-    # A ZeRO-3 parameter is empty between its uses.
+def _unsharded_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor that may be sharded over several ranks, unsharded."""
+    # A ZeRO-3 parameter is empty between uses.
     return getattr(tensor, "ds_numel", tensor.numel()) * tensor.element_size()
 
 
 def _moments(group: dict[str, Any]) -> int:
-    """How many numbers an optimizer keeps for each parameter, by the settings that all of torch's have."""
+    """Return the number of state tensors an optimizer keeps per parameter, judged by its settings."""
     return 2 if "betas" in group else int(bool(group.get("momentum")))
 
 
 def _trained_bytes(group: dict[str, Any]) -> int:
-    return sum(_whole_bytes(p) for p in group["params"] if p.requires_grad)
+    return sum(_unsharded_bytes(p) for p in group["params"] if p.requires_grad)
 
 
-def share_failed_saves(strategy: Strategy, go_on: bool) -> Undo:
-    """Let all ranks hear of a checkpoint that could not be saved, instead of waiting for the one that writes.
+def share_failed_saves(strategy: Strategy, continue_training: bool) -> Undo:
+    """Share the error of a failed save with all ranks, so that they do not wait for the rank that writes.
 
     Args:
-        strategy: the trainer's.
-        go_on: with training, without this checkpoint, if it was the disk; older ones are kept until one can be written.
+        strategy: the trainer's strategy.
+        continue_training: whether to continue without this checkpoint, and keep older ones until a save succeeds.
     """
     save, remove, failed = strategy.save_checkpoint, strategy.remove_checkpoint, False
 
@@ -107,17 +107,17 @@ def share_failed_saves(strategy: Strategy, go_on: bool) -> Undo:
             save(checkpoint, filepath, *args, **kwargs)
         except Exception as caught:
             error = caught
-        bad = error is not None and not (go_on and isinstance(error, OSError))
+        bad = error is not None and not (continue_training and isinstance(error, OSError))
         failed = error is not None
-        if isinstance(strategy, DDPStrategy):  # one process writes; strategies of shards agree by themselves
+        if isinstance(strategy, DDPStrategy):  # one process writes; sharding strategies agree by themselves
             if error is not None:
-                log.error("%s", error)  # now, as the others may never answer
-            # Two collectives, so all ranks come here, those whose save went well too.
+                log.error("%s", error)  # logged now, as the other ranks may never answer
+            # Two collectives, so all ranks must come here, also those whose save succeeded.
             failed, bad = (not strategy.reduce_boolean_decision(not told, all=True) for told in (failed, bad))
         if bad:
-            raise error or OSError(f"checkpoint {filepath} could not be saved: see the error of the rank that writes")
+            raise error or OSError(f"checkpoint {filepath} could not be saved. See the error of the rank that writes")
         if failed:
-            warn(f"{error or 'the checkpoint could not be written.'} Training goes on without this checkpoint.")
+            warn(f"{error or 'the checkpoint could not be written.'} Training continues without this checkpoint.")
 
     def remove_checkpoint(filepath: str | Path) -> None:
         if not failed:

@@ -1,4 +1,4 @@
-"""A run that was killed goes on, from its last checkpoint, bit for bit as if nothing had happened."""
+"""Resume a killed run from its last checkpoint, bit for bit as if it had not been interrupted."""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -20,9 +20,9 @@ from lightning_fasttrain.run.checkpoint._loop_progress import (
     complete_batch_,
     count_as_ended,
     end_epoch_of_plateau_schedules,
-    go_on_after_batch,
-    go_on_after_epoch,
     iterate_again,
+    resume_after_batch,
+    resume_after_epoch,
     save_point,
     step_takes_batches,
 )
@@ -46,42 +46,42 @@ KEY = "ExactResume"
 class ExactResume(Technique):
     """Resume a run exactly: the same batches, the same random numbers, the same weights, whenever it was killed.
 
-    Into each checkpoint go, for every process: the states of torch's, CUDA's, Python's and NumPy's generators and of
-    those that loaders own, the position in the training loaders (see :func:`~lightning_fasttrain.resumable`), running
-    metrics, and, within an accumulation window of ``accumulate_grad_batches``, the gradients so far. On resuming, the
-    iteration that was cut off by the checkpoint is finished first, with the validation that may have been due.
+    Each checkpoint holds, for every process: the states of the random generators of torch, CUDA, Python, NumPy and the
+    loaders, the position in the training loaders (see :func:`~lightning_fasttrain.resumable`), running metrics, and,
+    inside an accumulation window of ``accumulate_grad_batches``, the accumulated gradients. On resuming, the iteration
+    in which the checkpoint was saved is finished first, including pending validation.
 
-    Exact are checkpoints taken by callbacks after a batch, after validation and after an epoch; after an exception,
-    the batch is begun again. Not repeated is what the module itself does in ``on_train_batch_end``, since callbacks
-    save before it. Not saved are gradients that manual optimisation carries over several batches, and those of a
-    window under strategies that shard them, which is said. A loader with a ``state_dict`` of its own is Lightning's.
+    Checkpoints taken by callbacks after a batch, after validation and after an epoch are exact; after an exception,
+    the batch is run again. The module's own ``on_train_batch_end`` is not repeated, since callbacks save before it.
+    Gradients that manual optimization carries over several batches, and those of a window under strategies that shard
+    them, are not saved (with a warning). A loader with its own ``state_dict`` is left to Lightning.
 
-    Acts where the strategy takes its loaders, when checkpoints are made, and in the first iteration of a resumed run.
-    With :class:`~lightning_fasttrain.AtomicCheckpoints` a kill costs no checkpoint either.
+    Acts where the strategy wraps its loaders, when checkpoints are saved, and in the first iteration of a resumed run.
+    Combine it with :class:`~lightning_fasttrain.AtomicCheckpoints`, so that a kill does not damage a checkpoint.
 
     Args:
-        strict: whether a checkpoint of another number of processes, precision, clipping, accumulation, of a technique
-            that changes the training and is set differently, or of other training data, batch size, order or
-            ``drop_last`` is an error; else it is a warning, and what still fits is restored. Data are told by their
-            class, length, and a few entries of the tensors and lists that a dataset holds; its own code is not run for
-            it. Other hyper-parameters are a warning in any case, and so are techniques that change only rounding.
+        strict: whether it is an error if the checkpoint has another number of processes, precision, clipping,
+            accumulation, training data, batch size, order, ``drop_last``, or other settings of a technique that
+            changes training; otherwise a warning, and all that still fits is restored. Data are identified by
+            class, length and a few entries of the dataset's tensors and lists, without calling the dataset. Other
+            hyper-parameters, and techniques that change only rounding, always give a warning.
 
     Raises:
-        ValueError: in ``fit`` with ``ckpt_path``, if ``strict``: such a checkpoint; the message has both values.
-            Strict or not: a checkpoint of another optimizer.
+        ValueError: in ``fit`` with ``ckpt_path``, for such a checkpoint if ``strict``; the message has both values.
+            Always for a checkpoint of another optimizer.
 
     Example:
         >>> callbacks = [ExactResume(), L.pytorch.callbacks.ModelCheckpoint(every_n_train_steps=100)]
         >>> trainer = L.Trainer(accelerator="cpu", callbacks=callbacks, logger=False, enable_progress_bar=False)
 
     Source:
-        The oracle of Composer's resumption tests: the whole checkpoint equals that of the uninterrupted run, bit for
-        bit. Lightning alone keeps neither random states nor positions (its issues 17543 and 18780).
+        As in Composer's resumption tests, the complete checkpoint equals the uninterrupted run's, bit for bit.
+        Lightning alone saves neither random states nor positions (its issues 17543 and 18780).
     """
 
     bitwise: ClassVar[bool] = True
-    effect: ClassVar[str] = "a killed run goes on bit for bit: data order, random states, metrics, open windows"
-    when: ClassVar[str] = "a run may be killed, and must end as if it had not been"
+    effect: ClassVar[str] = "a killed run resumes bit for bit: data order, random states, metrics, gradients"
+    when: ClassVar[str] = "a run may be killed, and must end as if it had not been killed"
     in_a_loop: ClassVar[str] = "resumable(loader), and save run.random_state() with its state_dict()"
     predicted: ClassVar[bool] = True
 
@@ -92,13 +92,13 @@ class ExactResume(Technique):
     def _begin(self) -> None:
         self._patches = ExitStack()
         self._loaders: list[ResumableLoader | None] = []
-        self._about: list[dict[str, Any] | None] = []  # of the loaders, before anything was read
-        self._restored: dict[str, Any] | None = None  # of all processes
-        self._mine: dict[str, Any] | None = None  # of this one
+        self._about: list[dict[str, Any] | None] = []  # facts about the loaders, before anything was read
+        self._restored: dict[str, Any] | None = None  # state of all processes
+        self._mine: dict[str, Any] | None = None  # state of this process
         self._used = 0
-        self._wrapping: list[ResumableLoader | None] | None = None  # those made right now
+        self._wrapping: list[ResumableLoader | None] | None = None  # loaders being wrapped right now
         self._positioned = self._begins_epoch = False
-        self._between: list[tuple[ResumableLoader, dict[str, Any]]] = []  # for the next pass, if none was going on
+        self._between: list[tuple[ResumableLoader, dict[str, Any]]] = []  # for the next pass, if none was active
         self._validation: list[list[Any]] = []
         self._said: set[str] = set()
 
@@ -111,7 +111,7 @@ class ExactResume(Technique):
 
     def _take_places(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         fit_loop, strategy = trainer.fit_loop, trainer.strategy
-        # Lightning has no hook between making the loaders and reading from them, so its methods are patched.
+        # Lightning has no hook between making the loaders and reading from them, so methods of Lightning are patched.
         setup_data, process = fit_loop.setup_data, strategy.process_dataloader
         run_start = fit_loop.epoch_loop.on_run_start
 
@@ -134,7 +134,7 @@ class ExactResume(Technique):
         self._patches.callback(patch(fit_loop.epoch_loop, "on_run_start", counting_run_start))
 
     def _hold_loaders_of(self, setup_data: Callable[[], None]) -> None:
-        """Run Lightning's ``setup_data``, and keep the training loaders that it makes, if it makes any."""
+        """Run Lightning's ``setup_data``, and store the training loaders that it makes, if any."""
         before, self._wrapping, self._about = (self._loaders, self._about), [], []
         try:
             setup_data()
@@ -147,8 +147,8 @@ class ExactResume(Technique):
             self._loaders, self._about = before
 
     def _hold(self, loader: Any) -> Any:
-        """What takes the place of a loader of this run: of a training loader one that knows where it is."""
-        # Outside of setup_data only the loaders of validation come by, one after the other, in the order of the saved
+        """Wrap a training loader of this run so that its position is known; return other loaders unchanged."""
+        # Outside of setup_data only validation loaders arrive here, one after the other, in the order of the saved
         # states.
         if self._wrapping is None:
             if self._validation:
@@ -158,20 +158,20 @@ class ExactResume(Technique):
         self._wrapping.append(held)
         about = None if held is None else about_loader(loader)
         self._about.append({} if _keeps_its_state(loader) else about)
-        # Here and not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
+        # Here, not later: setup_data iterates as soon as it has wrapped the loaders, and may fetch ahead.
         if self._restored is not None and not self._positioned:
             self._check(about_loader(loader), len(self._wrapping) - 1)
             self._set_position(held, len(self._wrapping) - 1)
         return loader if held is None else held
 
     def on_save_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: called on all processes, whoever writes the file."""
+        """Hook: called on all processes, whichever of them writes the file."""
         loops = checkpoint["loops"]["fit_loop"]["state_dict"]
         theirs = [state for state in loops.pop("combined_loader", []) if state]
         if theirs:
-            loops["combined_loader"] = theirs  # without our own, which are empty
+            loops["combined_loader"] = theirs  # without our own states, which are empty
         if trainer.interrupted and trainer.world_size > 1:
-            return  # the other processes may not come, and waiting for them would hide the error
+            return  # waiting for processes that may have failed would hide the error
         point, device = save_point(trainer), trainer.strategy.root_device
         random, positions = random_state(), self._positions(trainer, point)
         validation = []
@@ -189,20 +189,20 @@ class ExactResume(Technique):
             return
         if not _is_sharded(trainer, pl_module):
             checkpoint[KEY]["gradients"] = gather_gradients(pl_module.named_parameters(), device)
-        elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own say it themselves
+        elif not hasattr(trainer.strategy, "scale_gradients_"):  # the suite's own strategies warn themselves
             what = f"a checkpoint inside an accumulation window under {type(trainer.strategy).__name__}"
-            why = "gradients are in pieces there and are not saved, so a resumed run lacks them for one step"
+            why = "gradients are sharded there and are not saved, so a resumed run lacks them for one step"
             warn(explain(what, why, "Save at optimizer steps"))
 
     def _positions(self, trainer: L.Trainer, point: SavePoint) -> list[dict[str, Any] | None]:
-        # Lightning may have fetched ahead, so what counts is how many batches were trained on.
+        # Lightning may have prefetched batches, so the position is the number of batches trained on.
         batches = trainer.fit_loop.epoch_loop.batch_progress.current.processed
         ended = point is SavePoint.EPOCH or (point is not SavePoint.WITHIN and is_last_batch_taken(trainer))
         follows_user = step_takes_batches(trainer)
         positions: list[dict[str, Any] | None] = []
         for held, about in zip(self._loaders, self._about, strict=True):
             if held is None:
-                positions.append({} if about is None else None)  # of an iterator nothing is kept
+                positions.append({} if about is None else None)  # nothing is saved for an iterator
             elif ended:
                 positions.append(held.between_passes())
             else:
@@ -210,18 +210,18 @@ class ExactResume(Technique):
         return positions
 
     def on_load_checkpoint(self, trainer: L.Trainer, pl_module: L.LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Hook: before Lightning restores its loops, and on most strategies before there is an optimizer."""
+        """Hook: before Lightning restores its loops, and with most strategies before an optimizer exists."""
         if trainer.state.fn != TrainerFn.FITTING:
             return
         state = checkpoint.get(KEY)
         if state is None:
-            what = "ExactResume: this checkpoint was saved without it, or when several processes failed"
-            why = "neither random states nor positions in the data are in it, so the run goes on as Lightning does"
+            what = "ExactResume: this checkpoint was saved without ExactResume, or after a failure of several processes"
+            why = "it has no random states and no positions in the data, so the run resumes as Lightning does"
             warn(explain(what, why, "Save with ExactResume next time"))
             return
         point, fit_loop = SavePoint(state["point"]), checkpoint["loops"]["fit_loop"]
         epochs = fit_loop["epoch_progress"]["current"]
-        # Until `completed` is counted Lightning has not stepped the plateau schedules of the epoch.
+        # Until `completed` is counted, Lightning has not stepped the plateau schedules of the epoch.
         self._restored = {**state, "point": point, "plateaus": epochs["completed"] < epochs["processed"]}
         self._used = fit_loop["epoch_loop.batch_progress"]["current"]["processed"]
         if point in (SavePoint.BATCH, SavePoint.VALIDATION):
@@ -230,13 +230,13 @@ class ExactResume(Technique):
         self._check(now)
         for doubt in doubts(checkpoint, pl_module, then, now):
             warn(f"ExactResume: {doubt}")
-        # Positions and random states are one process's own: with another number of them they fit nowhere.
+        # Positions and random states belong to one process: they do not fit another number of processes.
         if len(state["ranks"]) != trainer.world_size:
             return
         self._mine = mine = unpack(state["ranks"][trainer.global_rank])
         self._validation = list(mine["validation"])
         theirs = iter(fit_loop["state_dict"].get("combined_loader", []))
-        states = []  # one for each loader that has a state_dict, ours too, which Lightning counts; not for iterators
+        states = []  # one per loader with a state_dict, including ours, since Lightning counts them; none for iterators
         for position in mine["loaders"]:
             if position is None:
                 states.append(next(theirs, {}))
@@ -246,16 +246,16 @@ class ExactResume(Technique):
             fit_loop["state_dict"]["combined_loader"] = states
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: optimizers are there, and their state is not restored yet."""
+        """Hook: the optimizers exist, and their state is not restored yet."""
         if self._restored is not None:
             refuse_other_optimizers(self._restored["settings"], read_settings(trainer))
             self._check(read_settings(trainer))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: Lightning has restored all it does, and not begun an epoch."""
+        """Hook: Lightning has restored its own state, and has not begun an epoch."""
         if self._restored is None:
             return
-        if not self._positioned and self._mine is not None:  # this strategy restores after it made the loaders
+        if not self._positioned and self._mine is not None:  # this strategy restores after making the loaders
             for i, held in enumerate(self._loaders):
                 self._set_position(held, i)
             iterate_again(trainer)
@@ -264,15 +264,15 @@ class ExactResume(Technique):
         point = self._restored["point"]
         if point is SavePoint.EPOCH:
             self._begins_epoch = True
-            go_on_after_epoch(trainer)
+            resume_after_epoch(trainer)
         else:
-            self._patches.callback(go_on_after_batch(trainer, point, lambda: self._restore(trainer, pl_module)))
+            self._patches.callback(resume_after_batch(trainer, point, lambda: self._restore(trainer, pl_module)))
 
     def _restore(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """The last thing before training goes on; the random state is the last of it."""
+        """Restore this process's state, random states last, right before training continues."""
         state, mine = self._restored, self._mine
         assert state is not None
-        # Gone before anything else is done, so that it happens once: setup_data and the hooks ask for them.
+        # Cleared first, so that this happens once: setup_data and the hooks read them.
         self._restored = self._mine = None
         restore_forgotten(trainer, state["forgotten"])
         if mine is None:
@@ -284,17 +284,17 @@ class ExactResume(Technique):
         if state["point"] is SavePoint.EPOCH and state["plateaus"]:
             end_epoch_of_plateau_schedules(trainer)
         for held, between in self._between:
-            _load(held, between)  # again: Lightning may have fetched a batch ahead
+            _load(held, between)  # again: Lightning may have prefetched a batch
         self._between.clear()
         loaders = validation_loaders(trainer)
         for loader, states in zip(loaders, mine["validation"], strict=False):
             _set_generators(loader, states)
-        # Or they are made later, and get their states then.
+        # Otherwise the loaders are made later, and get their states then.
         self._validation = [] if loaders else list(mine["validation"])
-        set_random_state(mine["random"])  # last, since all above may draw
+        set_random_state(mine["random"])  # last, since everything above may draw random numbers
 
     def _set_position(self, held: ResumableLoader | None, i: int) -> None:
-        # None if this checkpoint is one of another number of processes.
+        # None if the checkpoint has another number of processes.
         states = [] if self._mine is None else self._mine["loaders"]
         state = states[i] if i < len(states) else None
         if held is None or not state:
@@ -320,9 +320,9 @@ class ExactResume(Technique):
 
 
 class _Held(ResumableLoader):
-    """A loader whose position is kept by the callback, for every process, rather than by Lightning for rank zero."""
+    """A loader whose position is saved by the callback, for every process, instead of by Lightning for rank 0."""
 
-    # Lightning takes what has a state_dict for resumable, and does not warn of it.
+    # Lightning regards a loader with a state_dict as resumable, and does not warn.
     def state_dict(self) -> dict[str, Any]:
         return {}
 
@@ -330,12 +330,12 @@ class _Held(ResumableLoader):
         assert not state
 
 
-# Of the class above, since _Held leaves it to Lightning as empty.
+# The attributes of the base class, since _Held returns an empty state to Lightning.
 _load = ResumableLoader.load_state_dict
 
 
 def _keeps_its_state(loader: Any) -> bool:
-    """Whether Lightning saves and restores it; its own test is the same."""
+    """Whether Lightning saves and restores this loader; the condition is Lightning's own."""
     return hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
 
 
@@ -343,8 +343,8 @@ def _resumable_loader(loader: Any) -> ResumableLoader | None:
     if _keeps_its_state(loader):
         return None
     if isinstance(loader, Iterator):
-        what = f"ExactResume with a {type(loader).__name__} as training loader"
-        why = "an iterator cannot be read again up to where it was, so its position is not in checkpoints"
+        what = f"ExactResume with a {type(loader).__name__} as a training loader"
+        why = "an iterator cannot be read again from its beginning, so its position is not saved"
         warn(explain(what, why, "Use a DataLoader, or an object whose __iter__ starts over"))
         return None
     return _Held(loader)
@@ -356,7 +356,7 @@ def _set_generators(loader: object, states: list[Any]) -> None:
 
 
 def _in_window(trainer: L.Trainer, point: SavePoint) -> bool:
-    """Whether gradients are carried to the next batch, and nobody else saves them."""
+    """Whether gradients are carried to the next batch without being saved by anything else."""
     saved = any(technique.does(Capability.SUMS_BATCHES) for technique in techniques_of(trainer))
     return not saved and point not in (SavePoint.EPOCH, SavePoint.WITHIN) and step_goes_on(trainer)
 

@@ -1,4 +1,4 @@
-"""Small things that decide how a run goes on, and that Lightning keeps in no checkpoint."""
+"""Small state that affects how a run continues, and that Lightning does not save in checkpoints."""
 
 import os
 from typing import Any
@@ -11,7 +11,7 @@ from lightning_fasttrain.core.host.lightning import last_save, set_last_save
 
 
 def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
-    """The same on all processes, as plain values."""
+    """Return this state as plain values; it is the same on all processes."""
     saves = {}
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint):
@@ -21,8 +21,8 @@ def forgotten_state(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
-    """Put back what :func:`forgotten_state` returned."""
-    trainer.should_stop = trainer.should_stop or state["should_stop"]  # somebody may have asked to stop since
+    """Restore the state that :func:`forgotten_state` returned."""
+    trainer.should_stop = trainer.should_stop or state["should_stop"]  # a stop may have been requested since
     for loop, epoch in zip(_reloading_loops(trainer), state["reloaded"], strict=True):
         setattr(*loop, epoch)
     path = os.path.abspath(str(trainer.ckpt_path))
@@ -31,13 +31,13 @@ def restore_forgotten(trainer: L.Trainer, state: dict[str, Any]) -> None:
             step, last, callback.current_score = state["saves"][callback.state_key]
             # `last_model_path` and the like are set before the file is written, the two below after it.
             made = {callback.last_model_path, callback.best_model_path, *callback.best_k_models} - {""}
-            if path in {os.path.abspath(name) for name in made}:  # it was in the middle of this save, which is made
+            if path in {os.path.abspath(name) for name in made}:  # saved during this very save, which succeeded
                 step, last = trainer.global_step, path
             set_last_save(callback, step, last)
 
 
 def _reloading_loops(trainer: L.Trainer) -> list[tuple[object, str]]:
-    """With ``reload_dataloaders_every_n_epochs``, when that was done last."""
+    """With ``reload_dataloaders_every_n_epochs``: the loops and attributes that hold the epoch of the last reload."""
     fit_loop = trainer.fit_loop
     return [(fit_loop, "_last_train_dl_reload_epoch"), (fit_loop.epoch_loop.val_loop, "_last_val_dl_reload_epoch")]
 

@@ -1,4 +1,4 @@
-"""The random number generators that a loader owns: its own, and those of its samplers and its dataset."""
+"""Random number generators of a loader: its own, and those of its samplers and its dataset."""
 
 import random
 from typing import Any
@@ -8,13 +8,13 @@ import torch
 from torch.utils.data import DistributedSampler
 
 Generator = torch.Generator | random.Random | np.random.Generator | np.random.RandomState | DistributedSampler
-# `inner` is our own wrapper's, `_sampler` that of Lightning's wrapper for distributed sampling.
+# `inner` is the attribute of our own wrapper, `_sampler` that of Lightning's wrapper for distributed sampling.
 _HOLDERS = ("inner", "sampler", "batch_sampler", "_sampler", "base_sampler", "dataset", "data_source")
 _DEPTH = 5
 
 
 def generators_of(*holders: object) -> list[Generator]:
-    """The generators that these objects hold, and the samplers and datasets inside them; each once, in a fixed order.
+    """Return the generators of these objects and of the samplers and datasets inside them, each once, in a fixed order.
 
     Example:
         >>> data = torch.utils.data.DataLoader(range(4), shuffle=True, generator=torch.Generator())
@@ -32,7 +32,7 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
         return
     seen.add(id(holder))
     if isinstance(holder, DistributedSampler):
-        found.setdefault(id(holder), holder)  # it draws each epoch's order from its seed, a generator in all but name
+        found.setdefault(id(holder), holder)  # it draws each epoch's order from its seed, so it acts as a generator
     for name, value in vars(holder).items():
         if isinstance(value, torch.Generator | random.Random | np.random.Generator | np.random.RandomState):
             found.setdefault(id(value), value)
@@ -42,13 +42,13 @@ def _look(holder: object, found: dict[int, Generator], seen: set[int], depth: in
 
 
 def generator_state(generator: Generator) -> Any:
-    """Its state as a tensor, or as plain numbers, lists and dicts."""
+    """Return the state of a generator as a tensor, or as plain numbers, lists and dicts."""
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, DistributedSampler):
         return generator.seed
     if isinstance(generator, np.random.Generator):
-        # weights_only=True reads no NumPy arrays, and some of these states hold them.
+        # weights_only=True cannot read NumPy arrays, which some of these states hold.
         return _to_plain(generator.bit_generator.state)
     if isinstance(generator, np.random.RandomState):
         return _to_plain(generator.get_state(legacy=False))
@@ -56,7 +56,7 @@ def generator_state(generator: Generator) -> Any:
 
 
 def set_generator_state(generator: Generator, state: Any) -> None:
-    """Put back what :func:`generator_state` returned.
+    """Restore the state that :func:`generator_state` returned.
 
     Example:
         >>> for generator in (torch.Generator(), random.Random(3), np.random.default_rng(3), np.random.RandomState(3)):
@@ -77,7 +77,7 @@ def set_generator_state(generator: Generator, state: Any) -> None:
         generator.set_state(state)
     else:
         version, numbers, gauss = state
-        generator.setstate((version, tuple(numbers), gauss))  # setstate takes nothing but a tuple
+        generator.setstate((version, tuple(numbers), gauss))  # setstate accepts only a tuple
 
 
 def _to_plain(value: Any) -> Any:

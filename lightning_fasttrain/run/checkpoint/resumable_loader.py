@@ -1,4 +1,4 @@
-"""A loader that can be stopped at any batch and continued, in another process, with the very next one."""
+"""A loader that can be stopped at any batch and resumed, in another process, at the next one."""
 
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -19,36 +19,36 @@ from lightning_fasttrain.run.checkpoint.loader_rng import (
     set_generator_state,
 )
 
-_REMEMBERED = 6  # positions: more than anything between the loader and the training step fetches ahead
+_REMEMBERED = 6  # positions: more than anything between the loader and the training step prefetches
 
 
 def resumable(loader: Iterable[Any]) -> Any:
-    """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and continues where it was.
+    """Wrap a loader so that it has ``state_dict`` and ``load_state_dict``, and resumes at its position.
 
-    What a batch holds is decided by where the generators stood when the pass over the data began. So that is kept,
-    with the number of batches given out; the next pass after ``load_state_dict`` begins there, and passes over that
-    many batches: by their indices alone where a map-style dataset is read in this process, otherwise by reading
-    them again, which takes its time and is said. Then the random state is put back as it was found.
+    The contents of a batch follow from the generator states at the beginning of the pass over the data. These states
+    are saved with the number of batches returned; after ``load_state_dict`` the next pass begins there and skips that
+    many batches: by their indices alone if a map-style dataset is read in this process, otherwise by reading them
+    again, which takes time and is logged. Afterwards the previous random state is restored.
 
-    Kept are the generators of torch, Python and NumPy, those that the loader, its samplers and its dataset hold, and
-    with them the workers' seeds. ``persistent_workers`` are started again for each pass, since what they drew in
-    earlier ones could not be had back. Not kept is other state of a dataset or sampler. What is read in this process
-    and draws from the global generators all along, as an ``IterableDataset`` may, shares them with training and cannot
-    be replayed: give it a generator of its own. Of torch's there is a warning.
+    The saved generators are those of torch, Python and NumPy and those of the loader, its samplers and its dataset;
+    the workers' seeds follow from them. ``persistent_workers`` are restarted for each pass, since their earlier random
+    draws could not be reproduced. Other state of a dataset or sampler is not saved. An ``IterableDataset`` that is read
+    in this process and draws from the global generators shares them with training and cannot be replayed: give it its
+    own generator. For torch's generator there is a warning.
 
     Args:
-        loader: a ``DataLoader``, what ``fabric.setup_dataloaders`` makes of it, or anything that can be iterated over
-            again and again. Its attributes shine through.
+        loader: a ``DataLoader``, the result of ``fabric.setup_dataloaders``, or any object that can be iterated
+            repeatedly. Its attributes are forwarded.
 
     Returns:
-        The wrapped loader, to iterate over as before; ``loader`` itself if it has ``state_dict`` already.
+        The wrapped loader, which is iterated over as before; ``loader`` itself if it has ``state_dict`` already.
 
     Raises:
-        TypeError: an iterator, which ends with its first pass.
-        ValueError: ``persistent_workers`` under Fabric; on iterating: the state is one of another kind of loader.
+        TypeError: ``loader`` is an iterator, which ends with its first pass.
+        ValueError: ``persistent_workers`` under Fabric; on iterating: the state is of another kind of loader.
 
     Example:
-        A loop that goes on where its checkpoint was taken, bit for bit:
+        A loop that resumes from its checkpoint, bit for bit:
 
         >>> from lightning_fasttrain.run import random_state, set_random_state
         >>> def train(saved=None, stop=99):
@@ -71,7 +71,7 @@ def resumable(loader: Iterable[Any]) -> Any:
         True
 
     Source:
-        torchdata's ``StatefulDataLoader`` keeps the state of samplers and workers instead, with workers of its own.
+        torchdata's ``StatefulDataLoader`` saves the state of samplers and workers instead, with its own workers.
     """
     if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return loader
@@ -79,18 +79,18 @@ def resumable(loader: Iterable[Any]) -> Any:
 
 
 class ResumableLoader:
-    """See :func:`resumable`."""
+    """The wrapper that :func:`resumable` returns."""
 
     def __init__(self, inner: Iterable[Any]) -> None:
         if isinstance(inner, Iterator):
-            why = "an iterator ends with its first pass, so a later process cannot read up to where it was"
-            way_out = "Give a DataLoader, or an object whose __iter__ starts over"
+            why = "an iterator ends with its first pass, so a later process cannot skip to its position"
+            way_out = "Pass a DataLoader, or an object whose __iter__ starts over"
             raise TypeError(explain(f"loader={type(inner).__name__}", why, way_out))
         self.inner: Any = inner
         loader: Any = without_fabric(inner)
         torchs = isinstance(loader, DataLoader)
         if torchs and loader.persistent_workers and loader is not inner:
-            why = "what they drew in earlier passes cannot be had back, and Fabric starts them out of reach"
+            why = "their random draws in earlier passes cannot be reproduced, and Fabric starts them itself"
             raise ValueError(explain("persistent_workers=True under Fabric", why, "Use persistent_workers=False"))
         self._persistent = torchs and loader.persistent_workers
         self._in_process = not torchs or loader.num_workers == 0
@@ -111,14 +111,14 @@ class ResumableLoader:
         return len(self.inner)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, after the batch given out last; within the body of a loop, that is the one at hand."""
-        # A pass that ended is no place to go on from: the next one begins anew.
+        """Return the position after the last batch returned; in the body of a loop, that is the current batch."""
+        # A finished pass cannot be resumed: the next pass starts from its beginning.
         if self._positions and self._positions[-1][1]["ended"]:
             return self.between_passes()
         return {**self.position(self._handed_out), "random": []}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from there; call it before iterating."""
+        """Resume from ``state``; call it before iterating."""
         self._positions.clear()
         self._handed_out = 0
         self._lazy = True
@@ -132,43 +132,43 @@ class ResumableLoader:
 
     @property
     def handed_out(self) -> int:
-        """Batches given out since :meth:`count_from`."""
+        """Number of batches returned since :meth:`count_from`."""
         return self._handed_out
 
     @property
     def repeats(self) -> int:
-        """How often the data ended since :meth:`count_from` zero: where several loaders go together, some repeat."""
+        """How often the data ended since :meth:`count_from` zero; of several loaders, the shorter ones repeat."""
         return self._repeats
 
     def between_passes(self) -> dict[str, Any]:
-        """The state from which the next pass begins at its beginning."""
+        """Return the state from which the next pass starts at its beginning."""
         states = [generator_state(generator) for generator in generators_of(self.inner)]
         return {"start": None, "generators": states, "workers": self._workers_seed, "calls": self._calls()}
 
     def position(self, used: int) -> dict[str, Any]:
-        """The state after ``used`` batches since :meth:`count_from`, whatever has been fetched ahead of them."""
-        if not self._positions:  # nothing was asked for yet
-            return self._to_resume or self.between_passes()  # loaded, and not begun: what was loaded is still the state
-        ahead: list[Any] = []  # what was fetched ahead was fetched in these states
+        """Return the state after ``used`` batches since :meth:`count_from`, regardless of prefetched batches."""
+        if not self._positions:  # no batch was requested yet
+            return self._to_resume or self.between_passes()  # loaded, and not begun: the loaded state still holds
+        ahead: list[Any] = []  # the random states in which batches were prefetched
         for handed_out, position in reversed(self._positions):
             if position["random"] is not None:
                 ahead.insert(0, (position["start"], position["random"]))
             if handed_out <= used:
-                # What was fetched of the next pass is no part of this position.
+                # Prefetched batches of the next pass do not belong to this position.
                 return {**position, "random": [random for start, random in ahead if start is position["start"]]}
-        raise RuntimeError(f"{self._handed_out} batches were fetched and {used} used: that is too far ahead.")
+        raise RuntimeError(f"{self._handed_out} batches were fetched and {used} used: too many are prefetched.")
 
     def count_from(self, used: int) -> None:
-        """What the batches given out so far count as, for :meth:`position`."""
+        """Set the number of batches returned so far, for :meth:`position`."""
         self._handed_out, self._repeats = used, 0 if used == 0 else self._repeats
 
     def _begin(self, seed: int | None) -> Iterator[Any]:
         inner = self.inner
         if not self._persistent:
             return iter(inner)
-        note_once("ExactResume: persistent workers are started again for each pass, or their random numbers were lost")
+        note_once("ExactResume: persistent workers are restarted for each pass, to reproduce their random draws")
         if inner._iterator is not None:
-            # A DataLoader keeps the iterator of persistent workers and only resets it, so it would draw no new seed.
+            # A DataLoader keeps the iterator of persistent workers and only resets it, so it would not draw a new seed.
             inner._iterator._shutdown_workers()
             inner._iterator = None
         # A DataLoader draws `_base_seed` from its generator when it makes an iterator, and seeds the workers with it.
@@ -179,7 +179,7 @@ class ResumableLoader:
             batches = iter(inner)
         finally:
             inner.generator = theirs
-        # Follows from this pass alone, so a resumed run gets the same.
+        # A function of this pass alone, so a resumed run gets the same seed.
         self._workers_seed = (batches._base_seed + 1) % 2**62
         return batches
 
@@ -188,15 +188,15 @@ class ResumableLoader:
             return
         map_style = not isinstance(getattr(self.inner, "dataset", None), IterableDataset)
         if isinstance(batches, _SingleProcessDataLoaderIter) and map_style:
-            for _ in islice(batches._sampler_iter, count):  # indices only: nothing is loaded
+            for _ in islice(batches._sampler_iter, count):  # indices only: no sample is loaded
                 pass
             return
-        say("Resuming: %d batches are read again and dropped, up to where the run was", count)
+        say("Resuming: reading and dropping %d batches, to reach the saved position", count)
         for _ in islice(batches, count):
             pass
 
     def _calls(self) -> int:
-        """Fabric takes the number of passes so far for the epoch, which decides the order of a DistributedSampler."""
+        """Fabric's number of passes so far: the epoch, which decides the order of a DistributedSampler."""
         return passes_of(self.inner)
 
     def _set_calls(self, calls: int) -> None:
@@ -206,8 +206,8 @@ class ResumableLoader:
         return generators_of(getattr(self.inner, "dataset", self.inner))
 
     def __getattr__(self, name: str) -> Any:
-        # A copy asks for attributes before `inner` is there, which would never end. Protocols such as pickling must not
-        # see those of the loader inside.
+        # A copy asks for attributes before `inner` exists, which would recurse without end. Protocols such as pickling
+        # must not see those of the loader inside.
         if name == "inner" or (name.startswith("__") and name.endswith("__")):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -218,7 +218,7 @@ class ResumableLoader:
 
 
 class _Pass(Iterator[Any]):
-    """One pass over the data."""
+    """One pass over the data of a :class:`ResumableLoader`."""
 
     def __init__(self, loader: ResumableLoader) -> None:
         self.loader = loader
@@ -227,7 +227,7 @@ class _Pass(Iterator[Any]):
         self.given = 0
         self.position: dict[str, Any] = {}
         self.data: list[Generator] = loader._data_generators()
-        self.ahead: list[dict[str, Any]] = []  # random states for batches that had been fetched ahead of the checkpoint
+        self.ahead: list[dict[str, Any]] = []  # random states of batches that were prefetched before the checkpoint
 
     def begin(self) -> None:
         loader = self.loader
@@ -248,7 +248,7 @@ class _Pass(Iterator[Any]):
     def _resume(self, state: dict[str, Any]) -> None:
         loader = self.loader
         self.start, self.given = dict(state["start"]), state["given"]
-        # Resuming must not move the random state that training draws from: it is put back below.
+        # Resuming must not move the random state that training draws from: it is restored below.
         here = random_state()
         set_random_state(self.start["random"])
         _set_generators(generators_of(loader.inner), self.start["generators"])
@@ -258,7 +258,7 @@ class _Pass(Iterator[Any]):
         if self.start["first"] is not None:
             set_random_state(self.start["first"])
         loader._skip(self.batches, self.given)
-        # Batches that were passed over by their indices alone drew nothing from the dataset's generators.
+        # Batches that were skipped by their indices drew nothing from the dataset's generators.
         _set_generators(self.data, state["data"])
         set_random_state(here)
         self.ahead = list(state["random"])
@@ -283,7 +283,7 @@ class _Pass(Iterator[Any]):
         finally:
             if here is not None:
                 set_random_state(here)
-        # What is drawn with the first batch comes again from `first`. What is drawn later is mixed with training's.
+        # Draws with the first batch are repeated from `first`. Later draws are mixed with those of training.
         if self.loader._watched and self.given > 0 and here is None:
             self.loader._watched = False
             _warn_if_moved(before)
@@ -293,7 +293,7 @@ class _Pass(Iterator[Any]):
         return batch
 
     def _before_fetching(self) -> dict[str, Any]:
-        """Samplers draw with their first index, datasets with every sample: both from the state at this moment."""
+        """Record the random state: samplers draw from it with their first index, datasets with every sample."""
         before = random_state()
         if self.given == 0:
             self.start["first"] = before
@@ -310,21 +310,21 @@ class _Pass(Iterator[Any]):
             "random": None,
             "data": data,
         }
-        # By reference: `random` and `ended` are filled in when the next batch is asked for.
+        # By reference: `random` and `ended` are filled in when the next batch is requested.
         self.loader._positions.append((self.loader._handed_out, self.position))
 
 
 def _set_generators(generators: list[Generator], states: list[Any]) -> None:
     if len(generators) != len(states):
-        what = f"the checkpoint has the state of {len(states)} generators of a loader, this one has {len(generators)}"
-        why = "the loader, its sampler or its dataset is another one"
-        raise ValueError(explain(what, why, "Make the loader as it was"))
+        what = f"expected {len(generators)} generator states for a loader, got {len(states)} from the checkpoint"
+        why = "the loader, its sampler or its dataset has changed"
+        raise ValueError(explain(what, why, "Make the loader as in the saved run"))
     for generator, state in zip(generators, states, strict=True):
         set_generator_state(generator, state)
 
 
 def _warn_if_moved(before: dict[str, Any] | None) -> None:
     if before is not None and not torch.equal(before["torch"], torch.get_rng_state()):
-        why = "training draws from the same, so a resumed run would read other samples"
-        way_out = "Give the dataset a torch.Generator of its own as an attribute, or use num_workers=1"
+        why = "training draws from the same generator, so a resumed run would read other samples"
+        way_out = "Give the dataset its own torch.Generator as an attribute, or use num_workers=1"
         warn(explain("this IterableDataset draws from torch's global generator while it is read", why, way_out))

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is one of this very run: what must agree for the run to go on as it would have."""
+"""Settings by which to check that a checkpoint belongs to this run, so that the run resumes unchanged."""
 
 import hashlib
 import os
@@ -18,12 +18,12 @@ from lightning_fasttrain.technique.arguments import settings_of
 from lightning_fasttrain.technique.technique import techniques_of
 
 _OPTIMIZERS, _TECHNIQUES = "optimizers", "techniques"
-_SAMPLES = 3  # of what a dataset holds: the first, the middle, the last
+_SAMPLES = 3  # entries of a dataset that are hashed: the first, the middle, the last
 
 
 def read_settings(trainer: L.Trainer) -> dict[str, Any]:
-    """What the Trainer was set to, under names that an error can show; None where there is nothing to compare."""
-    # These callbacks change accumulate_grad_batches during the run, so its value here says nothing.
+    """Return the Trainer's settings, under names that an error can show; None where a setting cannot be compared."""
+    # These callbacks change accumulate_grad_batches during the run, so its current value is not comparable.
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
     scheduled = scheduled or any(map(_sums_batches, techniques_of(trainer)))
     clip = "none" if trainer.gradient_clip_val is None else float(trainer.gradient_clip_val)
@@ -40,7 +40,7 @@ def read_settings(trainer: L.Trainer) -> dict[str, Any]:
 
 
 def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
-    """Name of each technique that a step's numbers depend on → its settings, and whether it trains differently."""
+    """Map each technique that changes the values of a step to its settings, and whether it changes training."""
     depends = [technique for technique in techniques_of(trainer) if not technique.bitwise]
     found: dict[str, dict[str, Any]] = {}
     for technique in depends:
@@ -50,7 +50,7 @@ def _read_techniques(trainer: L.Trainer) -> dict[str, dict[str, Any]]:
 
 
 def _trains_differently(technique: Technique, module: L.LightningModule) -> bool:
-    # Accumulation is as exact as a larger batch is, and another window is another batch.
+    # Accumulation is as exact as a larger batch, and another window gives another batch.
     return _sums_batches(technique) or technique.exactness_on(module) is Exactness.CHANGES_TRAINING
 
 
@@ -59,7 +59,7 @@ def _sums_batches(technique: Technique) -> bool:
 
 
 def about_loader(loader: Any) -> dict[str, Any]:
-    """The same about one training loader, before it is read from."""
+    """Return the same facts about one training loader, before it is read from."""
     dataset = getattr(loader, "dataset", loader)
     try:
         samples = len(dataset)
@@ -85,14 +85,14 @@ def _shuffles(sampler: object) -> bool | str | None:
         return told
     if type(sampler) in (RandomSampler, SequentialSampler):
         return isinstance(sampler, RandomSampler)
-    return type(sampler).__qualname__  # of others the name is compared
+    return type(sampler).__qualname__  # for other samplers the name is compared
 
 
 def _hash_data(dataset: Any, where: str) -> dict[str, str]:
-    """Name of each table, list or tensor that a dataset holds → a hash of a few entries. No code of its own is run.
+    """Hash a few entries of each table, list or tensor of a dataset, by name. None of the dataset's code is run.
 
-    Its own ``__getitem__`` may draw random numbers or open files, so it is not asked for samples. Columns of strings
-    count by the last part of a path, since data may be moved.
+    Its ``__getitem__`` may draw random numbers or open files, so no samples are requested. Columns of strings are
+    hashed by the last component of a path, since data may be moved.
     """
     if isinstance(dataset, Subset):
         # The same base with other indices is other data, so both are hashed.
@@ -107,7 +107,7 @@ def _hash_data(dataset: Any, where: str) -> dict[str, str]:
 
 
 def _hash_values(values: Any, where: str) -> dict[str, str]:
-    # As TensorDataset holds its tensors.
+    # TensorDataset holds its tensors like this.
     if type(values) in (list, tuple) and values and len(values) < 10 and all(map(_is_array, values)):
         return {name: h for i, part in enumerate(values) for name, h in _hash_values(part, f"{where}[{i}]").items()}
     if not (_is_array(values) or type(values) in (list, tuple, range)) or not len(values):
@@ -132,16 +132,16 @@ def _join(entries: Sequence[Any], by: bytes) -> bytes | None:
 
 
 def _bytes_of(entry: Any) -> bytes | None:
-    """The numbers and words of one sample; None if it holds anything else."""
+    """Return the values and strings of one sample as bytes; None if it holds anything else."""
     if isinstance(entry, str):
         return os.path.basename(entry).encode(errors="surrogatepass")
     if isinstance(entry, bool | int | float | np.number):
-        return repr(float(entry)).encode()  # one form for numbers that are equal in Python, NumPy and torch
+        return repr(float(entry)).encode()  # one form for equal numbers of Python, NumPy and torch
     if type(entry) is np.ndarray and entry.dtype != object:
         return np.ascontiguousarray(entry).tobytes()
     if type(entry) is Tensor:
         plain = entry.detach().cpu().contiguous()
-        # view(uint8): NumPy has no bfloat16.
+        # view(uint8): NumPy does not have bfloat16.
         return plain.view(-1).view(torch.uint8).numpy().tobytes() if plain.ndim else repr(plain.item()).encode()
     if isinstance(entry, Mapping):
         entry = [part for key in sorted(entry, key=str) for part in (str(key), entry[key])]
@@ -151,43 +151,43 @@ def _bytes_of(entry: Any) -> bytes | None:
 
 
 def disagreements(then: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
-    """What to say of each setting of which both sides know another value."""
+    """Yield a message for each setting whose value is known on both sides and differs."""
     # Loaders are compared one by one, when this run makes them.
     for name in sorted((then.keys() & now.keys()) - {"loaders", _TECHNIQUES}):
         if then[name] is not None and now[name] is not None and then[name] != now[name]:
-            what = f"the checkpoint was saved with {name} = {then[name]}, this run has {now[name]}"
-            yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+            what = f"the checkpoint was saved with {name} = {then[name]}, this run has {name} = {now[name]}"
+            yield explain(what, "so the resumed run would differ from the uninterrupted one", _AS_IT_WAS)
     other = list_other_techniques(then, now, changing_training=True)
     if other:
-        what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
-        yield explain(what, "so it cannot go on as it would have", _AS_IT_WAS)
+        what = f"the checkpoint was saved with different techniques: {'; '.join(other)}"
+        yield explain(what, "so the resumed run would differ from the uninterrupted one", _AS_IT_WAS)
 
 
-_AS_IT_WAS = "Make it as it was, or accept another run: ExactResume(strict=False)"
+_AS_IT_WAS = "Use the saved settings, or accept a different run with ExactResume(strict=False)"
 
 
 def doubts(
     checkpoint: Mapping[str, Any], module: L.LightningModule, then: dict[str, Any], now: dict[str, Any]
 ) -> Iterator[str]:
-    """What to say of what may train differently, or not, and is no reason to stop: hyper-parameters, and rounding."""
+    """Yield warnings about differences that are no reason to stop: hyper-parameters, and rounding."""
     hyper_parameters = _other_hyper_parameters(checkpoint, module)
     if hyper_parameters is not None:
         yield hyper_parameters
     other = list_other_techniques(then, now, changing_training=False)
     if not other:
         return
-    what = f"the checkpoint was saved with other techniques: {'; '.join(other)}"
-    why = "the run goes on with the same training, but for the rounding of its sums, so maybe not bit for bit"
-    yield explain(what, why, "Where it has to be bit for bit, make it as it was")
+    what = f"the checkpoint was saved with different techniques: {'; '.join(other)}"
+    why = "the training is the same up to the rounding of its sums, so it may not resume bit for bit"
+    yield explain(what, why, "If it has to, use the saved techniques")
 
 
 def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_training: bool) -> list[str]:
-    """What differs of each technique, of those that change the training or of the others.
+    """List what differs in each technique, either of those that change training or of the others.
 
     Example:
         >>> clipping = {"AdaptiveClipping": {"settings": {"clipping": "0.01"}, "changes training": True}}
         >>> list_other_techniques({"techniques": clipping}, {"techniques": {}}, changing_training=True)
-        ['AdaptiveClipping then, and not now']
+        ['AdaptiveClipping in the checkpoint only']
     """
     if _TECHNIQUES not in then or _TECHNIQUES not in now:  # a checkpoint of an older version
         return []
@@ -198,40 +198,41 @@ def list_other_techniques(then: dict[str, Any], now: dict[str, Any], changing_tr
         if any(side["changes training"] for side in sides) is not changing_training:
             continue
         if len(sides) < 2:
-            found.append(f"{name} then, and not now" if name in before else f"{name} now, and not then")
+            found.append(f"{name} in the checkpoint only" if name in before else f"{name} in this run only")
             continue
         was, is_now = (side["settings"] for side in sides)
         # An argument that only one version of a technique has is left out.
         differ = [key for key in was if key in is_now and was[key] != is_now[key]]
         if differ:
-            changes = ", ".join(f"{key} = {was[key]} then, {is_now[key]} now" for key in differ)
+            changes = ", ".join(f"{key} = {was[key]} in the checkpoint, {is_now[key]} in this run" for key in differ)
             found.append(f"{name} with {changes}")
     return found
 
 
 def refuse_other_optimizers(then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse what not even a run that may differ can go on with: the state of another kind of optimizer.
+    """Refuse a checkpoint of another kind of optimizer, even where other differences are accepted.
 
     Raises:
-        ValueError: names both.
+        ValueError: the optimizers differ; the message names both.
     """
     saved, here = then.get(_OPTIMIZERS), now.get(_OPTIMIZERS)
     if saved and here and saved != here:
-        what = f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {here}"
-        way_out = "Use the same, or load the weights alone: model.load_state_dict(torch.load(path)['state_dict'])"
-        raise ValueError(explain(what, "the state of one means nothing to the other", way_out))
+        what = f"the checkpoint was saved with {_OPTIMIZERS} = {saved}, this run has {_OPTIMIZERS} = {here}"
+        way_out = "Use the same, or load only the weights: model.load_state_dict(torch.load(path)['state_dict'])"
+        raise ValueError(explain(what, "the optimizer state cannot be converted", way_out))
 
 
 def _other_hyper_parameters(checkpoint: Mapping[str, Any], module: L.LightningModule) -> str | None:
-    """What to say where the module was made with other values than the saved one; None if it was not.
+    """Return a warning if the module has other hyper-parameters than the saved one; None if it does not.
 
-    Only values that are plain on both sides are compared.
+    Only plain values are compared.
     """
     then, now = checkpoint.get("hyper_parameters") or {}, dict(module.hparams)
     plain = (bool, int, float, str, type(None))
     both = [name for name in then if name in now and isinstance(then[name], plain) and isinstance(now[name], plain)]
-    differ = [f"{name} = {then[name]!r} then, {now[name]!r} now" for name in both if then[name] != now[name]]
+    other = [name for name in both if then[name] != now[name]]
+    differ = [f"{name} = {then[name]!r} in the checkpoint, {now[name]!r} in this run" for name in other]
     if not differ:
         return None
-    what = f"{type(module).__name__} has other hyper-parameters than the checkpoint's"
-    return explain(what, "; ".join(differ[:5]), "Where they decide how the model trains, make them as they were")
+    what = f"{type(module).__name__} has different hyper-parameters from the checkpoint"
+    return explain(what, "; ".join(differ[:5]), "If they affect training, use the saved values")

@@ -1,4 +1,4 @@
-"""The checkpoint that a run saved last, and how to go back to it without ending the run."""
+"""Track the last checkpoint that a run saved, and restore it without ending the run."""
 
 import os
 from contextlib import ExitStack
@@ -12,24 +12,24 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 class LastCheckpoint:
-    """Where the newest whole checkpoint of a run is: with weights, optimizers and schedules.
+    """The newest complete checkpoint of a run, with weights, optimizers and schedules.
 
     Attributes:
-        path: of the file; "" if there is none.
-        step: the optimizer step that it was saved after.
+        path: its file; "" if there is none.
+        step: the optimizer step after which it was saved.
     """
 
     def __init__(self) -> None:
         self.path, self.step = "", 0
 
     def watch(self, trainer: L.Trainer) -> Undo:
-        """Note what this run saves, for its length."""
+        """Track the checkpoints that this run saves, until undone."""
         strategy = trainer.strategy
         save, remove = strategy.save_checkpoint, strategy.remove_checkpoint
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
             save(checkpoint, filepath, *args, **kwargs)
-            if "optimizer_states" in checkpoint:  # not with save_weights_only
+            if "optimizer_states" in checkpoint:  # absent with save_weights_only
                 self.path, self.step = os.fspath(filepath), checkpoint["global_step"]
 
         def remove_checkpoint(filepath: str | Path) -> None:
@@ -43,11 +43,11 @@ class LastCheckpoint:
         return undo.close
 
     def begin(self, trainer: L.Trainer) -> None:
-        """A run that goes on from a checkpoint has one already."""
+        """Start with the checkpoint that the run was resumed from, if any."""
         self.path, self.step = os.fspath(trainer.ckpt_path or ""), trainer.global_step
 
     def go_back(self, trainer: L.Trainer) -> None:
-        """Weights, optimizers and schedules as they were saved; loops, loaders and callbacks go on."""
+        """Restore weights, optimizers and schedules; loops, loaders and callbacks keep their state."""
         strategy, module = trainer.strategy, trainer.lightning_module
         checkpoint = strategy.load_checkpoint(self.path, weights_only=True)
         # In Lightning's order: the hook may change what is then loaded.

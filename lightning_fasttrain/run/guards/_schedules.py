@@ -1,4 +1,4 @@
-"""Schedules of the learning rate stay where they are in a step that was skipped."""
+"""Keep learning-rate schedules at their position in a step that was skipped."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from lightning_fasttrain.core.modules.wrapped_forward import Undo, patch
 
 
 def hold_schedules_(trainer: L.Trainer, module: L.LightningModule, was_skipped: Callable[[], bool]) -> Undo:
-    """Do not move schedules by step where ``was_skipped``; those by epoch go on. Returns how to undo it."""
+    """Skip per-step schedules where ``was_skipped``; per-epoch schedules are not affected. Return how to undo it."""
     own = module.lr_scheduler_step
 
     def lr_scheduler_step(scheduler: LRSchedulerTypeUnion, metric: Any) -> None:

@@ -1,4 +1,4 @@
-"""Steps with a loss or a gradient that is not finite are skipped, on all ranks alike, and the cause is named."""
+"""Skip steps with a loss or gradient that is not finite, on all ranks, and name the cause."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,28 +32,28 @@ from lightning_fasttrain.technique import Capability, Conflict, Technique
 
 
 class FiniteSteps:
-    """Skips steps whose gradients or losses are not finite, on all ranks alike; counts them, and stops after several.
+    """Skips steps whose gradients or losses are not finite, on all ranks; counts them, and stops after several.
 
-    The check is one largest-entry norm of the gradients on the device, and with several processes one all-reduce of a
-    single number. With torch's fused optimizers the device skips, and the host looks while the device is busy with the
-    update; with all others the host waits for the backward before the update.
+    The check computes one infinity norm of the gradients on the device and, with several processes, all-reduces one
+    scalar. With torch's fused optimizers the device skips the step, and the host reads the result during the update;
+    with all other optimizers the host waits for the backward before the update.
 
-    Beside a loss scaler, gradients that overflow are the scaler's: it skips and halves its scale, and they are not
-    counted here. A loss that is not finite, and gradients that overflow though the scale is below 1, are counted.
+    With a loss scaler, overflowing gradients are left to the scaler: it skips, halves its scale, and they are not
+    counted here. A loss that is not finite, and gradients that overflow at a scale below 1, are counted.
 
-    The statistics that BatchNorm took of a bad batch are put back too.
+    BatchNorm statistics from a bad batch are restored too.
 
     Args:
-        stop_after: steps in a row that are skipped, before it is an error.
+        stop_after: number of consecutive skipped steps after which an error is raised.
 
     Attributes:
-        skipped: steps so far.
-        in_a_row: of them, since the last good one.
-        losses: of the coming step: the number of the batch → 1 if its loss is not finite, on the device.
+        skipped: number of skipped steps so far.
+        in_a_row: number of skipped steps since the last good one.
+        losses: of the coming step: index of the batch → 1 if its loss is not finite, on the device.
 
     Raises:
-        TypeError, ValueError: ``stop_after`` is no whole number of at least 1.
-        FloatingPointError: in ``optimizer.step()``: so many steps in a row were skipped.
+        TypeError, ValueError: ``stop_after`` is not an integer of at least 1.
+        FloatingPointError: in ``optimizer.step()``: ``stop_after`` consecutive steps were skipped.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -64,16 +64,16 @@ class FiniteSteps:
         >>> loss.backward()
         >>> steps.note_loss(loss)
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     optimizer.step()
-        >>> str(told[0].message)
-        'a step was skipped, since its loss or gradient is not finite (skipped so far: 1).'
+        >>> str(caught[0].message)
+        'a step was skipped because its loss or gradient is not finite (skipped so far: 1).'
         >>> steps.skipped, optimizer.state_dict()["state"]
         (1, {})
 
     Source:
-        Loss scaling's own rule (Micikevicius et al. 2018, "Mixed Precision Training") for every precision.
+        The rule of loss scaling (Micikevicius et al. 2018, "Mixed Precision Training"), for every precision.
     """
 
     def __init__(self, stop_after: int = 3) -> None:
@@ -82,21 +82,21 @@ class FiniteSteps:
         self.name_cause: Callable[[], str] = lambda: ""
         self.after_skip: Callable[[], None] = lambda: None
         self.losses: list[tuple[int, Tensor]] = []
-        self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and what they were after the last good step
+        self._statistics: list[tuple[Tensor, Tensor]] = []  # of BatchNorm, and their values after the last good step
 
     def guard_(self, optimizer: Optimizer, model: nn.Module, scaler: GradScaler | None = None) -> Undo:
-        """Take a place before the steps of ``optimizer``.
+        """Guard the steps of ``optimizer``.
 
         Args:
-            optimizer: the plain one, or what Fabric made of it; several may be guarded, one call each.
-            model: what it trains.
-            scaler: a loss scaler, where one is used.
+            optimizer: a torch optimizer, or Fabric's wrapper of one; several may be guarded, one call each.
+            model: the model that it trains.
+            scaler: the loss scaler, if one is used.
 
         Returns:
             How to undo it.
 
         Raises:
-            TypeError: no optimizer with one update a step.
+            TypeError: not an optimizer with one update per step.
         """
         self._statistics = [(buffer, buffer.clone()) for buffer in _statistics_of(model)]
 
@@ -105,21 +105,21 @@ class FiniteSteps:
             if not bad:
                 self.in_a_row = 0
                 self.keep_statistics()
-            # Below a scale of 1 the loss is not scaled up, so an overflow is not of the scaler's making.
+            # Below a scale of 1 the loss is not scaled up, so the scaler does not cause an overflow.
             elif bad_loss or scaler is None or scaler.get_scale() < 1:
                 self._count()
             else:
-                self._put_back()  # an overflow, which the scaler has dealt with
+                self._restore_statistics()  # an overflow, which the scaler has handled
             self.losses = []
 
         return hold_steps_(optimizer, self._look, tell, scaler)
 
     def note_loss(self, loss: Tensor, batch: int = 0) -> None:
-        """Have a loss decide on the coming step too; call it once for each backward, with the number of the batch."""
+        """Include a loss in the check of the coming step; call it once per backward, with the index of the batch."""
         self.losses.append((batch, has_unfinite([loss])))
 
     def keep_statistics(self) -> None:
-        """The model is as it should be: called again where a checkpoint was loaded."""
+        """Save the current BatchNorm statistics as good ones; call it again after a checkpoint was loaded."""
         for buffer, kept in self._statistics:
             kept.copy_(buffer)
 
@@ -130,15 +130,15 @@ class FiniteSteps:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
 
     def _look(self, optimizer: Optimizer) -> Tensor:
-        """[2]: whether the step is bad, and whether a loss is."""
+        """Return [2]: whether the step is bad, and whether a loss is."""
         parameters = parameters_with_gradient(optimizer)
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         bad = has_unfinite(gradients).to(device_of(optimizer))
         losses = [flag.to(bad.device) for _, flag in self.losses]
-        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have noted no loss
+        bad_loss = torch.stack([*losses, torch.zeros_like(bad)]).amax()  # a step may have no noted losses
         return agree(torch.stack([torch.maximum(bad, bad_loss), bad_loss]))  # one all-reduce for both
 
-    def _put_back(self) -> None:
+    def _restore_statistics(self) -> None:
         for buffer, kept in self._statistics:
             buffer.copy_(kept)
 
@@ -146,33 +146,33 @@ class FiniteSteps:
         self.skipped += 1
         self.in_a_row += 1
         cause = self.name_cause()
-        self._put_back()
+        self._restore_statistics()
         self.after_skip()
-        what = f"a step was skipped, since its loss or gradient is not finite{cause}"
+        what = f"a step was skipped because its loss or gradient is not finite{cause}"
         if self.in_a_row < self.stop_after:
             warn(f"{what} (skipped so far: {self.skipped}).")
             return
-        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so it will not go away by itself"
-        way_out = "Look at that batch and layer, lower the learning rate, or go back to an older checkpoint"
+        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so the cause is unlikely to disappear by itself"
+        way_out = "Check that batch and layer, lower the learning rate, or resume from an older checkpoint"
         raise FloatingPointError(explain(what, why, way_out))
 
 
 def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool = False) -> None:
-    """Refuse to publish weights or buffers that are not finite; for use before a save. Waits for the device.
+    """Refuse to save weights or buffers that are not finite; call it before a save. Waits for the device.
 
     Args:
-        model: what would be saved.
+        model: the model to be saved.
         where: what would be written, for the message.
-        alone: do not ask the other ranks, since they may not come.
+        alone: do not communicate with the other ranks, since they may not answer.
 
     Raises:
-        FloatingPointError: on all ranks, if one has such a value; with the first names.
+        FloatingPointError: on all ranks, if one has such a value; the message lists the first names.
 
     Example:
         >>> refuse_unfinite(nn.Linear(2, 2))
 
     Source:
-        None: a checkpoint that holds NaN cannot be trained on, and often takes the place of the last one that could.
+        None: a checkpoint with NaN cannot be trained from, and often replaces the last usable one.
     """
     everything = (*model.named_parameters(), *model.named_buffers())
     named = [(name, value) for name, value in everything if has_room_for_nan(value)]
@@ -182,30 +182,30 @@ def refuse_unfinite(model: nn.Module, where: str = "a checkpoint", alone: bool =
     names = [name for name, value in named if is_unfinite(value)]
     held = f"in {list_some(names)}" if names else "on another rank"
     why = f"NaN or infinite values are {held}"
-    way_out = "Go on from the last checkpoint: it is as it was"
+    way_out = "Resume from the last checkpoint, which is unchanged"
     raise FloatingPointError(explain(f"{where} was not written", why, way_out))
 
 
 class FiniteGuard(Technique):
-    """Skip steps whose loss or gradient is not finite, name the cause, and publish no checkpoint that holds NaN.
+    """Skip steps whose loss or gradient is not finite, name the cause, and save no checkpoint with NaN.
 
-    A skipped step leaves weights, optimizer state, statistics of BatchNorm and schedules by step as they were, on all
-    ranks. ``global_step`` counts it, as it counts batches that were used. What is said names the batch and the rank of
-    the first bad loss, and the layer: the forward of that batch is repeated once without gradients, or, where the loss
-    was fine, the gradients are looked through. With sharded parameters only the gradients are. Gradients are shared
-    among ranks, so for those no rank can be named.
+    A skipped step changes neither weights, optimizer state, BatchNorm statistics nor per-step schedules, on any rank.
+    ``global_step`` counts it, as it counts consumed batches. The warning names the batch and rank of the first bad
+    loss, and the layer: the forward of that batch is repeated once without gradients, or, where the loss was finite,
+    the gradients are searched. With sharded parameters only the gradients are searched. Gradients are shared among
+    ranks, so for them no rank can be named.
 
-    Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules, the
-    loss scaler's among them, and for when the host waits. A batch without samples or targets has a loss that is NaN, so
-    its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it counts nothing instead.
-    What the Trainer's ``save_checkpoint`` writes is looked through first.
+    Acts in ``optimizer.step``, after accumulation, unscaling and clipping; see :class:`FiniteSteps` for the rules,
+    including those for a loss scaler, and for when the host waits. The loss of a batch without samples or targets is
+    NaN, so its step is skipped too; with :class:`~lightning_fasttrain.TokenWeightedAccumulation` its weight is 0
+    instead. The Trainer's ``save_checkpoint`` checks the model first.
 
     Args:
-        stop_after: steps in a row that are skipped, before the run ends with an error on all ranks.
+        stop_after: number of consecutive skipped steps after which the run ends with an error on all ranks.
 
     Raises:
-        TypeError, ValueError: ``stop_after`` is no whole number of at least 1.
-        FloatingPointError: in ``fit``: so many steps in a row; or a checkpoint would hold NaN.
+        TypeError, ValueError: ``stop_after`` is not an integer of at least 1.
+        FloatingPointError: in ``fit``: too many consecutive skipped steps; or a checkpoint would contain NaN.
 
     Example:
         >>> guard = FiniteGuard(stop_after=5)
@@ -215,7 +215,7 @@ class FiniteGuard(Technique):
     """
 
     effect: ClassVar[str] = "a step with NaN or infinity is skipped on all ranks; batch, rank and layer are named"
-    when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own"
+    when: ClassVar[str] = "a long run in low precision or on unclean data; with ZeRO use DeepSpeed's own check"
     in_a_loop: ClassVar[str] = "run.FiniteSteps().guard_(optimizer, model)"
     predicted: ClassVar[bool] = True
 
@@ -225,7 +225,7 @@ class FiniteGuard(Technique):
             Conflict(
                 Capability.UPDATES_IN_BACKWARD,
                 "weights are updated during the backward, before all gradients are known",
-                "Use one of them",
+                "Use only one of them",
             ),
             Conflict(
                 DeepSpeedStrategy,
@@ -243,7 +243,7 @@ class FiniteGuard(Technique):
 
     @property
     def skipped(self) -> int:
-        """Steps so far."""
+        """Number of skipped steps so far."""
         return self.steps.skipped
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -254,7 +254,7 @@ class FiniteGuard(Technique):
         save = strategy.save_checkpoint
 
         def save_checkpoint(checkpoint: dict[str, Any], filepath: str | Path, *args: Any, **kwargs: Any) -> None:
-            # After an error the others may not come.
+            # After an error the other ranks may not answer.
             refuse_unfinite(pl_module, f"checkpoint {filepath}", alone=trainer.interrupted)
             save(checkpoint, filepath, *args, **kwargs)
 
@@ -262,7 +262,7 @@ class FiniteGuard(Technique):
         return undo.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which there is an optimizer."""
+        """Hook: the first at which an optimizer exists."""
         self.steps.name_cause = lambda: self._name_cause(trainer, pl_module)
         self.steps.after_skip = self._note_skip
         self._run.callback(self._forget)
@@ -272,25 +272,25 @@ class FiniteGuard(Technique):
         self._run.callback(hold_schedules_(trainer, pl_module, lambda: self._skipped_now))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: all that a checkpoint holds is loaded."""
+        """Hook: the checkpoint is completely loaded."""
         self.steps.keep_statistics()
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the batch may be one that has to be named."""
+        """Hook: keep the batch, which may have to be named."""
         self._batch = batch, batch_idx
         self._skipped_now = False
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Hook: each loss, also those of parts of a batch."""
+        """Hook: each loss, including those of micro-batches."""
         self.steps.note_loss(loss, self._batch[1])
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: nothing of the batch is kept."""
-        self._batch = None, batch_idx  # or it would stay in memory until the next one is there
+        """Hook: release the batch."""
+        self._batch = None, batch_idx  # otherwise it stays in memory until the next one arrives
 
     def outcome(self, model: nn.Module) -> str:
         return f"skipped {number_of(self.skipped, 'step')}" if self.skipped else ""
@@ -309,14 +309,14 @@ class FiniteGuard(Technique):
         self.steps.losses, self._batch = [], (None, 0)
 
     def _name_cause(self, trainer: L.Trainer, module: L.LightningModule) -> str:
-        """Called on all ranks after a bad step. They say what they know, so that all can say the same."""
+        """Describe the cause after a bad step. Called on all ranks, which exchange their findings."""
         batch, batch_idx = self._batch
         # Read on the host: the step was bad, so time does not matter any more.
         bad = [number for number, flag in self.steps.losses if float(flag) != 0]
         everyone = _share(f"{bad[0]}" if bad else "", trainer)
         layer = ""
-        # The same on all ranks: a forward may hold collectives. Earlier batches of a window are not kept, so only a bad
-        # loss of the last one can be looked for.
+        # The same on all ranks: a forward may contain collectives. Earlier batches of a window are not kept, so only a
+        # bad loss of the last one can be located.
         if not is_sharded(module) and f"{batch_idx}" in everyone:
             layer = first_layer_in_forward(module, lambda: _forward(trainer, module, batch, batch_idx))
         layers = _share(layer or last_bad_gradient(module.named_parameters()), trainer)
@@ -328,7 +328,7 @@ class FiniteGuard(Technique):
 
 
 def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_idx: int) -> None:
-    """A training step past the strategy's wrapper. All ranks run it, since a layer may communicate."""
+    """Run a training step without the strategy's wrapper. All ranks run it, since a layer may communicate."""
     arguments = [batch]
     if is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2):
         arguments.append(batch_idx)
@@ -337,12 +337,12 @@ def _forward(trainer: L.Trainer, module: L.LightningModule, batch: Any, batch_id
 
 
 def _share(text: str, trainer: L.Trainer) -> list[str]:
-    """What each rank says, in their order."""
-    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, which gather() takes; lengths may differ
+    """Return the text of each rank, in their order."""
+    mine = torch.tensor(list(text.encode()), dtype=torch.uint8)  # as bytes, as gather() expects; lengths may differ
     return [bytes(said.tolist()).decode() for said in gather(mine, trainer.strategy.root_device)]
 
 
 def _statistics_of(model: nn.Module) -> list[Tensor]:
-    """What BatchNorm and its kin take of each batch in the forward, whatever becomes of the step."""
+    """Return buffers that BatchNorm and similar layers update in each forward, even if the step is skipped."""
     norms = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._NormBase)]
     return [buffer for norm in norms for buffer in norm.buffers(recurse=False)]

@@ -1,4 +1,4 @@
-"""A run that hangs ends: the rank that all others wait for is named, with its stack, and no process stays."""
+"""End a run that hangs, and name the rank that all others wait for, with its stack."""
 
 import ctypes
 import os
@@ -19,18 +19,18 @@ from lightning_fasttrain.technique import Technique
 
 
 class HangWatch(Technique):
-    """End a run that hangs, name the rank that the others wait for, show its stack; see :class:`ProgressWatch`.
+    """End a run that hangs, name the rank that the others wait for, and show its stack; see :class:`ProgressWatch`.
 
-    Acts at the hooks in which a batch begins, its backward, the optimizer's step and the batch's end, in evaluation,
-    and when a checkpoint is taken: each shows a sign of life. Long validation is therefore no hang; a single batch, or
-    wait for data, of more than ``timeout_s`` is one, and so is a save of more than ``first_timeout_s``.
+    Acts at the hooks in which a batch begins, its backward, the optimizer step and the end of the batch, in evaluation,
+    and when a checkpoint is saved: each is a sign of life. Long validation is therefore not a hang; a single batch, or
+    a wait for data, of more than ``timeout_s`` is one, and so is a save of more than ``first_timeout_s``.
 
-    Where Lightning, or torchrun, launched this process as a rank, it ends when its launcher does; Lightning's main
-    process takes its children with it. When a rank of several fails, its error is shown at once, before anything else
-    that is called on an exception may wait for the other ranks, and the time limit holds for that waiting too.
+    If Lightning or torchrun launched this process as a rank, it ends when its launcher does; Lightning's main process
+    ends its children. When one of several ranks fails, its error is shown at once, before other exception handlers can
+    wait for the other ranks, and the time limit also holds for that wait.
 
     Args:
-        timeout_s, first_timeout_s, folder: as of :class:`ProgressWatch`.
+        timeout_s, first_timeout_s, folder: as in :class:`ProgressWatch`.
 
     Raises:
         ValueError: a time is not positive.
@@ -44,7 +44,7 @@ class HangWatch(Technique):
 
     bitwise: ClassVar[bool] = True
     effect: ClassVar[str] = "a run that hangs ends, and the rank that hangs is named with its stack"
-    when: ClassVar[str] = "a run has several processes, or nobody looks at it for hours"
+    when: ClassVar[str] = "a run has several processes, or is unattended for hours"
     in_a_loop: ClassVar[str] = "run.ProgressWatch(timeout_s).beat(phase)"
     predicted: ClassVar[bool] = True
 
@@ -70,7 +70,7 @@ class HangWatch(Technique):
             _die_with_parent(signal.SIGKILL)
 
         def leave() -> None:
-            # A rank that failed is watched until the end of its teardown.
+            # A failed rank is watched until the end of its teardown.
             if trainer.state.status == TrainerStatus.INTERRUPTED and trainer.world_size > 1:
                 self._watch_the_end(trainer, watch)
                 return
@@ -81,7 +81,7 @@ class HangWatch(Technique):
         return leave
 
     def _watch_the_end(self, trainer: L.Trainer, watch: ProgressWatch) -> None:
-        """What else is called on an exception may wait for ranks that wait for this one."""
+        """Keep watching the teardown, in which other exception handlers may wait for ranks that wait for this one."""
         watch.fail(sys.exception() or RuntimeError("unknown"))
 
         def end_watch(teardown: Callable[[], None]) -> None:
@@ -94,9 +94,9 @@ class HangWatch(Technique):
         surround_teardown(trainer, end_watch)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """Hook: the error is shown before any rank can be made to wait."""
-        ending = self._watch is not None and self._watch.ending  # then this is only what follows from it
-        # KeyboardInterrupt and SystemExit are no failures.
+        """Hook: show the error before any rank can be made to wait."""
+        ending = self._watch is not None and self._watch.ending  # then this error is only a consequence
+        # KeyboardInterrupt and SystemExit are not failures.
         if trainer.world_size > 1 and isinstance(exception, Exception) and not ending:
             write_to_stderr(f"rank {trainer.global_rank} failed:\n{''.join(traceback.format_exception(exception))}")
         super().on_exception(trainer, pl_module, exception)
@@ -106,7 +106,7 @@ class HangWatch(Technique):
             self._watch.beat(phase)
 
     def on_train_batch_start(self, *_: object) -> None:
-        """Hook, like all that follow: a sign of life."""
+        """Hook, like all that follow: send a sign of life."""
         if self._watch is not None:
             self._watch.begin_step()
 
@@ -129,7 +129,7 @@ class HangWatch(Technique):
         self._beat("checkpoint")
 
     def on_train_end(self, *_: object) -> None:
-        """Hook: what a rank does from here on, it may do after the others have ended."""
+        """Hook: from here on a rank may continue after the others have ended."""
         self._beat("end of training")
         if self._watch is not None:
             _outlive_parent(self._watch)
@@ -151,7 +151,7 @@ def _outlive_parent(watch: ProgressWatch) -> None:
 
 
 def _die_with_parent(number: int) -> None:
-    """Linux ends this process when its launcher ends, even if it is stopped; elsewhere the watching thread does."""
+    """Have Linux end this process with its launcher, even if stopped; elsewhere the watching thread does it."""
     if sys.platform == "linux":
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).prctl(1, number)  # 1 is PR_SET_PDEATHSIG; signal 0 takes it back
+            ctypes.CDLL(None).prctl(1, number)  # 1 is PR_SET_PDEATHSIG; signal 0 cancels it

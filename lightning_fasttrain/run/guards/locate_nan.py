@@ -1,4 +1,4 @@
-"""Where the first NaN of a step came from: looked for only after a bad step, when time does not matter."""
+"""Locate the origin of the first NaN of a step; used only after a bad step, when time does not matter."""
 
 import itertools
 from collections.abc import Callable, Iterable
@@ -15,40 +15,40 @@ from lightning_fasttrain.run.guards.skip_step import local_values
 
 
 def is_unfinite(values: Any) -> bool:
-    """Whether a tensor among ``values`` has an entry that is NaN or infinite. Waits for the device."""
+    """Whether a tensor among ``values`` contains NaN or infinity. Waits for the device."""
     tensors = [value for value in tree_iter(values) if isinstance(value, Tensor) and value.is_floating_point()]
     return any(not bool(local_values(tensor).isfinite().all()) for tensor in tensors)
 
 
 def first_layer_in_forward(model: nn.Module, repeat: Callable[[], Any]) -> str:
-    """The first module whose output is not finite though its inputs are, when the forward is repeated.
+    """Repeat the forward and return the first module whose output is not finite although its inputs are.
 
-    No gradients are taken, and what ``repeat`` changes about the model and the random states is put back. What it logs
-    is dropped.
+    Gradients are not computed, changes that ``repeat`` makes to the model and the random states are undone, and its
+    logged values are dropped.
 
     Args:
-        model: its modules are watched.
+        model: the model whose modules are watched.
         repeat: runs the forward.
 
     Returns:
-        Half a sentence.
+        Half a sentence for a message.
     """
     found: list[str] = []
     with ExitStack() as undo:
-        undo.callback(remember([model]))  # the repeated forward moves statistics and random states
+        undo.callback(remember([model]))  # the repeated forward changes statistics and random states
         for hook in ("log", "log_dict"):
             if hasattr(model, hook):
                 undo.callback(patch(model, hook, lambda *args, **kwargs: None))
         for name, module in model.named_modules():
             undo.callback(module.register_forward_hook(_note(name, found), with_kwargs=True).remove)
         try:
-            # The hooks of inner modules fire before those of the modules around them, so the first finding is the
-            # innermost.
+            # The hooks of inner modules run before those of the modules around them, so the first finding is
+            # the innermost module.
             with torch.no_grad():
                 repeat()
-        except Exception as error:  # the step itself ran: what fails here is looking at it
+        except Exception as error:  # the step itself ran: only the search for its NaN fails here
             return f"its layer was not found ({first_line(error)})"
-    return found[0] if found else "not seen again when the forward was repeated"
+    return found[0] if found else "the non-finite value could not be reproduced by repeating the forward"
 
 
 def _note(name: str, found: list[str]) -> Callable[..., None]:
@@ -56,7 +56,7 @@ def _note(name: str, found: list[str]) -> Callable[..., None]:
         if found or not is_unfinite(output):
             return
         where = f"{name or 'the model itself'} ({type(module).__name__})"
-        # Its own alone: an inner module's would have been found there.
+        # Only the module's own weights: an inner module's would have been found there.
         own = itertools.chain(module.parameters(recurse=False), module.buffers(recurse=False))
         if is_unfinite((args, kwargs)):
             found.append(f"in the input of {where}")
@@ -67,10 +67,10 @@ def _note(name: str, found: list[str]) -> Callable[..., None]:
 
 
 def last_bad_gradient(named: Iterable[tuple[str, Tensor]]) -> str:
-    """The parameter nearest to the loss whose gradient is not finite, as half a sentence; "" if all are finite.
+    """Return the parameter nearest to the loss whose gradient is not finite, as half a sentence; "" if all are finite.
 
-    The backward goes from the loss to the first layers, and takes a NaN with it. So of the bad ones the one that was
-    defined last is where it began, in models that define their layers in the order of the forward.
+    The backward passes a NaN on from the loss to the first layers. In models that define their layers in the order of
+    the forward, the NaN therefore began in the last-defined of the bad ones.
     """
     bad = [name for name, parameter in named if parameter.grad is not None and is_unfinite(parameter.grad)]
     return f"in the gradient of {bad[-1]}" if bad else ""

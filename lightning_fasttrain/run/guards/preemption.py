@@ -1,4 +1,4 @@
-"""A run that is told to go saves one checkpoint at the next step boundary, on all ranks alike, and exits with 143."""
+"""Save one checkpoint at the next step boundary when preempted, on all ranks, and exit with 143."""
 
 import os
 import signal
@@ -25,29 +25,28 @@ from lightning_fasttrain.technique import Technique
 
 
 class Preemption(Technique):
-    """Save one checkpoint and exit when the scheduler says so, whichever rank it tells; see :class:`PreemptionFlag`.
+    """Save one checkpoint and exit when the scheduler signals any rank; see :class:`PreemptionFlag`.
 
-    Acts between batches, when everything that belongs to a step is done: the optimizer's update, the other
-    callbacks, validation and, after the last batch of an epoch, the end of the epoch. Never inside an accumulation
-    window; under manual optimisation, after batches in which an optimizer stepped. A validation in progress is
-    finished first, so let the scheduler warn early enough. Before the first step nothing is saved, as nothing is
-    new. While it is attached Lightning's own way with SIGTERM is off: no collective in a signal handler, and no
-    question to the device at each batch.
+    Acts between batches, when a step is complete: the optimizer's update, the other callbacks, validation and, after
+    the last batch of an epoch, the end of the epoch. Never inside an accumulation window; under manual optimization,
+    after batches in which an optimizer stepped. A running validation is finished first, so the scheduler's notice must
+    be long enough. Before the first step there is nothing new to save. While attached, Lightning's own SIGTERM
+    handling is off: no collective in a signal handler, and no device synchronization at each batch.
 
-    Works with one process, Lightning's launcher (tell the main process, a child, or all), torchrun (which passes
-    SIGTERM on and kills after ``--shutdown-timeout``, 30 s, and itself exits with 1) and SLURM, where the requeue
-    signal stays Lightning's. With ``ddp_spawn`` and ``ddp_fork`` tell the workers: the main process does not train.
-    A run that hangs answers to no signal; that is for :class:`~lightning_fasttrain.run.HangWatch`.
+    Works with one process, Lightning's launcher (signal the main process, a child, or all), torchrun (which forwards
+    SIGTERM, kills after ``--shutdown-timeout``, 30 s, and itself exits with 1) and SLURM, where the requeue signal
+    stays Lightning's. With ``ddp_spawn`` and ``ddp_fork`` signal the workers: the main process does not train. A run
+    that hangs does not react to signals; use :class:`~lightning_fasttrain.run.HangWatch` for it.
 
     Args:
-        folder: where ``preempted-step=N.ckpt`` goes; by default where the run's ModelCheckpoint writes, or else the
-            Trainer's ``default_root_dir``.
-        signals: what counts as being told to go.
-        exit_code: what all ranks exit with, by ``SystemExit``.
-        every: optimizer steps between two questions to the other ranks; one question costs some 70 µs.
+        folder: where ``preempted-step=N.ckpt`` is written; by default the folder of the run's ModelCheckpoint, or else
+            the Trainer's ``default_root_dir``.
+        signals: signals that request preemption.
+        exit_code: exit code of all ranks, by ``SystemExit``.
+        every: optimizer steps between two exchanges with the other ranks; one exchange costs about 70 µs.
 
     Raises:
-        TypeError, ValueError: an argument is unfit; in ``fit``: a signal that SLURM's requeueing uses.
+        TypeError, ValueError: an argument is invalid; in ``fit``: a signal that SLURM's requeueing uses.
 
     Example:
         >>> preemption = Preemption(signals=(signal.SIGTERM, signal.SIGUSR2))
@@ -57,8 +56,8 @@ class Preemption(Technique):
     """
 
     bitwise: ClassVar[bool] = True
-    effect: ClassVar[str] = "SIGTERM on any rank: all save one checkpoint at the same step and exit with 143"
-    when: ClassVar[str] = "a cluster says so before it ends a run; not where SLURM requeues by the same signal"
+    effect: ClassVar[str] = "after SIGTERM on any rank, all save one checkpoint at the same step and exit with 143"
+    when: ClassVar[str] = "a cluster sends a signal before it ends a run; not where SLURM requeues by the same signal"
     in_a_loop: ClassVar[str] = "run.PreemptionFlag().should_stop() at each step boundary"
     predicted: ClassVar[bool] = True
 
@@ -78,7 +77,7 @@ class Preemption(Technique):
         self._steps = 0
 
     def request(self) -> None:
-        """Tell this rank to go, as a signal would; for programs that hear of it in another way."""
+        """Request preemption on this rank, as if the signal had arrived; for programs that learn of it otherwise."""
         if self._flag is not None:
             self._flag.request()
 
@@ -87,7 +86,7 @@ class Preemption(Technique):
             return None
         _refuse_requeue_signal(trainer, self.signals)
         self._going = False
-        # A new one for each run: its group belongs to the ranks of now.
+        # A new one for each run, since its process group belongs to the current ranks.
         self._flag = flag = PreemptionFlag(self.signals, self.every, self.exit_code)
         connector, fit_loop = signal_connector(trainer), trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
@@ -98,7 +97,7 @@ class Preemption(Technique):
         )
         self._steps = trainer.global_step
 
-        # Lightning registers its handlers when all is set up, after this, and would replace those of the flag.
+        # Lightning registers its handlers after this, at the end of its setup, and would replace those of the flag.
         def register_signal_handlers() -> None:
             lightnings()
             flag.__enter__()
@@ -107,7 +106,7 @@ class Preemption(Technique):
             after_batch(data_fetcher)
             if self._at_boundary(trainer, pl_module):
                 self._going = flag.should_stop()
-                # After the last batch the epoch is ended first, so that the checkpoint is one between epochs.
+                # After the last batch the epoch is ended first, so that the checkpoint lies between epochs.
                 if self._going and not epoch_loop.done:
                     self._save_and_exit(trainer)
 
@@ -130,29 +129,29 @@ class Preemption(Technique):
         flag, self._flag = self._flag, None
         assert flag is not None
         failed = trainer.state.status == TrainerStatus.INTERRUPTED
-        # On the way out further signals are heard and ignored, until Lightning puts its originals back.
+        # During the exit further signals are handled and ignored, until Lightning restores its original handlers.
         if not (failed and self._going):
             flag.__exit__(Exception if failed else None)
 
     def _at_boundary(self, trainer: L.Trainer, pl_module: L.LightningModule) -> bool:
-        """Whether the batch that is over was the last one of an optimizer step."""
-        # Searches for a learning rate or a batch size run this loop too, without callbacks.
+        """Whether the finished batch was the last one of an optimizer step."""
+        # Searches for a learning rate or a batch size also run this loop, without callbacks.
         if step_goes_on(trainer) or self not in trainer.callbacks:
             return False
         before, self._steps = self._steps, trainer.global_step
-        # Under manual optimisation Lightning does not know when a step ends; the count of steps does.
+        # Under manual optimization Lightning does not know when a step ends, but its step counter does.
         return pl_module.automatic_optimization or before != self._steps
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the last before the first step. What came until now is acted on here."""
+        """Hook: the last before the first step. Handles requests that arrived until now."""
         assert self._flag is not None
         self._going = self._flag.should_stop_now()
         if self._going:
-            say("Preemption: told to go before the first step. Nothing new to save; exit code %d", self.exit_code)
+            say("Preemption: requested before the first step. Nothing new to save; exit code %d", self.exit_code)
             raise SystemExit(self.exit_code)
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: for what came too late for the last step boundary."""
+        """Hook: handle a request that came too late for the last step boundary."""
         assert self._flag is not None
         self._going = self._flag.should_stop_now()
         if self._going:
@@ -163,14 +162,14 @@ class Preemption(Technique):
         if "://" not in path and trainer.is_global_zero:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
         trainer.save_checkpoint(path)
-        getattr(trainer.strategy, "wait", lambda: None)()  # one that writes in the background
-        say("Preemption: told to go. Saved %s after step %d; exit code %d", path, trainer.global_step, self.exit_code)
+        getattr(trainer.strategy, "wait", lambda: None)()  # for a strategy that writes in the background
+        say("Preemption: requested. Saved %s after step %d; exit code %d", path, trainer.global_step, self.exit_code)
         raise SystemExit(self.exit_code)
 
     def _folder_of(self, trainer: L.Trainer) -> str:
         writer = trainer.checkpoint_callback
         theirs = getattr(writer, "dirpath", None) or trainer.default_root_dir
-        # Rank zero's: a default folder may be named after the time.
+        # Rank 0's folder: a default folder may be named after the time.
         return str(trainer.strategy.broadcast(os.fspath(self.folder or theirs)))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -182,6 +181,6 @@ def _refuse_requeue_signal(trainer: L.Trainer, signals: tuple[int, ...]) -> None
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         requeue = environment.requeue_signal or signal.SIGUSR1
         if requeue in signals:
-            why = f"Lightning saves and requeues the job when it gets {name_of(requeue)}"
-            way_out = "Leave this signal out, or use SLURMEnvironment(auto_requeue=False)"
+            why = f"Lightning saves and requeues the job when it receives {name_of(requeue)}"
+            way_out = "Remove this signal, or use SLURMEnvironment(auto_requeue=False)"
             raise ValueError(explain(f"Preemption(signals={signals}) under SLURM", why, way_out))

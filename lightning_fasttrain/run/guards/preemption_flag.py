@@ -1,4 +1,4 @@
-"""Whether any rank was told to go, answered alike on all ranks at each step boundary."""
+"""Agree at each step boundary whether any rank was preempted, with the same answer on all ranks."""
 
 import atexit
 import os
@@ -21,27 +21,27 @@ from lightning_fasttrain.core.messages import explain, warn
 
 
 class PreemptionFlag:
-    """Whether any rank was told to go, answered alike on all ranks; for Fabric and bare loops, as a ``with``.
+    """Whether any rank was preempted, the same on all ranks; for Fabric and bare loops, as a context manager.
 
-    The signal's handler does nothing but set an attribute, so it can come at any moment, and as often as it likes.
-    With several ranks, each boundary starts an all-reduce of the attribute over a gloo group of its own, on the CPU,
-    and reads the one that the boundary before started and that has long finished: nothing waits for the device, and
-    all ranks get the same answer at the same step, one boundary after the signal.
+    The signal handler only sets an attribute, so signals may arrive at any moment and repeatedly. With several ranks,
+    each boundary starts an asynchronous all-reduce of the attribute over its own gloo group, on the CPU, and reads the
+    result of the previous one, which has long finished: nothing waits for the device, and all ranks get the same answer
+    at the same step, one boundary after the signal.
 
-    Where Lightning or Fabric started the other ranks, its observer, which kills the main process when a child exits
-    with anything but 0, is told that ``exit_code`` is meant, and the main process ends after its children.
+    If Lightning or Fabric started the other ranks, its observer, which kills the main process when a child exits with
+    a nonzero code, accepts ``exit_code`` as intended, and the main process ends after its children.
 
-    The flag takes the place of handlers that are there, and they are back afterwards. Python lets only the main
-    thread set handlers: elsewhere the flag warns, and what the main thread hears must be passed on by ``request``.
+    The flag replaces existing handlers and restores them afterwards. Python lets only the main thread set handlers: in
+    another thread the flag warns, and signals that the main thread receives must be passed on with ``request``.
 
     Args:
-        signals: what counts as being told to go.
-        every: boundaries between two questions to the other ranks; the answer is at most twice as many late.
-        exit_code: what the ranks will exit with.
+        signals: signals that request preemption.
+        every: boundaries between two exchanges with the other ranks; the answer is at most twice as many late.
+        exit_code: the exit code of the ranks.
 
     Raises:
-        TypeError, ValueError: no signals, one that cannot be caught, ``every`` is no whole number of at least 1, or no
-            process can exit with ``exit_code``.
+        TypeError, ValueError: no signals, a signal that cannot be caught, ``every`` is not an integer of at least 1, or
+            ``exit_code`` is not a valid exit code.
 
     Example:
         >>> import signal
@@ -50,20 +50,20 @@ class PreemptionFlag:
         ...         if step == 3:  # say, a scheduler
         ...             signal.raise_signal(signal.SIGTERM)
         ...         if flag.should_stop():
-        ...             break  # here one saves, and then: raise SystemExit(flag.exit_code)
+        ...             break  # save here, and then: raise SystemExit(flag.exit_code)
         >>> step
         3
 
     Source:
-        Ours. Lightning 2.6 broadcasts in the handler, which blocks when a rank other than zero is told (issue 20806),
-        and broadcasts from rank zero and waits for the device at each batch (issue 21487).
+        Ours. Lightning 2.6 broadcasts in the handler, which blocks when a rank other than 0 gets the signal (issue
+        20806), and broadcasts from rank 0 and waits for the device at each batch (issue 21487).
     """
 
     def __init__(self, signals: Iterable[int] = (signal.SIGTERM,), every: int = 1, exit_code: int = 143) -> None:
         self.signals = check_signals(signals)
         self.every = positive_int("every", every)
         self.exit_code = a_code(exit_code)
-        self.raised = False  # an attribute, not an Event: a handler must not take a lock
+        self.raised = False  # an attribute, not an Event: a handler must not acquire a lock
         self._previous: dict[int, Any] = {}
         self._boundaries = 0
         self._group: dist.ProcessGroup | None = None
@@ -72,11 +72,11 @@ class PreemptionFlag:
         self._any_rank = torch.zeros(1, dtype=torch.uint8, device="cpu")
 
     def request(self) -> None:
-        """Tell this rank to go, as a signal would."""
+        """Request preemption on this rank, as if the signal had arrived."""
         self.raised = True
 
     def should_stop(self) -> bool:
-        """Whether all ranks stop here. Every rank asks at each step boundary, until the answer is True."""
+        """Whether all ranks stop here. Call it on every rank at each step boundary, until the answer is True."""
         if self._group is None and rank_count() == 1:
             return self.raised
         self._boundaries += 1
@@ -88,7 +88,7 @@ class PreemptionFlag:
         return False
 
     def should_stop_now(self) -> bool:
-        """The same without delay: for the start and the end of the loop, where waiting for the others costs little."""
+        """Answer without the delay of one boundary: for the start and end of the loop, where waiting is cheap."""
         if self._group is None and rank_count() == 1:
             return self.raised
         earlier = self._answer()
@@ -97,15 +97,15 @@ class PreemptionFlag:
 
     def _ask(self) -> None:
         if self._group is None:
-            # A collective: all ranks come here at the same boundary, as each counts them alike.
-            self._group = dist.new_group(backend="gloo", timeout=_patience_of_the_ranks())
+            # A collective: all ranks reach it at the same boundary, as they all count the same boundaries.
+            self._group = dist.new_group(backend="gloo", timeout=_timeout_of_the_ranks())
         self._any_rank.fill_(self.raised)
         self._work = dist.all_reduce(self._any_rank, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def _answer(self) -> bool:
         if self._work is None:
             return False
-        self._work.wait()  # begun one boundary ago, so it is over, unless a rank is late
+        self._work.wait()  # started one boundary ago, so it is done, unless a rank is late
         self._work = None
         found = bool(self._any_rank)
         if found:
@@ -116,29 +116,29 @@ class PreemptionFlag:
         if threading.current_thread() is not threading.main_thread():
             why = "Python lets only the main thread handle signals"
             way_out = "Handle them there and call the flag's request(), or train in the main thread"
-            warn(explain(f"{', '.join(map(name_of, self.signals))} cannot be heard in this thread", why, way_out))
+            warn(explain(f"{', '.join(map(name_of, self.signals))} cannot be handled in this thread", why, way_out))
             return self
         self._process = os.getpid()
         for number in self.signals:
             before = signal.signal(number, self._handle)
-            self._previous.setdefault(number, before)  # entered twice, what was found first is the user's
+            self._previous.setdefault(number, before)  # if entered twice, the first handler is the user's
         return self
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() == self._process:
             self.raised = True
-        else:  # a process that was forked from this one, by the user's code, is no rank
+        else:  # a process forked from this one by the user's code is not a rank
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         for number, before in self._previous.items():
-            if signal.getsignal(number) == self._handle:  # otherwise somebody else has taken it since
+            if signal.getsignal(number) == self._handle:  # otherwise it has been replaced since
                 signal.signal(number, before)
         self._previous = {}
-        # After an error the others may be gone, and nothing is said to them.
+        # After an error the other ranks may be gone, so nothing is sent to them.
         if kind is None and self._group is not None and dist.is_initialized():
-            # What is on its way must end before the group goes.
+            # Pending communication must end before the group is destroyed.
             self._answer()
             dist.destroy_process_group(self._group)
         self._group = self._work = None
@@ -146,24 +146,26 @@ class PreemptionFlag:
 
 def check_signals(signals: Iterable[int]) -> tuple[int, ...]:
     if isinstance(signals, int):
-        raise TypeError(explain(f"signals={signals!r}", "this is one signal", f"Use signals=({signals!r},)"))
+        raise TypeError(
+            explain(f"signals={signals!r}", "expected a sequence of signals", f"Use signals=({signals!r},)")
+        )
     numbers = tuple(signals)
     if not numbers:
-        raise ValueError(explain("signals=()", "nothing could tell the run to go", "Use signals=(signal.SIGTERM,)"))
+        raise ValueError(explain("signals=()", "no signal could request preemption", "Use signals=(signal.SIGTERM,)"))
     for number in numbers:
         if number not in signal.valid_signals() or name_of(number) in ("SIGKILL", "SIGSTOP"):
-            why = f"{number!r} is no signal that can be caught"
+            why = f"{number!r} is not a signal that can be caught"
             raise ValueError(explain(f"signals={numbers}", why, "Use signal.SIGTERM"))
     return numbers
 
 
 def name_of(number: int) -> str:
-    names = {known.value: known.name for known in signal.Signals}  # real-time signals have none
+    names = {known.value: known.name for known in signal.Signals}  # real-time signals have no name
     return names.get(number, f"signal {number}")
 
 
-def _patience_of_the_ranks() -> timedelta | None:
-    """The time limit that the user gave the run's own process group."""
+def _timeout_of_the_ranks() -> timedelta | None:
+    """Return the timeout that the user gave the run's own process group."""
     group: Any = dist.group.WORLD
     with suppress(AttributeError, RuntimeError):  # not all backends have one
         return group._get_backend(group._device_types[0]).options._timeout
@@ -179,7 +181,7 @@ def a_code(value: int) -> int:
 def _let_children_exit(exit_code: int, patience_s: float = 60.0) -> None:
     watcher: Any
     for watcher, children in child_watchers():
-        # It ends the main process when a child exits with anything but 0.
+        # It ends the main process when a child exits with a nonzero code.
         watcher._run = _unless_meant(watcher._run, children, exit_code)
         atexit.register(_wait_for, children, patience_s)
 

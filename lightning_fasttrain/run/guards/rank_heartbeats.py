@@ -1,4 +1,4 @@
-"""Where the ranks of a run read how far the others are, while nobody takes part in any collective."""
+"""Exchange the progress of the ranks through the process group's store, without collectives."""
 
 import json
 import os
@@ -13,26 +13,26 @@ import torch.distributed as dist
 
 Answer = TypeVar("Answer")
 
-_PATIENCE_S = 3.0  # a store in a stopped process answers nothing
+_PATIENCE_S = 3.0  # a store in a stopped process does not answer
 
 
 @dataclass(frozen=True)
 class Position:
-    """How far a rank is.
+    """Progress of a rank.
 
     Attributes:
-        rank: whose this is.
-        seq: counts what its watching thread has said; one that stands still is silent.
-        run: counts what is watched in its process, one fit after the other.
+        rank: the rank that this describes.
+        seq: counter of its watching thread; a rank whose counter does not change is silent.
+        run: number of the watched run in its process, one fit after the other.
         step: batches begun in this run.
-        beats: signs of life since then.
-        phase: what it was about to do.
-        quiet_s: how long ago that was.
-        over: it has been quiet for longer than it may.
+        beats: signs of life since the batch began.
+        phase: the phase that it was about to start.
+        quiet_s: seconds since then.
+        over: it has been quiet for longer than allowed.
         told: it has shown its stacks, and waits for the end.
-        error: with which it failed, if it did.
+        error: the error with which it failed, if any.
         where: host and process.
-        stack: of the thread that trains, once it is over time.
+        stack: stack of the training thread, once it is over the limit.
     """
 
     rank: int
@@ -53,11 +53,11 @@ class Position:
 
 
 class RankBoard:
-    """Keys in the store of the default process group, over a connection of its own. Nothing here waits for a rank."""
+    """Keys in the store of the default process group, over a separate connection. No method waits for a rank."""
 
     def __init__(self) -> None:
         store: dist.Store = dist.distributed_c10d._get_default_store()
-        # The process group's own connection may be held by somebody who waits on it.
+        # The process group's own connection may be blocked by a waiting thread.
         self._store = store.clone() if hasattr(store, "clone") else store
         if self._store is not store:
             self._store.set_timeout(timedelta(seconds=_PATIENCE_S))
@@ -69,39 +69,39 @@ class RankBoard:
         self._try(lambda: self._store.set(f"{self._prefix}/{self.rank}", json.dumps(asdict(position))))
 
     def read(self, ranks: Iterable[int] | None = None) -> dict[int, Position] | None:
-        """The other ranks' positions as far as they have any; None if the store does not answer."""
+        """Return the known positions of the other ranks; None if the store does not answer."""
         wanted = range(self.size) if ranks is None else ranks
 
         def read_others() -> dict[int, Position]:
             keys = {rank: f"{self._prefix}/{rank}" for rank in wanted if rank != self.rank}
-            # get() waits for a key that is not there; check() does not.
+            # get() waits for a missing key; check() does not.
             found = {rank: self._store.get(key) for rank, key in keys.items() if self._store.check([key])}
             return {rank: Position(**json.loads(value)) for rank, value in found.items()}
 
         return self._try(read_others)
 
     def end(self) -> None:
-        """Say that all has been reported."""
+        """Announce that everything has been reported."""
         self._try(lambda: self._store.set(f"{self._prefix}/end", "1"))
 
     def has_ended(self) -> bool:
         return bool(self._try(lambda: self._store.check([f"{self._prefix}/end"])))
 
     def leave(self) -> None:
-        """Take this rank's position away: it has left the loop in good order."""
+        """Remove this rank's position, since it has left the loop normally."""
         self._try(lambda: self._store.delete_key(f"{self._prefix}/{self.rank}"))
 
     def _try(self, ask: Callable[[], Answer]) -> Answer | None:
-        """In a thread, as time limits of sockets do not hold in all states of the other side."""
-        if self._asking is not None and self._asking.is_alive():  # the last question still waits: one thread is enough
+        """Call ``ask`` in a thread, since socket timeouts do not hold in all states of the other side."""
+        if self._asking is not None and self._asking.is_alive():  # the last request still waits: one thread is enough
             return None
         found: list[Answer] = []
 
         def run() -> None:
-            with suppress(RuntimeError, ValueError):  # the store is gone, or says nothing in time
+            with suppress(RuntimeError, ValueError):  # the store is gone, or does not answer in time
                 found.append(ask())
 
-        # Daemon: it must not keep a process that ends.
+        # Daemon: it must not keep the process from ending.
         self._asking = threading.Thread(target=run, daemon=True, name="fasttrain-rank-board")
         self._asking.start()
         self._asking.join(_PATIENCE_S)
@@ -111,7 +111,7 @@ class RankBoard:
 def silent_ranks(
     first: dict[int, tuple[float, int]], now: float, seen: dict[int, Position], limit_s: float
 ) -> set[int]:
-    """Ranks whose ``seq`` has stood still for ``limit_s``; ``first`` remembers since when each has its number.
+    """Return ranks whose ``seq`` has not changed for ``limit_s``; ``first`` records when each value was first seen.
 
     Example:
         >>> first, seen = {}, {1: Position(1, seq=7)}
@@ -119,14 +119,14 @@ def silent_ranks(
         [set(), {1}]
     """
     for rank, position in seen.items():
-        # The count, not a time: the clocks of two machines differ.
+        # A counter, not a time: the clocks of two machines differ.
         if rank not in first or first[rank][1] != position.seq:
             first[rank] = (now, position.seq)
     return {rank for rank in seen if now - first[rank][0] >= limit_s}
 
 
 def describe(mine: Position, others: dict[int, Position] | None, silent: Collection[int], size: int) -> str:
-    """Who is where, and whom the others wait for; ``others`` is None if the store does not answer.
+    """Describe where each rank is and which one the others wait for; ``others`` is None if the store does not answer.
 
     Example:
         >>> mine = Position(0, step=3, beats=2, phase="backward", quiet_s=9.0, where="a:1")
@@ -143,26 +143,26 @@ def describe(mine: Position, others: dict[int, Position] | None, silent: Collect
     everyone = {**others, mine.rank: mine}
     lines = []
     for rank in range(size):
-        lines.append(str(everyone[rank]) if rank in everyone else f"rank {rank}: not there")
-    return "\n".join([*lines, *_find_who_is_waited_for(everyone, silent, size)])
+        lines.append(str(everyone[rank]) if rank in everyone else f"rank {rank}: no position")
+    return "\n".join([*lines, *_name_blocking_ranks(everyone, silent, size)])
 
 
-def _find_who_is_waited_for(everyone: dict[int, Position], silent: Collection[int], size: int) -> list[str]:
-    """The most telling first: an error explains a silence, a silence explains an absence."""
+def _name_blocking_ranks(everyone: dict[int, Position], silent: Collection[int], size: int) -> list[str]:
+    """Name the ranks that block the others, from the most to the least informative: errors, silence, absence."""
     failed = [rank for rank, position in sorted(everyone.items()) if position.error]
     absent = [rank for rank in range(size) if rank not in everyone]
     if failed:
-        lines = [f"rank {rank} has failed with {everyone[rank].error}. The others wait for it." for rank in failed]
+        lines = [f"rank {rank} failed with {everyone[rank].error}. The others wait for it." for rank in failed]
         return [*lines, *(f"It is at\n{everyone[rank].stack}" for rank in failed if everyone[rank].stack)]
     if silent:
-        why = "stopped, ended, or holding Python's lock in native code. What it said last is above"
+        why = "stopped, ended, or holding Python's lock in native code. Its last position is above"
         return [f"{_ranks(silent)} silent: {why}. The others wait for it."]
     if absent:
-        return [f"{_ranks(absent)} not in the loop: left it, or never began. The others wait for it."]
+        return [f"{_ranks(absent)} not in the loop: it has left or never started. The others wait for it."]
     places = {rank: (p.run, p.step, p.beats) for rank, p in sorted(everyone.items())}
     behind = [rank for rank, place in places.items() if place == min(places.values())]
     if len(behind) == size:
-        return ["All ranks are at the same place: their stacks tell which of them waits for no other."]
+        return ["All ranks are at the same position. Their stacks show which of them does not wait for another rank."]
     stacks = [f"rank {rank} is at\n{everyone[rank].stack}" for rank in behind if everyone[rank].stack]
     return [f"{_ranks(behind)} the furthest behind: the others wait for it.", *stacks]
 

@@ -1,4 +1,4 @@
-"""How far a number may lie above what it was in the latest steps."""
+"""A rolling limit for a value, from the quantiles of the latest steps."""
 
 import math
 from collections import deque
@@ -7,14 +7,14 @@ import numpy as np
 
 
 class RunningLimit:
-    """A limit above the running quantiles: median + far · (9th decile − 1st decile), of the latest good steps.
+    """A limit above the running quantiles: median + far · (9th decile − 1st decile), over the latest good steps.
 
-    A band that is next to nothing, as of a loss that stands still, is taken for 1% of the median.
+    A band close to zero, as for a constant loss, is replaced by 1% of the median.
 
     Args:
-        far: how many bands above the median.
-        window: how many steps are remembered.
-        after: how many there must be before there is a limit.
+        far: number of bands above the median.
+        window: number of steps that are kept.
+        after: number of steps before there is a limit.
 
     Example:
         >>> limit = RunningLimit(far=4, window=10, after=5)
@@ -32,7 +32,7 @@ class RunningLimit:
         self.values: deque[float] = deque(maxlen=window)
 
     def add(self, value: float) -> None:
-        if math.isfinite(value):  # infinity would be the limit from then on
+        if math.isfinite(value):  # otherwise infinity would be the limit from then on
             self.values.append(value)
 
     @property

@@ -1,8 +1,8 @@
-"""A decision before each step of an optimizer, which skips the step without a trace.
+"""Decide before each step of an optimizer whether to skip it; a skipped step changes nothing.
 
-The decision is made on the device. Torch's fused optimizers take it there, as they take that of a loss scaler: their
-update is launched first and does nothing where it must not, and the host looks at the decision while the device is
-busy with the update. All other optimizers have to be kept from stepping, so there the host waits for the backward.
+The decision is made on the device. Torch's fused optimizers read it there, as they read a loss scaler's: their update
+is launched first and does nothing if the step is skipped, and the host reads the decision during the update. All other
+optimizers must be kept from stepping, so for them the host waits for the backward.
 """
 
 import functools
@@ -29,34 +29,34 @@ Tell = Callable[[list[float]], None]
 
 
 def hold_steps_(optimizer: Optimizer, look: Look, tell: Tell, scaler: GradScaler | None = None) -> Undo:
-    """Have ``look`` decide on each step of ``optimizer``, and ``tell`` hear of it.
+    """Let ``look`` decide on each step of ``optimizer``, and report the decision to ``tell``.
 
-    A step that is skipped changes neither weights nor state, and no hook of the optimizer fires. Where torch's fused
-    optimizers skip on the device, their hooks do fire.
+    A skipped step changes neither weights nor state, and no hooks of the optimizer run. If torch's fused optimizers
+    skip on the device, their hooks do run.
 
     Args:
-        optimizer: the plain one, or what Lightning or Fabric made of it.
-        look: optimizer → [n] float32 on the device, the same on all ranks; skip where the first is 1.
-        tell: called with these n numbers once a step: after a step that was made, before one that is not.
-        scaler: a loss scaler, which skips steps itself; of those ``tell`` hears too.
+        optimizer: a torch optimizer, or Lightning's or Fabric's wrapper of one.
+        look: optimizer → [n] float32 on the device, the same on all ranks; the step is skipped if the first is 1.
+        tell: called with these n values once per step: after a step that was made, before one that is skipped.
+        scaler: a loss scaler, which skips steps itself; these are reported to ``tell`` too.
 
     Returns:
         How to undo it.
 
     Raises:
-        TypeError: not a torch optimizer, or one that runs the backward several times a step.
+        TypeError: not a torch optimizer, or one that runs the backward several times per step.
     """
     if isinstance(optimizer, FabricOptimizer | LightningOptimizer):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, LBFGS):
-        # LBFGS calls its closure several times a step.
-        why = "what is guarded is the one update of a step of a torch.optim.Optimizer"
-        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use one such as AdamW"))
+        # LBFGS calls its closure several times per step.
+        why = "a guard supports a torch.optim.Optimizer with one update per step"
+        raise TypeError(explain(f"optimizer={type(optimizer).__name__}", why, "Use, for example, AdamW"))
     return _Gate(optimizer, look, tell).install(scaler)
 
 
 class _Gate:
-    """Stands for an optimizer's ``step``."""
+    """Replacement for an optimizer's ``step``."""
 
     def __init__(self, optimizer: Optimizer, look: Look, tell: Tell) -> None:
         self.optimizer, self.look, self.tell = optimizer, look, tell
@@ -64,12 +64,12 @@ class _Gate:
         self.passed = False
 
     def install(self, scaler: GradScaler | None) -> Undo:
-        @functools.wraps(self.own_step)  # a schedule looks for its mark on it
+        @functools.wraps(self.own_step)  # schedules look for their marker on it
         def step(_: Optimizer, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
             return self.step(closure, **kwargs)
 
         undo = ExitStack()
-        # a method, since schedules that are made later take it apart
+        # a method, since schedules that are created later use its __func__
         undo.callback(patch(self.optimizer, "step", MethodType(step, self.optimizer)))
         if scaler is not None:
             own = scaler.step
@@ -84,8 +84,7 @@ class _Gate:
             undo.callback(patch(scaler, "step", scaled_step))
         return undo.close
 
-    # The closure runs forward and backward, so the gradients are there only after it; the optimizer is called without
-    # it.
+    # The closure runs forward and backward, so the gradients exist only after it; the optimizer is called without it.
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         self.passed = True
         loss = None
@@ -107,7 +106,7 @@ class _Gate:
 
 
 class _Reading:
-    """Numbers on their way from the device to the host."""
+    """Asynchronous copy of values from the device to the host."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.numbers, self.event = numbers, None
@@ -115,7 +114,7 @@ class _Reading:
             # Pinned: otherwise the copy would wait for the device.
             self.numbers = torch.empty(numbers.shape, dtype=numbers.dtype, device="cpu", pin_memory=True)
             self.numbers.copy_(numbers, non_blocking=True)
-            # An event, so that the host waits for this copy alone and not for the update that is launched after it.
+            # An event, so that the host waits only for this copy, not for the update that is launched after it.
             self.event = torch.cuda.current_stream(numbers.device).record_event()
 
     def wait(self) -> list[float]:
@@ -125,9 +124,9 @@ class _Reading:
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Whether the coming step can be skipped by the device alone.
+    """Whether the device alone can skip the coming step.
 
-    Of torch's own optimizers only, and not in their first step, in which fused SGD makes its buffers without values.
+    Only with torch's own optimizers, and not in their first step, in which fused SGD creates uninitialized buffers.
     """
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if not fused or not type(optimizer).__module__.startswith("torch.optim"):
@@ -137,7 +136,7 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 @contextmanager
 def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
-    """As a loss scaler tells a fused optimizer; beside one, both are heard."""
+    """Pass ``skip`` to a fused optimizer as a loss scaler does; with a scaler, both are respected."""
     scalers = getattr(optimizer, "found_inf", None)
     restore = ExitStack()
     # The attributes that torch's fused optimizers read in step().
@@ -149,34 +148,34 @@ def _told_on_device(optimizer: Any, skip: Tensor) -> Iterator[None]:
 
 
 def parameters_with_gradient(optimizer: Optimizer) -> list[Tensor]:
-    """The parameters that the coming step would change."""
+    """Return the parameters that the coming step would change."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
 
 
 def device_of(optimizer: Optimizer) -> torch.device:
-    """Where its parameters are: of a rank without gradients too, which takes part in collectives all the same."""
+    """Return the device of its parameters, also on a rank without gradients, which still takes part in collectives."""
     return next(parameter for group in optimizer.param_groups for parameter in group["params"]).device
 
 
 def has_unfinite(tensors: Iterable[Tensor]) -> Tensor:
-    """Whether an entry is NaN or infinite: a 0-d float32 of 0 or 1, on the device, of the pieces that lie here.
+    """Return whether the local values contain NaN or infinity: a 0-d float32 of 0 or 1, on the device.
 
     Example:
         >>> has_unfinite([torch.ones(2), torch.tensor([1.0, float("inf")])])
         tensor(1.)
     """
-    pieces = [piece for piece in map(local_values, tensors) if piece.numel() > 0]  # an empty piece has no largest entry
-    largest = torch.nn.utils.get_total_norm(pieces, norm_type=float("inf"))
+    shards = [shard for shard in map(local_values, tensors) if shard.numel() > 0]  # an empty shard has no maximum
+    largest = torch.nn.utils.get_total_norm(shards, norm_type=float("inf"))
     return (~largest.isfinite()).float()
 
 
 def has_room_for_nan(tensor: Tensor) -> bool:
-    """Whether it holds floating-point numbers as they are; those of one byte are codes, with scales elsewhere."""
+    """Whether it holds floating-point values; one-byte tensors hold codes, with scales elsewhere."""
     return tensor.is_floating_point() and tensor.element_size() > 1
 
 
 def local_values(tensor: Tensor) -> Tensor:
-    """The piece of a sharded tensor that lies here; the entries of a sparse one; others as they are."""
+    """Return the local shard of a sharded tensor, the values of a sparse one, and others unchanged."""
     tensor = tensor.detach()
     if isinstance(tensor, DTensor):
         return tensor.to_local()
@@ -184,8 +183,8 @@ def local_values(tensor: Tensor) -> Tensor:
 
 
 def agree(number: Tensor) -> Tensor:
-    """The largest on all ranks. It is part of the step's own communication: the host does not wait for it."""
+    """Return the maximum over all ranks. It is part of the step's own communication: the host does not wait for it."""
     if rank_count() > 1:
-        # In place and in the order of the step: all ranks come here, as each steps.
+        # In place and in the order of the step: all ranks reach it, since each of them steps.
         dist.all_reduce(number, dist.ReduceOp.MAX)
     return number

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient norm is far above what it was lately is skipped; the run may go back before it."""
+"""Skip steps whose loss or gradient norm is far above its recent values, or restore an earlier checkpoint."""
 
 import math
 from collections.abc import Callable
@@ -26,25 +26,25 @@ from lightning_fasttrain.technique import Capability, Conflict, Exactness, Techn
 
 
 class SteadySteps:
-    """Skips steps whose loss or gradient norm is far above its running quantiles, on all ranks alike.
+    """Skips steps whose loss or gradient norm is far above its running quantiles, on all ranks.
 
     The limit of each is median + far · (9th decile − 1st decile) of the latest good steps. Loss and norm are compared
-    on the device. When the host waits for them, see :class:`~lightning_fasttrain.run.FiniteSteps`; with several
-    processes there is one all-reduce of the loss. A step that is not finite is not judged here.
+    on the device. For when the host waits, see :class:`~lightning_fasttrain.run.FiniteSteps`; with several processes
+    the loss is all-reduced once. Steps that are not finite are ignored here.
 
     Args:
-        far: how many of these bands a spike lies above the median.
-        window: steps over which quantiles are taken.
-        after: good steps before the first judgement.
-        stop_after: steps in a row that are skipped, before it is an error.
+        far: number of these bands between the median and a spike.
+        window: number of steps over which quantiles are taken.
+        after: number of good steps before the first decision.
+        stop_after: number of consecutive skipped steps after which an error is raised.
 
     Attributes:
-        skipped: steps so far.
-        in_a_row: of them, since the last good one.
+        skipped: number of skipped steps so far.
+        in_a_row: number of skipped steps since the last good one.
 
     Raises:
-        TypeError, ValueError: an argument is unfit.
-        RuntimeError: in ``optimizer.step()``: so many steps in a row were skipped.
+        TypeError, ValueError: an argument is invalid.
+        RuntimeError: in ``optimizer.step()``: ``stop_after`` consecutive steps were skipped.
 
     Example:
         >>> net = torch.nn.Linear(1, 1)
@@ -53,7 +53,7 @@ class SteadySteps:
         >>> steps = SteadySteps(after=3)
         >>> undo = steps.guard_(optimizer)
         >>> import warnings
-        >>> with warnings.catch_warnings(record=True) as told:
+        >>> with warnings.catch_warnings(record=True) as caught:
         ...     warnings.simplefilter("always")
         ...     for scale in (1.0, 1.1, 1.0, 50.0):
         ...         optimizer.zero_grad()
@@ -61,13 +61,13 @@ class SteadySteps:
         ...         loss.backward()
         ...         steps.note_loss(loss)
         ...         optimizer.step()
-        >>> "gradient norm" in str(told[0].message)
+        >>> "gradient norm" in str(caught[0].message)
         True
         >>> steps.skipped
         1
 
     Source:
-        Chowdhery et al. 2022, "PaLM", section 5.1: spikes went away when the run passed over the data around them.
+        Chowdhery et al. 2022, "PaLM", section 5.1: spikes disappeared when the run skipped the data around them.
         Lightning's ``SpikeDetection`` for Fabric compares with a running mean, and raises.
     """
 
@@ -77,7 +77,7 @@ class SteadySteps:
         self.far, self.window = far, positive_int("window", window)
         self.after, self.stop_after = positive_int("after", after), positive_int("stop_after", stop_after)
         if after > window:
-            why = f"only {window} steps are remembered"
+            why = f"only {window} steps are kept"
             raise ValueError(explain(f"after={after} with window={window}", why, "Use a larger window"))
         self.limits = tuple(RunningLimit(far, window, after) for _ in ("loss", "norm"))
         self.skipped = self.in_a_row = 0
@@ -87,25 +87,25 @@ class SteadySteps:
         self._seen: Tensor | None = None
 
     def guard_(self, optimizer: Optimizer) -> Undo:
-        """Take a place before the steps of ``optimizer``; returns how to leave it."""
+        """Guard the steps of ``optimizer``; return how to undo it."""
         return hold_steps_(optimizer, self._look, self._tell)
 
     def note_loss(self, loss: Tensor) -> None:
-        """Have a loss decide on the coming step; several of one step are added up."""
+        """Include a loss in the decision on the coming step; several losses of one step are added up."""
         self._losses.append(loss.detach().float())  # detached: the graph of the loss must not outlive the step
 
     def look(self, optimizer: Optimizer) -> None:
-        """Judge the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
+        """Check the gradients as they are now: call it before they are clipped. Otherwise ``step`` does it itself."""
         gradients = [_entries_of(parameter.grad) for parameter in parameters_with_gradient(optimizer)]
         norm = torch.nn.utils.get_total_norm(gradients)
-        # A collective: the ranks hold pieces of the gradients.
+        # A collective: the ranks hold shards of the gradients.
         norm = (norm.full_tensor() if isinstance(norm, DTensor) else norm).float().to(device_of(optimizer))
         loss = _mean_over_ranks(sum(self._losses, torch.zeros_like(norm)))
         self._losses = []
         numbers = torch.stack([loss, norm])
-        # filled in by kernels: a copy from the host would wait for the device
+        # Filled in by kernels: a copy from the host would wait for the device.
         limits = torch.stack([torch.full_like(norm, limit.value) for limit in self.limits])
-        # What is not finite is FiniteGuard's: it must not be skipped here, nor enter the quantiles.
+        # Non-finite values are FiniteGuard's task: they must neither be skipped here nor enter the quantiles.
         spike = (numbers > limits).any() & numbers.isfinite().all()
         self._seen = torch.cat([spike.float()[None], numbers])
 
@@ -117,7 +117,7 @@ class SteadySteps:
         self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
         for limit, values in zip(self.limits, state["values"], strict=True):
             limit.values.clear()
-            limit.values.extend(values)  # the deque keeps its length
+            limit.values.extend(values)  # the deque keeps its maximum length
 
     def _look(self, optimizer: Optimizer) -> Tensor:
         if self._seen is None:
@@ -138,63 +138,62 @@ class SteadySteps:
         self.in_a_row += 1
         self.after_skip()
         found = zip(("loss", "gradient norm"), numbers, self.limits, strict=True)
-        above = " and ".join(f"{name} {n:.4g} above {limit.value:.4g}" for name, n, limit in found if n > limit.value)
+        above = " and ".join(f"{name} {n:.4g} exceeds {limit.value:.4g}" for name, n, limit in found if n > limit.value)
         what = f"a step was skipped: {above}, the limit of the last {len(self.limits[0].values)} steps{self.where()}"
         if self.in_a_row < self.stop_after:
             warn(f"{what} (skipped so far: {self.skipped}).")
             return
-        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so it is no spike but where training is now"
-        raise RuntimeError(explain(what, why, "Lower the learning rate, look at the data, or raise far"))
+        why = f"that is {number_of(self.in_a_row, 'step')} in a row, so this is not a spike but the current level"
+        raise RuntimeError(explain(what, why, "Lower the learning rate, check the data, or increase far"))
 
 
 def _entries_of(gradient: Any) -> Tensor:
-    """torch has no norm of sparse gradients, which are an embedding's."""
+    """Return the values of a sparse gradient, as of an embedding, since torch has no norm for sparse tensors."""
     return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _mean_over_ranks(loss: Tensor) -> Tensor:
     if rank_count() > 1:
-        dist.all_reduce(loss)  # the gradients are shared by all, the losses are each rank's own
+        dist.all_reduce(loss)  # gradients are shared by all ranks, losses are not
         loss = loss / rank_count()
     return loss
 
 
 class SpikeGuard(Technique):
-    """Skip steps whose loss or gradient norm is far above its running quantiles, or go back before them.
+    """Skip steps whose loss or gradient norm is far above its running quantiles, or rewind to a checkpoint.
 
-    With ``then="rewind"`` the step is skipped too, and weights, optimizer and schedules become those of the last
-    checkpoint that the run saved. The loader goes on: so what was trained on since that checkpoint is passed over,
-    and is not seen again in this epoch. ``global_step``, callbacks and random states go on as well, and training ends
-    at the same batch. Before there is a checkpoint a spike is only skipped, and it is said.
+    With ``then="rewind"`` the step is skipped too, and weights, optimizer and schedules are restored from the last
+    checkpoint that the run saved. The loader is not rewound: data since that checkpoint are skipped, and not repeated
+    in this epoch. ``global_step``, callbacks and random states are not rewound either, and training ends at the same
+    batch. Before the first checkpoint a spike is only skipped, with a warning.
 
-    A skipped step leaves weights, optimizer state and schedules by step as they were, on all ranks; ``global_step``
-    counts it. Where nothing is skipped the training is the plain one, bit for bit. Values for quantiles are in
-    checkpoints, so a resumed run judges and goes back as the uninterrupted one.
+    A skipped step changes neither weights, optimizer state nor per-step schedules, on any rank; ``global_step`` counts
+    it. As long as nothing is skipped, training is bitwise unchanged. The values for the quantiles are saved in
+    checkpoints, so a resumed run skips and rewinds as the uninterrupted one does.
 
     Acts in ``on_before_optimizer_step``, before gradients are clipped, and in ``optimizer.step``. The loss is the one
-    that gradients are taken of, so with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it grows with the
-    number of targets in a window.
+    that is differentiated, so with :class:`~lightning_fasttrain.TokenWeightedAccumulation` it grows with the number
+    of targets in a window.
 
     Args:
-        then: ``"skip"`` the step, or ``"rewind"``; that needs one device or DDP, and a ModelCheckpoint.
-        far, window, after, stop_after: as for :class:`~lightning_fasttrain.run.SteadySteps`.
-        most_rewinds: in a run, before it is an error.
+        then: ``"skip"`` the step, or ``"rewind"``, which needs one device or DDP, and a ModelCheckpoint.
+        far, window, after, stop_after: as in :class:`~lightning_fasttrain.run.SteadySteps`.
+        most_rewinds: number of rewinds in a run before an error is raised.
 
     Raises:
-        TypeError, ValueError: an argument is unfit; in ``fit``: manual optimisation, a loss scaler, or ``"rewind"``
-            with a strategy that shards.
-        RuntimeError: in ``fit``: too many skips in a row, or rewinds.
+        TypeError, ValueError: an argument is invalid; in ``fit``: manual optimization, a loss scaler, or ``"rewind"``
+            with a sharding strategy.
+        RuntimeError: in ``fit``: too many consecutive skips, or too many rewinds.
 
     Example:
         >>> guard = SpikeGuard("rewind", far=8)
 
     Source:
-        See :class:`~lightning_fasttrain.run.SteadySteps`. PaLM went back about 100 steps and passed over 200 to 500
-        batches.
+        See :class:`~lightning_fasttrain.run.SteadySteps`. PaLM rewound about 100 steps and skipped 200 to 500 batches.
     """
 
     exactness: ClassVar[Exactness] = Exactness.CHANGES_TRAINING  # where there is a spike
-    effect: ClassVar[str] = "a step with a spike of loss or gradient is skipped, or the run goes back before it"
+    effect: ClassVar[str] = "a step with a spike of loss or gradient is skipped, or the run rewinds to a checkpoint"
     when: ClassVar[str] = "a long run that diverges now and then; not where losses differ widely from batch to batch"
     in_a_loop: ClassVar[str] = "run.SteadySteps().guard_(optimizer)"
     predicted: ClassVar[bool] = True
@@ -204,7 +203,7 @@ class SpikeGuard(Technique):
         early = "weights are updated during the backward, before all gradients are known"
         engine = "DeepSpeed's engine holds the gradients and steps by itself"
         return (
-            Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use one of them"),
+            Conflict(Capability.UPDATES_IN_BACKWARD, early, "Use only one of them"),
             Conflict(DeepSpeedStrategy, engine, "Use FSDP2 or DDP"),
         )
 
@@ -228,7 +227,7 @@ class SpikeGuard(Technique):
 
     @property
     def skipped(self) -> int:
-        """Steps so far."""
+        """Number of skipped steps so far."""
         return self.steps.skipped
 
     def attach(self, trainer: L.Trainer, pl_module: L.LightningModule) -> Undo | None:
@@ -241,7 +240,7 @@ class SpikeGuard(Technique):
         return undo.close
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the first at which there is an optimizer."""
+        """Hook: the first at which an optimizer exists."""
         self.steps.where = lambda: f"; epoch {trainer.current_epoch}, batch {self._batch_idx}"
         self.steps.after_skip = self._note_skip
         self._run.callback(self._forget)
@@ -249,22 +248,22 @@ class SpikeGuard(Technique):
         self._run.callback(hold_schedules_(trainer, pl_module, lambda: self._skipped_now))
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: all that a checkpoint holds is loaded."""
+        """Hook: the checkpoint is completely loaded."""
         self._last.begin(trainer)
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the number of the batch, for what may have to be said."""
+        """Hook: record the index of the batch for messages."""
         self._batch_idx = batch_idx
         self._skipped_now = False
 
     def on_before_backward(self, trainer: L.Trainer, pl_module: L.LightningModule, loss: Tensor) -> None:
-        """Hook: each loss, also those of parts of a batch."""
+        """Hook: each loss, including those of micro-batches."""
         self.steps.note_loss(loss)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Optimizer) -> None:
-        """Hook: the last before clipping, which would hide how large a gradient was."""
+        """Hook: the last before clipping, which would hide the size of a gradient."""
         self.steps.look(optimizer)
 
     def on_train_batch_end(
@@ -274,20 +273,22 @@ class SpikeGuard(Technique):
         if not (self._skipped_now and self.then == "rewind"):
             return
         if not self._last.path:
-            warn("SpikeGuard('rewind'): the run has saved no checkpoint yet, so the step was only skipped.")
+            warn(
+                "SpikeGuard('rewind'): no checkpoint was saved yet, so the step was only skipped. Save them more often."
+            )
             return
         self.rewinds += 1
-        what = f"the run goes back from step {trainer.global_step} to {self._last.path} of step {self._last.step}"
+        what = f"the run rewinds from step {trainer.global_step} to {self._last.path} of step {self._last.step}"
         if self.rewinds > self.most_rewinds:
-            why = f"it did so {number_of(self.most_rewinds, 'time')} already"
-            raise RuntimeError(explain(what, why, "Lower the learning rate, or look at the data"))
+            why = f"it has rewound {number_of(self.most_rewinds, 'time')} already"
+            raise RuntimeError(explain(what, why, "Lower the learning rate, or check the data"))
         self._last.go_back(trainer)
-        warn(f"SpikeGuard: {what}; batches up to {batch_idx} are passed over (rewinds so far: {self.rewinds}).")
+        warn(f"SpikeGuard: {what}; batches up to {batch_idx} are skipped (rewinds so far: {self.rewinds}).")
 
     def outcome(self, model: torch.nn.Module) -> str:
         if not self.skipped:
             return ""
-        back = f", went back {number_of(self.rewinds, 'time')}" if self.rewinds else ""
+        back = f", rewound {number_of(self.rewinds, 'time')}" if self.rewinds else ""
         return f"skipped {number_of(self.skipped, 'step')}{back}"
 
     def state_dict(self) -> dict[str, Any]:
@@ -310,7 +311,7 @@ def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -
             not module.automatic_optimization,
             "automatic_optimization=False",
             "the module steps its optimizers itself, and there may be several",
-            "Call run.SteadySteps().guard_(optimizer) for the one that matters",
+            "Call run.SteadySteps().guard_(optimizer) on the optimizer to guard",
         ),
         (
             getattr(trainer.precision_plugin, "scaler", None) is not None,
@@ -321,7 +322,7 @@ def _refuse_settings(then: str, trainer: L.Trainer, module: L.LightningModule) -
         (
             then == "rewind" and not replicates(trainer.strategy),
             f"then='rewind' under {type(trainer.strategy).__name__}",
-            "it loads a checkpoint by itself, into the model as it was before it was sharded",
+            "the strategy loads a checkpoint itself, into the model before sharding",
             "Use then='skip', or DDP",
         ),
     ]

@@ -1,4 +1,4 @@
-"""A thread that sees whether the loop goes on, and ends the process, saying who hangs, if it does not."""
+"""A watchdog thread that ends the process if the loop makes no progress, and names the rank that hangs."""
 
 import faulthandler
 import itertools
@@ -19,31 +19,31 @@ from lightning_fasttrain.core.distributed import rank_count, rank_here
 from lightning_fasttrain.core.messages import explain
 from lightning_fasttrain.run.guards.rank_heartbeats import Position, RankBoard, describe, silent_ranks
 
-_RUNS = itertools.count()  # of this process; a rank that is in an earlier one is behind
+_RUNS = itertools.count()  # runs of this process; a rank in an earlier one is behind
 
 
 class ProgressWatch:
-    """Ends this process if the loop shows no sign of life for too long; for Fabric and bare loops, as a ``with``.
+    """Ends this process if the loop shows no sign of life for too long; for Fabric and bare loops, a context manager.
 
-    A sign of life is one attribute that is set: no clock, no lock, no system call. A thread looks at it now and
-    then, and writes how far this rank is into the store of the process group, if there is one by then. When all ranks
-    have been quiet for too long, each shows the stacks of its threads on stderr, the lowest one that still can says
-    who is where and whom the others wait for, and all exit with 1. While any rank moves, the others wait for it,
-    however long. A rank that says nothing, because it was stopped or holds Python's lock in native code, counts as
-    silent; in the latter case Python's ``faulthandler``, whose one timer is used for this, shows its stacks. Time in
-    which the whole process was suspended does not count.
+    A sign of life sets one attribute: no clock, no lock, no system call. A thread reads it periodically and writes the
+    progress of this rank to the store of the process group, if there is one. When all ranks have been quiet for too
+    long, each prints the stacks of its threads to stderr, the lowest responsive rank reports where each rank is and
+    which one the others wait for, and all exit with 1. While any rank makes progress, the others wait for it, however
+    long. A rank that is stopped, or holds Python's lock in native code, counts as silent; in the latter case Python's
+    ``faulthandler``, whose only timer is used for this, shows its stacks. Time in which the whole process was suspended
+    does not count.
 
     Args:
-        timeout_s: how long a rank may show no sign of life, in seconds.
+        timeout_s: time in seconds that a rank may show no sign of life.
         first_timeout_s: the same for the first time in each phase, which may include compilation, and always for
             "checkpoint"; by default three times as long.
-        folder: where ``hang-rank=N.txt`` is written as well; an older one grows.
-        children: processes that this one has started and takes with it, with ``kill()`` and ``wait()``.
-        parent: id of the process that launched this one as a rank; when it has ended this one ends too.
-        parent_rank: the rank that this process is, where it is one; this is checked. If silent it is ended too.
+        folder: where ``hang-rank=N.txt`` is written as well; reports are appended to an existing file.
+        children: processes that this one has started and ends with itself, with ``kill()`` and ``wait()``.
+        parent: id of the process that launched this one as a rank; when it has ended, this process ends too.
+        parent_rank: rank of that process, if it is one; this is verified. If silent, it is ended too.
 
     Attributes:
-        ending: it shows no sign of life, and this process is about to end.
+        ending: the process shows no sign of life and is about to end.
 
     Raises:
         ValueError: a time is not positive.
@@ -55,7 +55,7 @@ class ProgressWatch:
         ...         watch.beat("backward")
 
     Source:
-        Ours. A watchdog over heartbeats, as in NVIDIA's resiliency extension, which names no rank.
+        Ours. A watchdog over heartbeats, as in NVIDIA's resiliency extension, which does not name the rank.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class ProgressWatch:
         self.folder = None if folder is None else Path(folder)
         self.children, self.parent, self.parent_rank = children, parent, parent_rank
         self.rank = rank_here()
-        self._poll_s = min(5.0, self.timeout_s / 20)  # so that a hang is seen at most a twentieth too late
+        self._poll_s = min(5.0, self.timeout_s / 20)  # so that a hang is detected at most 5% too late
         self._silent_s = max(2.0, 6 * self._poll_s)  # several polls, so that a rank that is merely slow is not silent
-        # Replaced as a whole by one assignment, so the thread never sees half of it, and compared by identity.
+        # Replaced as a whole by one assignment, so that the thread sees a consistent value; compared by identity.
         self._at: tuple[int, int, str] = (0, 0, "start")
         self._known: set[str] = set()
         self.ending = False
@@ -84,19 +84,19 @@ class ProgressWatch:
         self._mine = Position(self.rank, where=_name_process(os.getpid()))
 
     def beat(self, phase: str) -> None:
-        """A sign of life: the loop is about to do ``phase``."""
+        """Send a sign of life: the loop is about to start ``phase``."""
         step, beats, before = self._at
         self._known.add(before)
         self._at = (step, beats + 1, phase)
 
     def begin_step(self, phase: str = "forward") -> None:
-        """A sign of life: the loop takes the next batch."""
+        """Send a sign of life: the loop takes the next batch."""
         step, _, before = self._at
         self._known.add(before)
         self._at = (step + 1, 0, phase)
 
     def fail(self, error: BaseException) -> None:
-        """A last sign of life: this rank has failed, and what it does now is only to end."""
+        """Send a last sign of life: this rank has failed, and is only ending."""
         self._error = traceback.format_exception_only(error)[-1].strip()
         self.beat("end after an error")
 
@@ -109,13 +109,13 @@ class ProgressWatch:
             self._board.publish(self._mine)
             self._check_parent(self._board)
         self._watched = threading.get_ident()
-        self._set_timer_without_lock()  # here, as the thread may never get the lock
+        self._set_timer_without_lock()  # set here, since the thread may never get the lock
         self._thread = threading.Thread(target=self._watch, daemon=True, name="fasttrain-hang-watch")
         self._thread.start()
         return self
 
     def _check_parent(self, board: RankBoard) -> None:
-        """Whoever started the ranks by hand is none of them, and may end before they do."""
+        """Check that the launcher is a rank: one that started the ranks by hand is not, and may end before they do."""
         until = time.monotonic() + 5  # the parent publishes its position when it enters, which may be a moment later
         while self.parent_rank is not None and self.parent is not None and time.monotonic() < until:
             position = (board.read([self.parent_rank]) or {}).get(self.parent_rank)
@@ -132,7 +132,7 @@ class ProgressWatch:
         if thread is None:
             return
         self._stop.set()
-        thread.join(self._silent_s)  # not for ever: the thread may be waiting for the store
+        thread.join(self._silent_s)  # with a timeout: the thread may be waiting for the store
         faulthandler.cancel_dump_traceback_later()
         if self._board is not None:
             self._board.leave()
@@ -143,7 +143,7 @@ class ProgressWatch:
         first: dict[int, tuple[float, int]] = {}
         while not self._stop.wait(self._poll_s):
             now = time.monotonic()
-            passed = min(now - last, 2 * self._poll_s)  # no more, if this process was suspended
+            passed = min(now - last, 2 * self._poll_s)  # limited, since this process may have been suspended
             last = now
             seen, quiet_s = (self._at, 0.0) if self._at is not seen else (seen, quiet_s + passed)
             self._end_without_parent()
@@ -171,32 +171,32 @@ class ProgressWatch:
                     self._end(None, set())
                 continue
             silent = silent_ranks(first, now, others, self._silent_s)
-            # All must be over time or silent. Who moves will come to where the others wait.
+            # All must be over the limit or silent. A rank that makes progress will reach the waiting ones.
             if board.has_ended() or all(rank in silent or position.over for rank, position in others.items()):
                 self._end(others, silent)
 
     def _set_timer_without_lock(self) -> None:
-        """Goes off if the thread cannot run, without asking for Python's lock; before the others end this process."""
+        """Set a timer that needs no Python lock, in case the thread cannot run before others end this process."""
         faulthandler.dump_traceback_later(max(0.8 * self.timeout_s, 4 * self._poll_s), file=2)
 
     def _is_known(self, phase: str) -> bool:
         return bool(self._error) or (phase in self._known and phase != "checkpoint")
 
     def _end_without_parent(self) -> None:
-        # A process whose parent has ended is given another one.
+        # A process whose parent has ended gets another parent.
         if (parent := self.parent) is not None and os.getppid() != parent:
-            write_to_stderr(f"HangWatch: rank {self.rank} ends, as its launcher (process {parent}) has ended\n")
-            os._exit(1)  # sys.exit would end this thread alone
+            write_to_stderr(f"HangWatch: rank {self.rank} ends because its launcher (process {parent}) has ended\n")
+            os._exit(1)  # sys.exit would end only this thread
 
     def _stack(self, ident: int) -> str:
         frame = sys._current_frames().get(ident)
         return "".join(traceback.format_stack(frame)) if frame is not None else ""
 
     def _end(self, others: dict[int, Position] | None, silent: set[int]) -> None:
-        """Show, say, and end this process. It does not come back."""
-        faulthandler.cancel_dump_traceback_later()  # the stacks are shown below, and once is enough
+        """Print the stacks and the report, and end this process. Does not return."""
+        faulthandler.cancel_dump_traceback_later()  # the stacks are printed below
         self.ending = True
-        # The thread that trains first.
+        # The training thread first.
         threads = sorted(threading.enumerate(), key=lambda thread: thread.ident != self._watched)
         stacks = [
             f"rank {self.rank}, thread {thread.name}:\n{self._stack(thread.ident)}"
@@ -209,29 +209,29 @@ class ProgressWatch:
         if board is not None and others is not None:
             self._mine = replace(self._mine, told=True, seq=self._mine.seq + 1)
             board.publish(self._mine)
-            # Of those that are not silent, one alone speaks.
+            # Only one of the responsive ranks reports.
             speaks = min(rank for rank in (self.rank, *others) if rank not in silent) == self.rank
             others = self._wait_for(board, others, silent, speaks)
         else:
             speaks = True
         if speaks:
-            self._tell(f"HangWatch: no sign of life for too long.\n{describe(self._mine, others, silent, size)}\n")
+            self._tell(f"HangWatch: no sign of life within the limit.\n{describe(self._mine, others, silent, size)}\n")
             if board is not None:
                 board.end()
         for child in self.children:
             child.kill()
         for child in self.children:
-            with suppress(Exception):  # kill leaves a zombie until somebody waits for it
+            with suppress(Exception):  # a killed process stays a zombie until it is waited for
                 child.wait(5)
         if self.parent is not None and self.parent_rank is not None and (others is None or self.parent_rank in silent):
-            with suppress(ProcessLookupError):  # it may be stopped
+            with suppress(ProcessLookupError):  # the parent may be stopped
                 os.kill(self.parent, signal.SIGKILL)  # SIGTERM would not reach a process that is stopped
         os._exit(1)
 
     def _wait_for(
         self, board: RankBoard, others: dict[int, Position], silent: set[int], speaks: bool
     ) -> dict[int, Position]:
-        """Until all have shown their stacks; who does not speak waits until who does has spoken."""
+        """Wait until all ranks have shown their stacks; ranks that do not report also wait for the report."""
         until = time.monotonic() + 2 * self._silent_s
         while time.monotonic() < until:
             latest = board.read()
@@ -255,7 +255,7 @@ def _name_process(pid: int) -> str:
 
 
 def write_to_stderr(text: str) -> None:
-    """To stderr at once and as a whole, whatever Python has in its place, so that ranks do not mix."""
+    """Write to stderr at once, bypassing a replaced ``sys.stderr``, so that the output of ranks does not mix."""
     data = text.encode(errors="replace")
     with suppress(OSError):
         while data:
@@ -266,5 +266,5 @@ def positive_times(timeout_s: float, first_timeout_s: float | None) -> tuple[flo
     first = 3 * timeout_s if first_timeout_s is None else first_timeout_s  # the first time may include compilation
     for name, value in (("timeout_s", timeout_s), ("first_timeout_s", first)):
         if isinstance(value, bool) or not value > 0:
-            raise ValueError(explain(f"{name}={value}", "a rank needs some time", f"Use {name}=600"))
+            raise ValueError(explain(f"{name}={value}", "expected a positive time", f"Use, for example, {name}=600"))
     return timeout_s, first

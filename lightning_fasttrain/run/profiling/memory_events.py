@@ -1,4 +1,4 @@
-"""What torch's profiler saw: every change of memory, in which phase, and with which module and operator at work."""
+"""Events of torch's profiler: every change of memory, with the phase, module and operator that caused it."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,18 +12,18 @@ from torch.profiler import profile
 
 from lightning_fasttrain.core.modules.wrapped_forward import Undo, WrappedForward, patch, wrappers_on
 
-_MODULE = "lightning_fasttrain module "  # before the name of a module, in the name of its range
-_NODE = "autograd::engine::evaluate_function: "  # the other names are torch's own
+_MODULE = "lightning_fasttrain module "  # prefix of a module's range
+_NODE = "autograd::engine::evaluate_function: "  # torch's own prefix
 _OPTIMIZER, _LOADER = "Optimizer.", "enumerate(DataLoader)"
 
 
 class Place(NamedTuple):
-    """Where something happened.
+    """Where an event happened.
 
     Attributes:
-        phase: "backward", "recomputation" within one, "optimizer", "loader", or "forward", which is all else.
+        phase: "backward", "recomputation" within one, "optimizer", "loader", or "forward", which is everything else.
         module: qualified name of the innermost module; of the optimizer's ``step``; or empty.
-        op: the operator that the module called, or the node of the backward pass; or empty.
+        op: the operator that the module called, or the node of the backward; or empty.
     """
 
     phase: str = "forward"
@@ -32,7 +32,7 @@ class Place(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Memory taken, or given back where ``nbytes`` is negative."""
+    """Memory allocated, or freed where ``nbytes`` is negative."""
 
     ns: int
     address: int
@@ -42,7 +42,7 @@ class Change(NamedTuple):
 
 @dataclass
 class Events:
-    """What was read: the changes, the moments at which a backward went on, and where memory last ran out."""
+    """Changes of memory, the times of backward nodes, and where memory last ran out."""
 
     changes: list[Change] = field(default_factory=list)
     backward_ns: list[int] = field(default_factory=list)
@@ -50,15 +50,15 @@ class Events:
 
 
 def read_events(finished: profile, device: torch.device) -> Events:
-    """Walk through the profiler's events in the order of time, so that a forward comes before its backward.
+    """Read the profiler's events in the order of time, so that a forward comes before its backward.
 
-    A node of the backward pass has the sequence number of the operator that it was made for, and that ran in a module.
+    A node of the backward has the sequence number of its forward operator, which ran in a module.
     """
     assert finished.profiler is not None
     assert finished.profiler.kineto_results is not None
     events, module_of = Events(), dict[int, str]()
     roots = sorted(finished.profiler.kineto_results.experimental_event_tree(), key=lambda event: event.start_time_ns)
-    # Reversed, since the last of a stack comes first.
+    # Reversed, since the last item of a stack comes first.
     stack: list[tuple[Any, Place]] = [(event, Place()) for event in reversed(roots)]
     while stack:
         event, place = stack.pop()
@@ -74,7 +74,7 @@ def read_events(finished: profile, device: torch.device) -> Events:
             if place.phase == "backward":
                 events.backward_ns.append(ns)
             stack.extend((child, place) for child in reversed(event.children))
-    events.backward_ns.sort()  # devices have threads of their own for it
+    events.backward_ns.sort()  # each device has its own backward thread
     return events
 
 
@@ -88,29 +88,29 @@ def _find_place(event: Any, place: Place, module_of: dict[int, str]) -> Place:
         return Place("optimizer", name.partition("#")[2])
     if name.startswith(_LOADER):
         return Place("loader")
-    if getattr(details, "scope", None) != RecordScope.FUNCTION:  # no operator: a range that someone else has named
+    if getattr(details, "scope", None) != RecordScope.FUNCTION:  # not an operator: a range named by other code
         return place
-    if details.sequence_number < 0:  # gradients are off: the backward itself, or the optimizer's arithmetic
+    if details.sequence_number < 0:  # gradients are off: in the backward, or in the optimizer
         return place._replace(op=place.op or name)
     phase = _phase_of_a_forward(place.phase)
     if phase != place.phase:
         place = Place(phase, place.module if phase == "recomputation" else "")
     if phase == "forward":
-        module_of[details.sequence_number] = place.module  # of several operators with one number the last made the node
+        module_of[details.sequence_number] = place.module  # of operators with one number, the last made the node
     else:
         module_of.setdefault(details.sequence_number, place.module)
     return place._replace(op=place.op or name)
 
 
 def _phase_of_a_forward(phase: str) -> str:
-    """Of one that is called amid ``phase``; an optimizer may be given the whole step as a closure."""
+    """Return the phase of a forward called during ``phase``; an optimizer's closure may contain the whole step."""
     return {"backward": "recomputation", "optimizer": "forward"}.get(phase, phase)
 
 
 def name_forwards(model: nn.Module) -> Iterator[Undo]:
-    """Put a range of the profiler with its name around the forward of each module; yields how to take each away.
+    """Add a named profiler range around the forward of each module; yield how to remove each.
 
-    What lies in a compiled module is left alone, because the compiler would notice and begin again.
+    Modules inside a compiled module are skipped, because the compiler would notice the change and recompile.
     """
     compiled: list[str] = []
     for name, module in model.named_modules():
@@ -121,7 +121,7 @@ def name_forwards(model: nn.Module) -> Iterator[Undo]:
         if call is not None or by_block or isinstance(module, torch._dynamo.OptimizedModule):
             compiled.append(f"{name}." if name else "")
         if call is not None:
-            # A module that was compiled with `compile()` is called through this.
+            # A module compiled with `compile()` is called through this attribute.
             yield patch(module, "_compiled_call_impl", _named_call(name, call))
         elif name:
             yield _NamedForward(module, name).install()
@@ -133,7 +133,7 @@ class _NamedForward(WrappedForward):
         self.name = name
 
     def install(self) -> Undo:
-        """Beneath what stands there already, so that a recomputation comes by; but not in what is compiled."""
+        """Install beneath existing wrappers, so that recomputation is seen, but not inside compiled code."""
         undo, top = super().install(), self.previous
         if _may_be_above(top):
             bottom = top

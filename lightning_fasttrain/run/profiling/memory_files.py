@@ -1,4 +1,4 @@
-"""A memory record as files: a page to explore, the data, a picture and a table."""
+"""Files of a memory record: an interactive page, the data, a picture and a table."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,21 +24,21 @@ def save_memory_record(
     kinds: Sequence[str] = ("html", "json"),
     name: str = "memory_timeline",
 ) -> list[Path]:
-    """Write a record to ``folder``, in one file for each kind; each is whole or not there.
+    """Write a record to ``folder``, one file per kind; each file is either complete or absent.
 
     Args:
-        record: of :class:`~lightning_fasttrain.run.MemoryRecording`.
-        folder: is made if it is missing.
-        kinds: "html", a page to explore, which loads nothing from elsewhere; "json", everything, for
+        record: the record of a :class:`~lightning_fasttrain.run.MemoryRecording`.
+        folder: created if it is missing.
+        kinds: "html", an interactive page without external resources; "json", all data, for
             :meth:`MemoryRecord.from_json`; "png", a picture; "txt", the table.
-        name: of the files.
+        name: file name without its suffix.
 
     Returns:
         The files, in the order of ``kinds``.
 
     Raises:
-        ValueError: another kind.
-        ModuleNotFoundError: "png" without matplotlib, which the extra ``plots`` brings.
+        ValueError: a kind is unknown.
+        ModuleNotFoundError: "png" without matplotlib, which the extra ``plots`` installs.
         OSError: a file could not be written.
 
     Example:
@@ -57,7 +57,7 @@ def save_memory_record(
 
 
 def check_kinds(kinds: Sequence[str]) -> None:
-    """Refuse kinds of files that cannot be made, before there is anything to write."""
+    """Refuse unsupported kinds of files before there is anything to write."""
     for kind in kinds:
         one_of("kind", kind, KINDS)
     if "png" in kinds:
@@ -65,10 +65,10 @@ def check_kinds(kinds: Sequence[str]) -> None:
 
 
 def draw_memory(record: MemoryRecord) -> "Figure":
-    """The stacked timeline as a figure of matplotlib's, which is not registered with pyplot.
+    """Draw the stacked timeline as a matplotlib figure, which is not registered with pyplot.
 
     Raises:
-        ModuleNotFoundError: no matplotlib, which the extra ``plots`` brings.
+        ModuleNotFoundError: matplotlib is missing, which the extra ``plots`` installs.
 
     Example:
         >>> figure = draw_memory(MemoryRecord("cpu", [], end_ms=1.0))
@@ -87,10 +87,10 @@ def draw_memory(record: MemoryRecord) -> "Figure":
         layers.append([*layer, layer[-1]])  # the last value lasts until the end
     figure = Figure(figsize=(10, 5.2), layout="constrained", facecolor="#fcfcfa")
     axes = figure.add_subplot(facecolor="#fcfcfa")
-    # In steps: memory stays as it is until it changes.
+    # Drawn as steps: memory is constant until it changes.
     axes.stackplot(ms, *layers, labels=COLOURS, colors=list(COLOURS.values()), step="post", linewidth=0)
     peak = record.peak.ms, record.peak_bytes / size
-    # 12% of room above the peak, for the words.
+    # 12% of space above the peak, for the labels.
     axes.vlines(record.steps_ms, 0, peak[1] * 1.12, color="#c9c9c2", linewidth=0.8, zorder=0)
     for i, at in enumerate(record.steps_ms):
         axes.annotate(

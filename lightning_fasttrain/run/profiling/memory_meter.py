@@ -19,27 +19,27 @@ class MemoryMeter(Technique):
     """Measures the peak memory of training steps; see :class:`PeakMemory`.
 
     Acts between ``on_train_batch_start`` of a step's first batch and ``on_train_batch_end`` of its last, so that the
-    forward, the gradients that are alive during it, and the optimizer are all in. On CUDA every step is measured. On
-    the CPU a measured step is slow, so by default it is one, early; what is there at its start are the model, its
-    gradients, the optimizer's state and the batch. The result is in ``peak_bytes``, and is logged as
-    ``memory_meter/peak_mib``: the largest so far, of this process.
+    forward, the gradients that exist during it, and the optimizer are included. On CUDA every step is measured. On the
+    CPU a measured step is slow, so by default only one early step is; its baseline is the model, its gradients, the
+    optimizer state and the batch. The result is ``peak_bytes``, and is logged as ``memory_meter/peak_mib``: the
+    largest so far, of this process.
 
     Args:
-        every_n_steps: on the CPU, measure again after so many steps; 0 for once.
-        warmup: steps at the start that are left out, because optimizer state and compiled code do not exist yet.
+        every_n_steps: on the CPU, number of steps between measurements; 0 for a single one.
+        warmup: number of initial steps that are not measured, since optimizer state and compiled code do not exist yet.
 
     Attributes:
-        peak_bytes: None until a step has been measured.
+        peak_bytes: measured peak in bytes; None until a step has been measured.
 
     Raises:
-        TypeError, ValueError: not a whole number of at least 0.
+        TypeError, ValueError: an argument is not an integer of at least 0.
 
     Example:
         >>> meter = MemoryMeter()
         >>> meter.peak_bytes  # bytes, after `Trainer(callbacks=[meter]).fit(model)`
 
     Source:
-        Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU the whole machine's.
+        Ours; Lightning's ``DeviceStatsMonitor`` logs CUDA's counters, and on the CPU those of the whole machine.
     """
 
     bitwise: ClassVar[bool] = True
@@ -63,30 +63,30 @@ class MemoryMeter(Technique):
         self.peak_bytes, self._step, self._in_step = None, -1, False
         self._due: float = self.warmup
         device = trainer.strategy.root_device.type
-        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may stand before it
+        profiler = getattr(trainer.profiler, "inner", trainer.profiler)  # StepMeter may wrap it
         if device not in ("cpu", "cuda"):
-            self._give_up(f"on {device} nobody counts memory", "Train on the CPU or on CUDA")
+            self._give_up(f"memory cannot be measured on {device}", "Train on the CPU or on CUDA")
         elif device == "cpu" and isinstance(profiler, PyTorchProfiler):
-            self._give_up("torch runs one profiler at a time", "Leave out Trainer(profiler=PyTorchProfiler())")
+            self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")
         return self._abandon
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the batch is in place, and the forward comes next."""
+        """Hook: the batch is on the device, and the forward comes next."""
         if self._in_step:
             return
         self._in_step, self._step = True, self._step + 1
         device = trainer.strategy.root_device
-        busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # another meter of ours, maybe: wait
+        busy = device.type != "cuda" and torch.autograd._profiler_enabled()  # maybe another meter of this package: wait
         if self._step >= self._due and not busy:
-            # Held until on_train_batch_end, so no `with`.
+            # Held until on_train_batch_end, so `with` cannot be used.
             self._open = PeakMemory(device, pl_module, trainer.optimizers, batch).__enter__()
 
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the optimizer has stepped, or the step goes on with another batch."""
+        """Hook: the optimizer has stepped, or the step continues with another batch."""
         if step_goes_on(trainer):
             return
         self._in_step = False
@@ -104,14 +104,14 @@ class MemoryMeter(Technique):
                 logger.log_metrics(peak_mib, step=step_for_loggers(trainer))
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: validation amid an accumulating step is no part of it; the next whole step is measured."""
+        """Hook: validation during accumulation does not belong to the step; the next complete step is measured."""
         self._abandon()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: say so if the fit was too short."""
+        """Hook: report if the fit was too short."""
         if self.peak_bytes is None and self._due < math.inf:
             why = "the fit ended within the first %d steps, or another torch profiler was active all the time"
-            say(f"MemoryMeter: nothing measured, {why}", self.warmup)
+            say(f"MemoryMeter: nothing was measured: {why}", self.warmup)
 
     def _abandon(self) -> None:
         peak, self._open = self._open, None

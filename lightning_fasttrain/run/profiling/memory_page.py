@@ -1,4 +1,4 @@
-"""Memory over time as one HTML page that can be explored and needs nothing from elsewhere."""
+"""Memory over time as one interactive HTML page without external resources."""
 
 import json
 from functools import reduce
@@ -11,7 +11,7 @@ COLOURS = dict(zip(CATEGORIES, ("#3f68a8", "#e3a63d", "#8f7cbf", "#e0775c", "#b3
 
 
 def memory_page(record: MemoryRecord) -> str:
-    """The page: a stacked timeline and a table; about four thousand points of the record, with the peak.
+    """Render the page: a stacked timeline and a table; about four thousand points of the record, including the peak.
 
     Example:
         >>> page = memory_page(MemoryRecord("cpu", [], end_ms=1.0))
@@ -24,7 +24,7 @@ def memory_page(record: MemoryRecord) -> str:
         change, place, taken = point.change, ("", "", "", ""), 0
         if change is not None:
             place = change.category, change.name, change.module, change.op
-            # The moment tells whether it was taken or given back.
+            # The time tells an allocation from a free.
             taken = change.nbytes if change.begin_ms == point.ms else -change.nbytes
         points.append([round(point.ms, 4), *point.nbytes, taken, places.setdefault(place, len(places))])
     data = {
@@ -44,8 +44,8 @@ def memory_page(record: MemoryRecord) -> str:
         "colours": " ".join(colours),
         "rows": "\n".join(rows),
         "total": format_bytes(record.peak_bytes),
-        # Last of all parts, since a name in it may look like the place of another.
-        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # no tag can begin in it
+        # Inserted last, since a name in the data may look like a placeholder.
+        "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),  # prevents tags in the data
     }
     return reduce(lambda page, part: page.replace(f"%{part[0]}%", part[1]), parts.items(), _PAGE)
 
@@ -147,7 +147,7 @@ const y = n => height - pad.bottom - n / top_ * (height - pad.top - pad.bottom);
 const time = px => from + (px - pad.left) / (width - pad.left - pad.right) * (until - from);
 const sum = point => names.reduce((all, _, i) => all + (shown[i] ? point[i + 1] : 0), 0);
 
-function at(t) {  // the last point that is not later
+function at(t) {  // the last point that is not after t
   let low = 0, high = points.length;
   while (high - low > 1) { const middle = (low + high) >> 1; points[middle][0] <= t ? low = middle : high = middle; }
   return low;
@@ -161,7 +161,7 @@ function words(x1, y1, text, anchor, kind = "") {
   return `<text x="${x1}" y="${y1}" text-anchor="${anchor}" class="${kind}">${text}</text>`;
 }
 
-function area(i, seen) {  // steps, not slopes: memory stays as it is until it changes
+function area(i, seen) {  // steps, not slopes: memory is constant until it changes
   const base = point => names.reduce((all, _, j) => all + (j < i && shown[j] ? point[j + 1] : 0), 0);
   let upper = "", lower = "";
   seen.forEach((point, k) => {

@@ -1,4 +1,4 @@
-"""What was in memory over a few training steps: every allocation, and the sums that follow from them."""
+"""Memory over a few training steps: every allocation, and sums by category."""
 
 import json
 from collections import Counter
@@ -19,13 +19,13 @@ CATEGORIES: tuple[str, ...] = ("parameters", "gradients", "optimizer state", "ac
 
 @dataclass(slots=True)
 class Allocation:
-    """One piece of memory, from when it was taken to when it was given back.
+    """One allocation, from when it was made to when it was freed.
 
     Attributes:
-        begin_ms: since the recording began; 0.0 for what was there before.
-        end_ms: infinite for what was never given back.
+        begin_ms: time since the recording began; 0.0 for memory that existed before.
+        end_ms: infinite for memory that was never freed.
         category: one of :data:`CATEGORIES`.
-        name: the parameter it belongs to, or whose gradient or state it is; else empty.
+        name: the parameter that it belongs to, or whose gradient or state it is; else empty.
         module: qualified name of the innermost module at work; of the optimizer's ``step``; or empty.
         op: the operator that the module called, or the autograd node of the backward pass; or empty.
     """
@@ -44,7 +44,7 @@ class Allocation:
 
 
 class Point(NamedTuple):
-    """A moment at which memory changed: the bytes of each category after it, and what was taken or given back."""
+    """A time at which memory changed: the bytes of each category after it, and what was allocated or freed."""
 
     ms: float
     nbytes: tuple[int, ...]
@@ -56,7 +56,7 @@ class Point(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What holds memory at one moment: a parameter or a module, and in which category."""
+    """A parameter or a module that holds memory at one time, and in which category."""
 
     category: str
     name: str
@@ -68,16 +68,16 @@ class Holder(NamedTuple):
 
 @dataclass
 class MemoryRecord:
-    """Memory over a few training steps, in six categories that always sum up to the whole.
+    """Memory over a few training steps, in six categories that always add up to the total.
 
-    Printing it gives a table, and so does rich.
+    It prints as a table, with rich too.
 
     Attributes:
-        device: where the memory is.
-        allocations: all of them, in the order in which they began.
-        steps_ms: when each step began.
-        end_ms: when the recording ended.
-        failed_ms: when memory ran out, if it did.
+        device: device of the memory.
+        allocations: all allocations, in the order in which they began.
+        steps_ms: start of each step.
+        end_ms: end of the recording.
+        failed_ms: time at which memory ran out, if it did.
 
     Example:
         >>> weight, product = Allocation(4096, 0.0, category="parameters"), Allocation(8192, 1.0, 2.0, op="aten::mm")
@@ -99,7 +99,7 @@ class MemoryRecord:
 
     @cached_property
     def points(self) -> list[Point]:
-        """How memory went, change by change; the first point is what was there before."""
+        """Memory after each change; the first point is the memory that existed before."""
         return list(self._points())
 
     def _points(self) -> Iterator[Point]:
@@ -113,19 +113,19 @@ class MemoryRecord:
             if allocation.end_ms < inf:
                 changes.append((allocation.end_ms, -allocation.nbytes, allocation))
         yield Point(0.0, tuple(now.values()), None)
-        # By time, and of one moment what is given back first, so that no peak is made up. Allocations have no order.
+        # Ordered by time; at equal times frees come first, so that no peak is invented. Allocations cannot be compared.
         for ms, nbytes, allocation in sorted(changes, key=lambda change: change[:2]):
             now[allocation.category] += nbytes
             yield Point(ms, tuple(now.values()), allocation)
 
     @cached_property
     def peak(self) -> Point:
-        """The first moment at which the most was in use."""
+        """The first time at which memory use was largest."""
         return max(self.points, key=lambda point: point.total)
 
     @cached_property
     def climb(self) -> Allocation | None:
-        """What brought memory to within 1% of the peak, which a few bytes more may then make; None if it was there."""
+        """The allocation that brought memory to within 1% of the peak; None if it was there at the start."""
         i = self.points.index(self.peak)
         while i > 0 and self.points[i - 1].total >= 0.99 * self.peak_bytes:
             i -= 1
@@ -137,12 +137,12 @@ class MemoryRecord:
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Category → bytes at the peak; they sum up to ``peak_bytes``."""
+        """Category → bytes at the peak; they add up to ``peak_bytes``."""
         return dict(zip(CATEGORIES, self.peak.nbytes, strict=True))
 
     @cached_property
     def peaks(self) -> dict[str, int]:
-        """Category → the most bytes that it had, each at its own moment."""
+        """Category → its largest bytes, each at its own time."""
         most = dict.fromkeys(CATEGORIES, 0)
         for point in self.points:
             for name, nbytes in zip(CATEGORIES, point.nbytes, strict=True):
@@ -150,7 +150,7 @@ class MemoryRecord:
         return most
 
     def holders(self, category: str | None = None, ms: float | None = None) -> list[Holder]:
-        """Who holds memory, in one category or in all, at a moment or at the peak; the largest first."""
+        """List who holds memory, in one category or in all, at a time or at the peak; the largest first."""
         ms = self.peak.ms if ms is None else ms
         held: Counter[tuple[str, str]] = Counter()
         for a in self.allocations:
@@ -159,8 +159,8 @@ class MemoryRecord:
         return [Holder(*key, nbytes) for key, nbytes in held.most_common()]
 
     def sample(self, most: int = 4000) -> list[Point]:
-        """About so many of the points: of each equal stretch of time the highest and the last, so the peak stays."""
-        # Two points are kept of each stretch; 1.0 where the record has no length.
+        """Return about ``most`` points: the highest and last of each equal time interval; the peak is kept."""
+        # Two points are kept per interval; 1.0 if the record has no duration.
         stretch_ms = self.end_ms / (most // 2) or 1.0
         highest: dict[int, int] = {}
         last: dict[int, int] = {}
@@ -172,11 +172,11 @@ class MemoryRecord:
         return [self.points[i] for i in sorted({*highest.values(), *last.values()})]
 
     def to_json(self) -> str:
-        """Everything, as JSON; ``allocations`` are rows under the names in ``columns``."""
+        """Serialize the record to JSON; ``allocations`` are rows under the names in ``columns``."""
         columns = [column.name for column in fields(Allocation)]
         rows = []
         for a in self.allocations:
-            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}  # JSON has no infinity
+            row = {**asdict(a), "end_ms": None if a.end_ms == inf else a.end_ms}  # JSON cannot represent infinity
             rows.append(list(row.values()))
         sums = {"peak_bytes": self.peak_bytes, "at_peak": self.at_peak, "peaks": self.peaks}
         climb = None if self.climb is None else {"module": self.climb.module, "op": self.climb.op}
@@ -187,7 +187,7 @@ class MemoryRecord:
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryRecord":
-        """The record that :meth:`to_json` wrote."""
+        """Load the record that :meth:`to_json` wrote."""
         data = json.loads(text)
         allocations = [Allocation(*row) for row in data["allocations"]]
         for allocation in allocations:
@@ -197,9 +197,9 @@ class MemoryRecord:
 
     @property
     def where(self) -> str:
-        """The moment of the peak, and the operator and module that brought it about."""
+        """The time of the peak, and the operator and module that caused it."""
         if self.climb is None:
-            return f"at {self.peak.ms:.1f} ms, of what was there at the start"
+            return f"at {self.peak.ms:.1f} ms, from memory that existed at the start"
         module = f" of {self.climb.module}" if self.climb.module else ""
         return f"at {self.peak.ms:.1f} ms, in {self.climb.op or 'Python'}{module}"
 

@@ -1,4 +1,4 @@
-"""Records every allocation of a few training steps, and what it was for."""
+"""Record every allocation of a few training steps, with its purpose."""
 
 import os
 import time
@@ -29,32 +29,32 @@ from lightning_fasttrain.run.profiling.memory_record import Allocation, MemoryRe
 class MemoryRecording:
     """Records what memory is used for in the steps of a ``with`` block: how much, when, by which module and operator.
 
-    Every allocation is in one of six categories, so these sum up to the whole at every moment:
+    Every allocation is in one of six categories, which add up to the total at every time:
 
-    - parameters, and buffers
-    - gradients: what is in ``.grad``, and what is about to be added to it
+    - parameters, including buffers
+    - gradients: ``.grad``, and gradients about to be added to it
     - optimizer state
-    - activations: taken by a forward or a recomputation, and still there when the backward goes on
-    - temporaries: all else, such as the gradients of activations
-    - inputs: the batches, and what a ``DataLoader`` takes in this process
+    - activations: allocated by a forward or a recomputation, and still alive when the backward continues
+    - temporaries: everything else, such as the gradients of activations
+    - inputs: the batches, and memory that a ``DataLoader`` allocates in this process
 
-    Torch's profiler notes the allocations, on the CPU and on CUDA alike, and ranges are put around the forwards of
-    the modules; both end with the block, and slow it down. Times are the host's. As for
-    :class:`~lightning_fasttrain.run.PeakMemory`, of what was there before the CPU knows only what is given here; on
-    CUDA the rest is among the temporaries. What happens inside a compiled module is told of it as a whole.
+    Torch's profiler records the allocations, on the CPU and on CUDA, with ranges around the forwards of the modules;
+    both end with the block, and slow it down. Times are those of the host. As in
+    :class:`~lightning_fasttrain.run.PeakMemory`, existing memory on the CPU is known only if it is passed here; on
+    CUDA the rest counts as temporaries. A compiled module is reported as a unit.
 
-    When memory runs out, the record shows the moment of it, and the error's message gains the three largest holders.
-    They are in the message itself rather than in a note to the traceback, as job logs often keep nothing else.
+    When memory runs out, the record shows when, and the error message gains the three largest holders. They are in the
+    message itself rather than in a note of the traceback, as job logs often keep nothing else.
 
     Args:
-        model: whose parameters, gradients and modules are named.
+        model: the model whose parameters, gradients and modules are named.
         optimizers: one or several, whose state is named.
-        batch: of the first step.
-        save_to: a folder for what :func:`~lightning_fasttrain.run.save_memory_record` writes at the end of the block.
-        kinds: of files, for the same.
+        batch: the batch of the first step.
+        save_to: a folder for the files of :func:`~lightning_fasttrain.run.save_memory_record` at the end of the block.
+        kinds: kinds of these files.
 
     Attributes:
-        record: a :class:`~lightning_fasttrain.run.MemoryRecord` once the block has ended, well or out of memory.
+        record: a :class:`~lightning_fasttrain.run.MemoryRecord` once the block has ended, also when out of memory.
 
     Raises:
         ValueError: the model is neither on the CPU nor on CUDA.
@@ -71,8 +71,8 @@ class MemoryRecording:
         (262144, 262144, 4096)
 
     Source:
-        Ours. The categories are near to those of torch's own memory timeline, which infers them from the graph of all
-        tensors; here parameters, gradients, state and inputs are known by their addresses.
+        Ours. The categories are close to those of torch's own memory timeline, which infers them from the graph of all
+        tensors; here parameters, gradients, state and inputs are identified by their addresses.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class MemoryRecording:
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         if self.device.type not in ("cpu", "cuda"):
             why = "memory is recorded on the CPU and on CUDA"
-            raise ValueError(explain(f"a model on {self.device}", why, "Use one of these"))
+            raise ValueError(explain(f"a model on {self.device}", why, "Move the model to one of them"))
         self.record: MemoryRecord | None = None
         self._model, self._batch, self._save_to, self._kinds = model, batch, save_to, kinds
         self._profile: profile | None = None
@@ -98,7 +98,7 @@ class MemoryRecording:
     def __enter__(self) -> "MemoryRecording":
         if torch.autograd._profiler_enabled():
             why = "another torch profiler is active, and torch runs one at a time"
-            raise RuntimeError(explain("MemoryRecording", why, "Record outside of it, or give it profile_memory=True"))
+            raise RuntimeError(explain("MemoryRecording", why, "Record outside of it, or set its profile_memory=True"))
         self._notes: list[_Seen | _Gone] = []
         self._watches: list[weakref.finalize] = []
         self._steps_ns: list[int] = []
@@ -107,30 +107,30 @@ class MemoryRecording:
                 undo.callback(take_away)
             for name, parameter in self._model.named_parameters():
                 if parameter.requires_grad:
-                    # The hook sees the gradient that comes, before it is added; the other one sees the sum, which may
-                    # be new memory.
+                    # The first hook sees the incoming gradient before it is added; the other one sees the sum, which
+                    # may be new memory.
                     undo.callback(parameter.register_hook(partial(self._see, "gradients", name)).remove)
                     see_sum = partial(self._see_sum, name)
                     undo.callback(parameter.register_post_accumulate_grad_hook(see_sum).remove)
             on_cuda = self.device.type == "cuda"
             self._before_bytes = torch.cuda.memory_allocated(self.device) if on_cuda else None
             self._see_model(watch=True)
-            batch, self._batch = self._batch, None  # what the block frees must not be kept by us
+            batch, self._batch = self._batch, None  # keep no reference to memory that the block may free
             self.next_step(batch)
-            # CPU activities alone: the allocations of CUDA are noted on the host as well.
+            # CPU activities only: CUDA's allocations are recorded on the host as well.
             started = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=False)
             started.start()
             self._profile, self._entry_ns = started, time.time_ns()
-            self._undo = undo.pop_all()  # what is above fails as a whole: until here `undo` takes it all away
+            self._undo = undo.pop_all()  # until here, an error undoes everything above
         return self
 
     def next_step(self, batch: Any = None) -> None:
-        """Say that another step begins, and with which batch."""
+        """Mark the beginning of another step, and pass its batch."""
         self._steps_ns.append(time.time_ns())
         self.see_batch(batch)
 
     def see_batch(self, batch: Any) -> None:
-        """Show one more batch of the step, where it accumulates several."""
+        """Pass one more batch of the step, if it accumulates several."""
         self._see("inputs", "batch", batch, watch=True)
 
     def __exit__(
@@ -145,11 +145,11 @@ class MemoryRecording:
                 error.args = (f"{error}\n{_what_filled_it(self.record, events)}{saved}",)
 
     def stop(self) -> profile:
-        """End the block without making a record of it."""
+        """End the block without making a record."""
         finished, self._profile = self._profile, None
         assert finished is not None
-        # Gradients and state that were made within the block get their names here, while their addresses are still
-        # theirs.
+        # Gradients and state that were allocated within the block are named here, while their addresses are still
+        # valid.
         self._see_model()
         self._end_ns = time.time_ns()
         self._undo.close()
@@ -159,7 +159,7 @@ class MemoryRecording:
         return finished
 
     def _see_model(self, watch: bool = False) -> None:
-        """Of what is two things, such as a parameter in the batch, the first name that is said is kept."""
+        """Name the model's memory. Memory with two roles, such as a parameter in the batch, keeps its first name."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         for parameter, name in names.items():
             self._see("parameters", name, parameter, watch)
@@ -180,7 +180,7 @@ class MemoryRecording:
             if storage.device == self.device and storage.nbytes():
                 address = storage.data_ptr()
                 self._notes.append(_Seen(now, address, storage.nbytes(), category, name, watch))
-                # On CUDA the profiler tells of each free. On the CPU it tells only of what it saw taken.
+                # On CUDA the profiler reports every free, on the CPU only those of allocations that it saw.
                 if watch and self.device.type == "cpu":
                     self._watches.append(weakref.finalize(storage, self._see_end, address))
 
@@ -193,7 +193,7 @@ class MemoryRecording:
 
         failed = events.failed if out_of_memory else None
         failed_ms = None if failed is None else ms(failed.ns)
-        # What a failed forward holds waits for a backward that never comes; in a good step all backwards are known.
+        # Memory of a failed forward waits for a backward that never comes; in a good step all backwards are known.
         allocations = _allocations(events, self._notes, ms, self._before_bytes, inf if failed_ms is None else failed_ms)
         return MemoryRecord(
             str(self.device), allocations, [ms(ns) for ns in self._steps_ns], ms(self._end_ns), failed_ms
@@ -204,8 +204,8 @@ class MemoryRecording:
             return ""
         try:
             files = save_memory_record(record, self._save_to, self._kinds)
-        except OSError as error:  # no reason for the training to fail
-            warn(explain("the memory timeline was not saved", str(error), "Name another folder"))
+        except OSError as error:  # training must not fail because of it
+            warn(explain("the memory timeline was not saved", str(error), "Use another folder"))
             return ""
         return f"\nSee {files[0]}"
 
@@ -214,7 +214,7 @@ _BEFORE = "(there before)"
 
 
 class _Seen(NamedTuple):
-    """At this address is memory of this category. Watched is what may have been there before, unseen."""
+    """Memory of this category is at this address. Watched memory may have existed before, without being recorded."""
 
     ns: int
     address: int
@@ -225,17 +225,17 @@ class _Seen(NamedTuple):
 
 
 class _Gone(NamedTuple):
-    """What was watched at this address has ended. The profiler may not know of it on the CPU, and does on CUDA."""
+    """Watched memory at this address was freed. On the CPU the profiler may not know of it; on CUDA it does."""
 
     ns: int
     address: int
 
 
 class _Addresses:
-    """Follows what is at each address, as changes and notes tell, in the order of time.
+    """Tracks the memory at each address from changes and notes, in the order of time.
 
     Attributes:
-        allocations: all that there were; ``phases`` has the phase in which each began.
+        allocations: all allocations; ``phases`` has the phase in which each began.
     """
 
     def __init__(self, ms: Callable[[int], float], on_cuda: bool) -> None:
@@ -253,12 +253,12 @@ class _Addresses:
             case _ if it.address in self._live:
                 self._live.pop(it.address).end_ms = self.ms(it.ns)
             case Change() if self.on_cuda:
-                # Freed, and never seen: it was there before, which only CUDA's profiler tells of.
+                # Freed, but never recorded: it existed before, which only CUDA's profiler reports.
                 self.allocations.append(Allocation(-it.nbytes, 0.0, self.ms(it.ns), name=_BEFORE))
                 self.phases.append("")
 
     def _take(self, ns: int, address: int, nbytes: int, place: Place) -> None:
-        if address in self._live:  # given back where no profiler looks, by another thread
+        if address in self._live:  # freed in another thread, without being profiled
             self._live[address].end_ms = self.ms(ns)
         self._live[address] = Allocation(nbytes, self.ms(ns), category="", module=place.module, op=place.op)
         self.allocations.append(self._live[address])
@@ -266,7 +266,7 @@ class _Addresses:
 
     def _see(self, it: _Seen) -> None:
         if it.watched and it.address not in self._live:
-            # CUDA's allocator hands out multiples of 512 bytes.
+            # CUDA's allocator allocates multiples of 512 bytes.
             self._take(it.ns, it.address, -(-it.nbytes // 512) * 512 if self.on_cuda else it.nbytes, Place())
         if it.address in self._live and not self._live[it.address].category:
             self._live[it.address].category, self._live[it.address].name = it.category, it.name
@@ -275,9 +275,9 @@ class _Addresses:
 def _allocations(
     events: Events, notes: list[_Seen | _Gone], ms: Callable[[int], float], before_bytes: int | None, failed_ms: float
 ) -> list[Allocation]:
-    """Follow what is at each address; ``before_bytes`` were in use at entry, which only CUDA knows."""
+    """Track the memory at each address; ``before_bytes`` were in use at entry, known only on CUDA."""
     addresses = _Addresses(ms, on_cuda=before_bytes is not None)
-    # The sort is stable, so of one moment the allocation comes before the note that names it.
+    # The sort is stable, so at equal times the allocation comes before the note that names it.
     for it in sorted([*events.changes, *notes], key=lambda it: it.ns):
         addresses.read(it)
     allocations = addresses.allocations
@@ -302,7 +302,7 @@ def _category(allocation: Allocation, phase: str, backward_ms: list[float]) -> s
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
-    """CUDA's allocator has an error of its own, the CPU's only a message."""
+    """Whether memory ran out: CUDA's allocator has its own error class, the CPU's only a message."""
     return isinstance(error, torch.OutOfMemoryError) or (
         isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
     )

@@ -1,4 +1,4 @@
-"""What the memory of a training step is used for, moment by moment."""
+"""Timeline of the memory of a training step, by purpose."""
 
 import math
 import os
@@ -25,24 +25,24 @@ class MemoryTimeline(Technique):
     """Records a few steps, and writes what their memory was used for; see :class:`MemoryRecording`.
 
     Acts between ``on_train_batch_start`` of the first recorded step and ``on_train_batch_end`` of the last; before
-    and after, nothing is attached and nothing costs. The steps follow one another: validation after a step ends the
-    recording, and amid one lets it start over. With several processes each writes to a folder of its
-    own, ``rank0`` and so on. If memory runs out in a recorded step, the files are written and the error names the
-    largest holders.
+    and after, nothing is attached and there is no cost. The steps are consecutive: validation after a step ends the
+    recording, and validation during a step restarts it. With several processes each writes to its own folder,
+    ``rank0`` and so on. If memory runs out in a recorded step, the files are written and the error names the largest
+    holders.
 
     Args:
-        folder: for the files, ``memory_timeline.html`` and so on.
-        first_step: steps before the recording, in which optimizer state and compiled code come to be. On the CPU it
-            shares torch's one profiler with ``MemoryMeter``, which by default is done by then.
-        steps: how many to record.
-        kinds: of files, as for :func:`~lightning_fasttrain.run.save_memory_record`.
+        folder: folder of the files, ``memory_timeline.html`` and so on.
+        first_step: number of steps before the recording, which create optimizer state and compiled code. On the CPU,
+            torch's only profiler is shared with ``MemoryMeter``, which by default is done by then.
+        steps: number of steps to record.
+        kinds: kinds of files, as in :func:`~lightning_fasttrain.run.save_memory_record`.
 
     Attributes:
-        record: a :class:`~lightning_fasttrain.run.MemoryRecord`; None until there is one.
+        record: a :class:`~lightning_fasttrain.run.MemoryRecord`; None until the recording has ended.
 
     Raises:
-        TypeError, ValueError: ``first_step`` is not a whole number of at least 0, ``steps`` of at least 1, or a kind
-            is unknown.
+        TypeError, ValueError: ``first_step`` is not an integer of at least 0, ``steps`` is not an integer of at least
+            1, or a kind is unknown.
         ModuleNotFoundError: "png" without matplotlib.
 
     Example:
@@ -80,22 +80,22 @@ class MemoryTimeline(Technique):
         self._due: float = self.first_step
         device = trainer.strategy.root_device.type
         if device not in ("cpu", "cuda"):
-            self._give_up(f"on {device} nobody tells of memory", "Train on the CPU or on CUDA")
-        # StepMeter may stand before it.
+            self._give_up(f"memory cannot be recorded on {device}", "Train on the CPU or on CUDA")
+        # StepMeter may wrap it.
         elif isinstance(getattr(trainer.profiler, "inner", trainer.profiler), PyTorchProfiler):
-            self._give_up("torch runs one profiler at a time", "Leave out Trainer(profiler=PyTorchProfiler())")
+            self._give_up("torch runs one profiler at a time", "Remove Trainer(profiler=PyTorchProfiler())")
         return self._end_with_the_run
 
     def on_train_batch_start(
         self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the batch is in place, and the forward comes next."""
+        """Hook: the batch is on the device, and the forward comes next."""
         begins, self._in_step = not self._in_step, True
         self._step += begins
         if self._open is not None:
             (self._open.next_step if begins else self._open.see_batch)(batch)
         elif begins and self._step >= self._due:
-            # Two meters of this package may ask for the one profiler in the same step.
+            # Two meters of this package may need the only profiler in the same step.
             if torch.autograd._profiler_enabled():
                 note_once("MemoryTimeline: another torch profiler is active, and torch runs one at a time; waiting")
                 return
@@ -106,7 +106,7 @@ class MemoryTimeline(Technique):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the optimizer has stepped, or the step goes on with another batch."""
+        """Hook: the optimizer has stepped, or the step continues with another batch."""
         if step_goes_on(trainer):
             return
         self._in_step = False
@@ -116,17 +116,17 @@ class MemoryTimeline(Technique):
                 self._finish()
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: validation is no part of a step."""
+        """Hook: validation does not belong to a step."""
         if self._whole_steps and not self._in_step:
             self._finish()
         else:
             self._discard()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: make do with the steps there were, or say that there were none."""
+        """Hook: finish with the steps recorded so far, or report that there were none."""
         self.on_validation_start(trainer, pl_module)
         if self.record is None and self._due < math.inf:
-            say("MemoryTimeline: nothing recorded, no whole step came after the first %d", self.first_step)
+            say("MemoryTimeline: nothing was recorded: no complete step came after the first %d", self.first_step)
 
     def _finish(self) -> None:
         recording, self._open = self._open, None

@@ -1,4 +1,4 @@
-"""The most that a device computes in a second."""
+"""Measure the peak throughput of a device in FLOP/s."""
 
 from math import inf
 
@@ -8,14 +8,14 @@ from lightning_fasttrain.core.device import device_clock
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """Floating-point operations per second of a large matrix product: what a step could reach here at best.
+    """Return the FLOP/s of a large matrix product: the best that a step could reach on this device.
 
-    Measured, in some hundredths of a second, rather than looked up: what a data sheet promises for a device depends on
-    its clock, its power limit and torch's settings for float32.
+    Measured, in a few hundredths of a second, rather than looked up: the specified peak depends on the clock, the power
+    limit and torch's settings for float32.
 
     Args:
-        device: with room for three matrices of 4096 × 4096; on a CPU of 1024 × 1024.
-        dtype: of the matrices.
+        device: a device with free memory for three matrices of 4096 × 4096; on a CPU of 1024 × 1024.
+        dtype: dtype of the matrices.
 
     Example:
         >>> peak_flops(torch.device("cpu"), torch.float32) > 1e8
@@ -24,9 +24,9 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     Source:
         Ours.
     """
-    # Large enough to keep a device busy, small enough for some hundredths of a second.
+    # Large enough to keep a device busy, small enough to take a few hundredths of a second.
     side, rounds = (4096, 10) if device.type == "cuda" else (1024, 5)
-    # Any numbers but equal ones, of which products take less power; drawn without moving the run's own generator on.
+    # Distinct values, since products of equal values take less power; drawn without advancing the run's generator.
     one = torch.randn(side, side, device=device, dtype=dtype, generator=torch.Generator(device).manual_seed(0))
     fastest = inf
     for _ in range(rounds):
@@ -37,7 +37,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def dtype_of(precision: object) -> torch.dtype:
-    """In which a Trainer of that precision multiplies.
+    """Return the dtype in which a Trainer of that precision multiplies matrices.
 
     Example:
         >>> dtype_of("bf16-mixed"), dtype_of("16-true"), dtype_of("32-true")

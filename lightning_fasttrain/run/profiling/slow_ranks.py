@@ -1,4 +1,4 @@
-"""Which process the others wait for, by how much, and in which part of the step."""
+"""Find the process that the others wait for, how long they wait, and in which phase of the step."""
 
 import socket
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from torch import nn
 from lightning_fasttrain.core.distributed import is_sharded
 from lightning_fasttrain.run.checkpoint._gathered_states import gather, pack, unpack
 
-UNTIL_BACKWARD = ("data_wait", "transfer", "forward")  # in what follows ranks wait for each other
+UNTIL_BACKWARD = ("data_wait", "transfer", "forward")  # in later phases ranks wait for each other
 
 
 def compare_ranks(
@@ -21,18 +21,18 @@ def compare_ranks(
 ) -> str:
     """Find the rank that the others wait for. All ranks must call it; a few hundred bytes are gathered.
 
-    In a step that ends with a common all-reduce all ranks take the same time, the fast ones because they wait. So what
-    is compared is the time before it.
+    In a step that ends with a common all-reduce all ranks take the same time, because the fast ones wait. So the time
+    before the all-reduce is compared.
 
     Args:
-        summary: of this rank's :class:`~lightning_fasttrain.run.StepTimer`.
-        device: this rank's.
-        phases: in which no rank waits for another. With sharded parameters that is not so of the forward: leave it
-            out then.
-        at_least: times as slow as the middle of the others; and a tenth of the step must be lost.
+        summary: summary of this rank's :class:`~lightning_fasttrain.run.StepTimer`.
+        device: this rank's device.
+        phases: phases in which no rank waits for another. With sharded parameters, leave out the forward, in which
+            ranks do wait.
+        at_least: minimum ratio to the median of the others; in addition, 10% of the step must be lost.
 
     Returns:
-        A sentence, the same on all ranks; "" if no rank sticks out, or some have measured nothing yet.
+        A sentence, the same on all ranks; "" if no rank is slow, or some have not measured anything yet.
 
     Example:
         >>> compare_ranks({"step_ms": 10.0, "data_wait_ms": 1.0}, "cpu")
@@ -43,22 +43,22 @@ def compare_ranks(
     """
     mine = {"host": socket.gethostname(), **{name: summary.get(f"{name}_ms", 0.0) for name in (*phases, "step")}}
     everyone = [unpack(state) for state in gather(pack(mine), torch.device(device))]
-    # A rank that has measured nothing has a step of 0 ms.
+    # A rank without measurements has a step of 0 ms.
     if len(everyone) < 2 or not all(row["step"] for row in everyone):
         return ""
     return describe_slowest(everyone, phases, at_least)
 
 
 def phases_to_compare(model: nn.Module) -> Sequence[str]:
-    """Those in which no rank waits for another: with sharded parameters the forward is none of them."""
+    """Return the phases in which no rank waits for another, which exclude the forward if parameters are sharded."""
     return UNTIL_BACKWARD[:2] if is_sharded(model) else UNTIL_BACKWARD
 
 
 def describe_slowest(ranks: Sequence[Mapping[str, float | str]], phases: Sequence[str], at_least: float) -> str:
-    r"""The sentence of :func:`compare_ranks`.
+    r"""Return the sentence of :func:`compare_ranks`.
 
     Args:
-        ranks: milliseconds of each rank by phase and of its ``step``, and its ``host``.
+        ranks: milliseconds of each rank by phase and for its ``step``, and its ``host``.
 
     Example:
         >>> fast, slow = {"host": "a", "data_wait": 1.0, "step": 10.0}, {"host": "b", "data_wait": 5.0, "step": 10.0}
@@ -79,7 +79,7 @@ def describe_slowest(ranks: Sequence[Mapping[str, float | str]], phases: Sequenc
     def lost_in(phase: str) -> float:
         return float(ranks[slowest][phase]) - median(float(rank[phase]) for rank in others)
 
-    # The others may have taken no time at all.
+    # The others may have taken 0 ms.
     times = f"{own_ms[slowest] / usual_ms:.3g} times as long, " if usual_ms else ""
     return (
         f"rank {slowest} ({ranks[slowest]['host']}) takes {own_ms[slowest]:.3g} ms until its backward where the others "

@@ -1,4 +1,4 @@
-"""Where the time of a training step goes, and how much data passes through it."""
+"""Time of a training step by phase, and its throughput."""
 
 from collections import defaultdict
 from collections.abc import Generator
@@ -20,25 +20,24 @@ from lightning_fasttrain.technique import Technique
 
 
 class StepMeter(Technique):
-    """Shows where the time of a training step goes; see :class:`StepTimer`.
+    """Measures the time of each phase of a training step; see :class:`StepTimer`.
 
-    Acts through the Trainer's profiler, which Lightning calls around each phase: for the length of the fit a thin
-    one stands before the user's, forwards everything and is taken out again. A step is one optimizer step with all
-    the batches it accumulated, and runs until the next batch is asked for; validation is left out. Every
-    ``log_every_n_steps`` steps the medians since then go to the loggers as ``step_meter/step_ms`` and so on, and
-    one line is written to the package's log at the end. Under manual optimization Lightning does not mark the
-    backward, and its time is in ``forward_ms``.
+    Acts through the Trainer's profiler, which Lightning calls around each phase: for the length of the fit the user's
+    profiler is wrapped by one that forwards everything. A step is one optimizer step with all the batches it
+    accumulated, and lasts until the next batch is requested, without validation. Every ``log_every_n_steps`` steps the
+    medians since then are logged as ``step_meter/step_ms`` and so on, and one line is written to the package's log at
+    the end. Under manual optimization Lightning does not mark the backward, whose time is then in ``forward_ms``.
 
     Args:
-        warmup: steps at the start that are left out.
-        flops: floating-point operations of a whole step on one device, if steps are alike: those that
-            :func:`~lightning_fasttrain.predict.count_flops` counts for its batches. With them the summary has ``mfu``,
-            the share of :func:`~lightning_fasttrain.run.profiling.peak_flops` that they make use of.
+        warmup: number of initial steps that are not measured.
+        flops: FLOPs of a complete step on one device, if all steps are the same, as counted by
+            :func:`~lightning_fasttrain.predict.count_flops` for the batches of a step. With it the summary has
+            ``mfu``, the fraction of :func:`~lightning_fasttrain.run.profiling.peak_flops` that is used.
         compare_ranks_every: optimizer steps between two comparisons of the ranks, which warn of one that the others
             wait for; see :func:`~lightning_fasttrain.run.compare_ranks`. 0 for none; the ranks wait for each one.
 
     Raises:
-        TypeError, ValueError: no number of steps; no number of operations.
+        TypeError, ValueError: a number of steps or of FLOPs is invalid.
 
     Example:
         >>> meter = StepMeter(warmup=10)
@@ -46,7 +45,7 @@ class StepMeter(Technique):
         {}
 
     Source:
-        Ours; Lightning's own ``SimpleProfiler`` adds up host time by action, without subtracting what is nested.
+        Ours; Lightning's own ``SimpleProfiler`` adds up host time by action, without subtracting nested actions.
     """
 
     bitwise: ClassVar[bool] = True
@@ -62,7 +61,7 @@ class StepMeter(Technique):
             positive_int("compare_ranks_every", compare_ranks_every)
         if flops is not None and not flops > 0:
             raise ValueError(
-                explain(f"{flops=}", "a step computes something", "Use ft.predict.count_flops(module, batch)")
+                explain(f"{flops=}", "expected a positive number", "Use ft.predict.count_flops(module, batch)")
             )
         self.flops = flops
         self._peak_flops: float | None = None
@@ -70,11 +69,11 @@ class StepMeter(Technique):
         self._result: dict[str, float] = {}
 
     def summary(self) -> dict[str, float]:
-        """The medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
+        """Return the medians so far, or those of the last fit; see :meth:`StepTimer.summary`."""
         found = self._result if self._profiler is None else self._profiler.timer.summary(wait=False)
         if self._peak_flops is None or self.flops is None or "step_ms" not in found:
             return found
-        # FLOPs per second of the step over those of the device.
+        # FLOP/s of the step over those of the device.
         return {**found, "mfu": self.flops / (found["step_ms"] / 1e3) / self._peak_flops}
 
     def measurements(self) -> dict[str, float]:
@@ -85,12 +84,12 @@ class StepMeter(Technique):
         if trainer.state.fn != "fit":
             return None
         self._profiler = _StepProfiler(trainer, StepTimer(trainer.strategy.root_device, self.warmup))
-        # Lightning asks `trainer.profiler` at each call, so an instance attribute is enough.
+        # Lightning reads `trainer.profiler` at each call, so an instance attribute is enough.
         restore = patch(trainer, "profiler", self._profiler)
 
         def undo() -> None:
             restore()
-            self._result = self.summary()  # while the profiler is still there
+            self._result = self.summary()  # while the profiler still exists
             self._profiler = None
 
         return undo
@@ -98,7 +97,7 @@ class StepMeter(Technique):
     def on_train_batch_end(
         self, trainer: L.Trainer, pl_module: L.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Hook: the batch is over and known, and Lightning logs its own metrics next."""
+        """Hook: the batch is done and known, and Lightning logs its own metrics next."""
         profiler = self._profiler
         if profiler is None:
             return
@@ -120,37 +119,37 @@ class StepMeter(Technique):
             warn(f"StepMeter: {slow}.")
 
     def on_validation_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook, like ``on_train_epoch_end``: until the next training batch is asked for, nothing is timed."""
+        """Hook, like ``on_train_epoch_end``: nothing is timed until the next training batch is requested."""
         if self._profiler is not None:
             self._profiler.leave_loop()
 
     on_train_epoch_end = on_validation_start
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Hook: the last in which the device still has all it needs."""
+        """Hook: the last in which the device is still fully available."""
         if self._profiler is not None:
-            self._profiler.timer.summary()  # once the device has done what it was given
+            self._profiler.timer.summary()  # waits for the device
             if self.flops is not None:
                 self._peak_flops = peak_flops(trainer.strategy.root_device, dtype_of(trainer.precision))
             found = self.summary()
             values = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
-            say("StepMeter: %s", values or f"nothing measured, the fit ended within the first {self.warmup} steps")
+            say("StepMeter: %s", values or f"nothing was measured: the fit ended within the first {self.warmup} steps")
 
 
 class _StepProfiler(Profiler):
-    """Forwards everything to the user's profiler, and tells the timer what begins and ends."""
+    """Forwards everything to the user's profiler, and reports the beginning and end of actions to the timer."""
 
     def __init__(self, trainer: L.Trainer, timer: StepTimer) -> None:
         self.inner, self.timer, self.trainer = trainer.profiler, timer, trainer
         self.samples = self.tokens = 0
         self.in_loop = self.stepped = False
-        # Profiler defines these four, so __getattr__ would never be asked for them.
+        # Profiler defines these four, so __getattr__ is never called for them.
         self.setup, self.teardown = self.inner.setup, self.inner.teardown
         self.summary, self.describe = self.inner.summary, self.inner.describe
-        timer.phase("pause").__enter__()  # until the first batch is asked for nothing is timed
+        timer.phase("pause").__enter__()  # nothing is timed until the first batch is requested
         strategy, module = type(trainer.strategy).__name__, type(trainer.lightning_module).__name__
         self.actions: dict[str, _Action] = {
-            # Lightning's names of actions. They hold class names, so they are made for this run.
+            # Lightning's action names contain class names, so they are built for this run.
             f"[{type(trainer.fit_loop.epoch_loop).__name__}].train_dataloader_next": _Action(self, "data_wait"),
             f"[Strategy]{strategy}.batch_to_device": _Action(self, "transfer"),
             f"[Strategy]{strategy}.training_step": _Action(self, "forward"),
@@ -159,12 +158,12 @@ class _StepProfiler(Profiler):
             "optimizer_step": _Action(self, "optimizer"),  # its name under manual optimization
         }
         if type(self.inner) is PassThroughProfiler:
-            # Lightning's default does nothing, but makes a generator for each hook of each callback to do it. A look
-            # into a dictionary gains back what the timing costs.
+            # Lightning's default does nothing, but creates a generator for each hook of each callback. A dictionary
+            # lookup saves about as much as the timing costs.
             self.profile = defaultdict(nullcontext, self.actions).__getitem__
 
     def enter_loop(self) -> None:
-        """A batch is asked for, so the step before is over, unless it is still accumulating."""
+        """End the previous step, unless it is still accumulating, because a batch is requested."""
         if not self.in_loop:
             self.in_loop = True
             self.timer.phase("pause").__exit__()
@@ -172,7 +171,7 @@ class _StepProfiler(Profiler):
             self._end_step()
 
     def leave_loop(self) -> None:
-        """What follows is no part of training."""
+        """Pause the timer: what follows does not belong to training."""
         if self.in_loop:
             if self.stepped:
                 self._end_step()
@@ -201,16 +200,16 @@ class _StepProfiler(Profiler):
             yield action_name
 
     def __getattr__(self, name: str) -> Any:
-        if name == "inner":  # a copy under construction has none yet
+        if name == "inner":  # not yet set in a copy under construction
             raise AttributeError(name)
         return getattr(self.inner, name)
 
     def __del__(self) -> None:
-        """Nothing: the user's profiler is torn down by its owner."""
+        """Do nothing: the user's profiler is torn down by its owner."""
 
 
 class _Action(TimedPhase):
-    """What the Trainer does as a phase of the timer. Validation does some of it too, which is not timed."""
+    """An action of the Trainer as a phase of the timer. During validation actions are not timed."""
 
     def __init__(self, profiler: _StepProfiler, name: str) -> None:
         super().__init__(profiler.timer, name)
@@ -219,7 +218,7 @@ class _Action(TimedPhase):
 
     def __enter__(self) -> None:
         profiler = self.profiler
-        # A batch that was fetched ahead is not asked for again: its transfer is then the first sign of a new step.
+        # A prefetched batch is not requested again: its transfer is then the first sign of a new step.
         is_over = profiler.stepped or (not profiler.in_loop and profiler.trainer.training)
         if self.is_fetch or (self.is_transfer and is_over):
             profiler.enter_loop()
@@ -227,6 +226,6 @@ class _Action(TimedPhase):
             super().__enter__()
 
     def __exit__(self, *_: object) -> None:
-        if self.timer._current == self.name:  # it was entered in the loop
+        if self.timer._current == self.name:  # it was entered within the loop
             self.profiler.stepped |= self.is_update
             super().__exit__()

@@ -1,4 +1,4 @@
-"""Milliseconds of a training step by phase, and how much data passes through it."""
+"""Milliseconds of a training step by phase, and its throughput."""
 
 from collections import deque
 from itertools import pairwise
@@ -11,24 +11,24 @@ import torch
 from lightning_fasttrain.core.checks import one_of, positive_int
 
 PHASES = ("data_wait", "transfer", "forward", "backward", "optimizer", "pause")
-_KEPT_STEPS = 1000  # the latest: a long run must not keep the times of every step
+_KEPT_STEPS = 1000  # latest steps: a long run must not keep the times of every step
 _NOTHING_YET: dict[str, float] = dict.fromkeys((*PHASES, "other"), 0.0)
-_Mark = tuple[str, torch.cuda.Event]  # where a stretch of a phase ends on the device
+_Mark = tuple[str, torch.cuda.Event]  # where an interval of a phase ends on the device
 _Step = tuple[dict[str, float], list[_Mark], int, int]  # seconds on the host, marks (CUDA only), samples, tokens
 
 
 class StepTimer:
     """Milliseconds per step, split into phases, and samples and tokens per second; for Fabric and bare loops.
 
-    A step runs from the end of the one before it, the first one from where the timer is made. Phases may nest: time
-    belongs to the innermost. What is in no phase is "other", and what is in ``phase("pause")`` is left out. On CUDA
-    the times are the device's own, from events that the stream passes on its way, so that nothing waits within a
-    step; only the data wait is the host's, which can hide behind queued work, and the parts then exceed the step.
-    On any other device they are the host's.
+    A step lasts from the end of the previous one; the first starts when the timer is created. Phases may nest: time
+    counts towards the innermost. Time outside of phases is "other", and time in ``phase("pause")`` is not counted. On
+    CUDA the times are measured on the device, by events in the stream, so that nothing waits within a step; only the
+    data wait is measured on the host. It can hide behind queued work, and the phases then exceed the step. On any other
+    device all times are measured on the host.
 
     Args:
-        device: where the model is.
-        warmup: steps at the start that are left out.
+        device: device of the model.
+        warmup: number of initial steps that are not measured.
 
     Example:
         >>> import torch
@@ -42,7 +42,7 @@ class StepTimer:
          'samples_per_s']
 
     Source:
-        Ours. That the timer knows no host, and the callback holds it, follows Lightning's ``Throughput``.
+        Ours. The separation of a plain timer and a callback that holds it follows Lightning's ``Throughput``.
     """
 
     def __init__(self, device: torch.device | str, warmup: int = 5) -> None:
@@ -59,33 +59,33 @@ class StepTimer:
         self._switch("other")
 
     def phase(self, name: str) -> "TimedPhase":
-        """Context manager around one phase of the step.
+        """Return a context manager around one phase of the step.
 
         Raises:
-            ValueError: the name is none of :data:`PHASES`.
+            ValueError: the name is not in :data:`PHASES`.
         """
         return self._phases[one_of("phase", name, PHASES)]
 
     def end_step(self, samples: int = 0, tokens: int = 0) -> None:
-        """Say that a step ends here, and how much was in it; the next one begins."""
+        """Mark the end of a step with its samples and tokens; the next one begins."""
         self._switch(self._current)
         if self._to_skip:
             self._to_skip -= 1
         else:
             self._steps.append((self._host_s, self._marks, samples, tokens))
         self._host_s = _NOTHING_YET.copy()
-        self._marks = self._marks[-1:]  # where this step ended is where the next begins
+        self._marks = self._marks[-1:]  # this step's end is the next one's beginning
 
     def summary(self, last: int = _KEPT_STEPS, wait: bool = True) -> dict[str, float]:
-        """Medians over the latest steps.
+        """Return medians over the latest steps.
 
         Args:
-            last: how many steps, at most; a thousand are kept.
-            wait: let a CUDA device finish first. Otherwise the steps it is still busy with are left out.
+            last: maximum number of steps; a thousand are kept.
+            wait: wait for a CUDA device to finish. Otherwise steps that it is still running are left out.
 
         Returns:
-            ``step_ms``, the milliseconds of each phase, ``other_ms`` for what they leave of the step, and
-            ``samples_per_s`` and ``tokens_per_s`` where these were counted. Empty if no step was measured.
+            ``step_ms``, the milliseconds of each phase, ``other_ms`` for the rest, and ``samples_per_s`` and
+            ``tokens_per_s`` if these were counted. Empty if no step was measured.
         """
         if wait and self._on_cuda:
             torch.cuda.synchronize(self._device)
@@ -97,27 +97,27 @@ class StepTimer:
         middle: dict[str, float] = {}
         for name in steps[0]:
             middle[name] = median(step[name] for step in steps)
-        # A median of each part, so they need not sum up to the median step.
+        # Each phase has its own median, so they need not add up to the median step.
         parts = {f"{name}_ms": middle[name] * 1e3 for name in PHASES if name != "pause"}
         step_ms = middle["step"] * 1e3
         counted = {f"{name}_per_s": middle[name] for name in ("samples", "tokens") if middle[name]}
         return {"step_ms": step_ms, **parts, "other_ms": max(0.0, step_ms - sum(parts.values())), **counted}
 
     def _switch(self, name: str) -> None:
-        """A stretch of the current phase ends here, and one of ``name`` begins."""
+        """End the interval of the current phase, and begin one of ``name``."""
         now = perf_counter()
         self._host_s[self._current] += now - self._since
         self._since = now
         if self._on_cuda:
             event = torch.cuda.Event(enable_timing=True)
-            # The stream of now: a step may run on one that is not the default.
+            # The current stream: a step may run on another than the default one.
             event.record(torch.cuda.current_stream(self._device))
             self._marks.append((self._current, event))
         self._current = name
 
 
 class TimedPhase:
-    """Made once for each phase, because a step enters several of them."""
+    """A reusable phase, because a step enters several of them."""
 
     def __init__(self, timer: StepTimer, name: str) -> None:
         self.timer, self.name = timer, name
@@ -141,10 +141,10 @@ def _read(host_s: dict[str, float], marks: list[_Mark], samples: int, tokens: in
     if marks:
         spent_s = _NOTHING_YET.copy()
         for (_, start), (phase, end) in pairwise(marks):
-            # A mark ends the stretch before it, so a pair of neighbours is one stretch, with the phase of its end.
+            # A mark ends the interval before it, so two neighbors delimit one interval, with the phase of its end.
             spent_s[phase] += start.elapsed_time(end) / 1e3
     step_s = sum(spent_s.values()) - spent_s["pause"]
-    per = step_s or inf  # in no time there is no rate
-    # The device is idle or busy with older work while the host waits for data, so its own time says nothing here.
+    per = step_s or inf  # a step of 0 s has no throughput
+    # While the host waits for data the device is idle or busy with older work, so its time is not used.
     waited_s = host_s["data_wait"]
     return {**spent_s, "samples": samples / per, "tokens": tokens / per, "data_wait": waited_s, "step": step_s}
