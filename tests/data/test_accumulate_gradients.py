@@ -136,7 +136,7 @@ def test_gradients_are_added_to_those_that_are_there():
     ("step", "error", "message"),
     [
         (lambda x: None, TypeError, "the step returned NoneType"),
-        (lambda x: {"value": x}, TypeError, "no loss tensor in it"),
+        (lambda x: {"value": x}, TypeError, "holds no loss tensor"),
         (lambda x: x, ValueError, r"loss of shape \(2,\).*Return loss.mean\(\)"),
     ],
 )

@@ -45,5 +45,5 @@ def test_the_rule_that_is_used_is_said_once(caplog):
         count_targets({"labels": PADDED})
         count_targets({"labels": PADDED})
     assert [record.message for record in caplog.records] == [
-        "micro-batches are weighed by the entries of batch['labels'] other than -100"
+        "micro-batches are weighted by their number of targets (batch['labels'] != -100)"
     ]

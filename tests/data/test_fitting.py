@@ -108,10 +108,10 @@ def test_compiled_blocks_can_be_recomputed_later():
 @pytest.mark.parametrize(
     ("then", "n", "error", "match"),
     [
-        ([ft.LoRA(rank=2)], "auto", ValueError, "what changes nothing but how activations are kept"),
-        ([ft.ActivationCheckpointing(ft.MemoryBudget(1.0))], "auto", ValueError, "measures whole steps"),
-        (["recompute"], "auto", TypeError, "it is no technique"),
-        ([ft.ActivationCheckpointing()], 4, ValueError, "a given number is never tried again"),
+        ([ft.LoRA(rank=2)], "auto", ValueError, "techniques that change nothing but how activations are stored"),
+        ([ft.ActivationCheckpointing(ft.MemoryBudget(1.0))], "auto", ValueError, "a few complete steps to measure"),
+        (["recompute"], "auto", TypeError, "expected a Technique, got"),
+        ([ft.ActivationCheckpointing()], 4, ValueError, "only n='auto' uses them"),
     ],
     ids=["adapter", "budget", "word", "number"],
 )

@@ -246,7 +246,7 @@ def test_batchnorm_is_refused_by_name_where_it_takes_statistics():
     for n in (2, "auto"):
         with pytest.raises(ValueError, match=r"BatchNorm in training mode .*'net.1'"):
             fit(WithNorm(), lm_batches(1), [ft.MicroBatching(n)])
-    with pytest.warns(ft.FastTrainWarning, match="BatchNorm in training mode .*not the same training"):
+    with pytest.warns(ft.FastTrainWarning, match="BatchNorm in training mode .*changes the training"):
         fit(WithNorm(), lm_batches(1), [ft.MicroBatching(2, check=False)])
     accepted = describe_acting([ft.MicroBatching(2, check=False)], WithNorm())
     assert accepted[0].exactness == "changes_training"

@@ -39,7 +39,7 @@ def test_each_size_below_the_full_one_lasts_equally_long(start, full, grid, over
 @pytest.mark.parametrize(
     ("make", "error", "says"),
     [
-        (lambda: Growth(4, 2, 10), ValueError, "it is to grow"),
+        (lambda: Growth(4, 2, 10), ValueError, "the size must grow"),
         (lambda: Growth(0, 2, 10), ValueError, "start=0"),
         (lambda: BatchSizeWarmup(2.5, 10), TypeError, "full=2.5"),
         (lambda: BatchSizeWarmup(8, "5%"), ValueError, "Give steps, samples or tokens"),

@@ -91,7 +91,7 @@ def test_parts_are_views():
         (torch.zeros(0, 2), "batch has 0 samples"),
         ("text", "a batch of type str cannot be split"),
         (None, "a batch of type NoneType cannot be split"),
-        (torch.tensor(1.0), "it holds no tensor with a samples' axis"),
+        (torch.tensor(1.0), "it holds no tensor with a batch axis"),
         ([torch.zeros(2), pack_sequence([torch.zeros(2), torch.zeros(1)])], r"batch\[1\] is a PackedSequence"),
         (torch.zeros(2, 2).to_sparse(), "batch is a nested or sparse tensor"),
     ],

@@ -156,7 +156,7 @@ def test_a_checkpoint_inside_a_window_resumes_bitwise(at, tmp_path):
 
 @pytest.mark.parametrize(
     ("factor", "message"),
-    [(0, "factor=0"), ({1: 2}, "does not say how to begin"), ({0: 1, -3: 2}, "-3 is no epoch"), ({0: 0}, "factor=0")],
+    [(0, "factor=0"), ({1: 2}, "has no first factor"), ({0: 1, -3: 2}, "-3 is no epoch"), ({0: 0}, "factor=0")],
 )
 def test_factors_are_checked_when_they_are_given(factor, message):
     with pytest.raises(ValueError, match=message):

@@ -387,9 +387,9 @@ def test_a_directory_may_hold_another_architecture_of_the_same_task(tmp_path):
 
 def test_a_pickle_is_not_opened(tmp_path):
     torch.save({}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="no safetensors file in it, and pickles are not opened"):
+    with pytest.raises(ValueError, match="contains no safetensors file, and pickles are not opened"):
         Distillation(tmp_path).distil_(llama())
-    with pytest.raises(ValueError, match="there is no such directory"):
+    with pytest.raises(ValueError, match="no such directory"):
         Distillation("organisation/model").distil_(llama())
 
 
@@ -463,7 +463,7 @@ def test_labels_that_say_nothing_about_the_logits_are_left_aside(caplog):
     with distil_into(student, teacher, alpha=1.0) as distil, caplog.at_level("INFO", "lightning_fasttrain"):
         seen = distil(lambda batch: student(batch["x"]).sum())({"x": x, "labels": torch.zeros(11, dtype=torch.long)})
     torch.testing.assert_close(seen, divergence(student(x), teacher(x), torch.ones(2, 5, dtype=torch.bool)))
-    assert "(11,) say nothing about logits (2, 5, 3)" in caplog.text
+    assert "(11,) do not fit logits (2, 5, 3)" in caplog.text
 
 
 # --- features ---
@@ -784,12 +784,12 @@ def test_autocast_inside_the_step_alone():
         ({"alpha": -0.1}, ValueError, "alpha=-0.1"),
         ({"temperature": 0}, ValueError, "temperature=0: logits are divided by it"),
         ({"feature_weight": -1.0}, ValueError, "feature_weight=-1.0"),
-        ({"features": ["blocks.0"]}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": 3}}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "it maps names to names"),
-        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "it maps names to names"),
-        ({"mask": torch.ones(3)}, TypeError, "it is called with a batch"),
-        ({"teacher": 3}, TypeError, "teacher=3.*a module, a directory or a function"),
+        ({"features": ["blocks.0"]}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": 3}}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": ("blocks.1", 16)}}, TypeError, "expected a mapping of names to names"),
+        ({"features": {"blocks.0": ("blocks.1", None)}}, TypeError, "expected a mapping of names to names"),
+        ({"mask": torch.ones(3)}, TypeError, "expected a function of a batch"),
+        ({"teacher": 3}, TypeError, "teacher=3.*a module, directory or function"),
     ],
 )
 def test_settings_are_refused_when_they_are_given(settings, error, message):
@@ -821,7 +821,7 @@ def test_a_teacher_that_is_the_student_or_part_of_its_module_is_refused():
     with pytest.raises(ValueError, match="part of the model: they share 'embed.weight'.*copy.deepcopy"):
         ft.apply(model, [Distillation(model)])
     model.teacher = perturbed(TinyLM()).requires_grad_(False)
-    with pytest.raises(ValueError, match="is part of the model.*Give it to Distillation alone"):
+    with pytest.raises(ValueError, match="is part of the model.*Pass it to Distillation only"):
         ft.apply(model, [Distillation(model.teacher)])
 
 
@@ -841,7 +841,7 @@ def test_features_that_differ_in_width_are_refused_with_the_line_to_write():
 def test_a_projection_does_not_become_a_layer_of_a_sequential():
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
     technique = Distillation(nn.Linear(4, 3), features={"0": ("", nn.Linear(4, 3))})
-    with pytest.raises(ValueError, match="become one of its layers.*into a module of your own"):
+    with pytest.raises(ValueError, match="become one of its layers.*in a module of your own"):
         ft.apply(net, [technique])
 
 
@@ -853,7 +853,7 @@ def test_a_student_that_is_not_called_once_is_refused():
     for times in (0, 2):
         module = Idle()
         module.times = times
-        with pytest.raises(RuntimeError, match=f"the step called Idle {times} times.*Name with student="):
+        with pytest.raises(RuntimeError, match=f"the step called Idle {times} times.*Use student= to name"):
             fit(module, BATCHES, [Distillation(a_teacher())])
 
 
@@ -862,7 +862,7 @@ def test_no_logits_and_no_loss():
         def training_step(self, batch, batch_idx):
             return {"loss": None, "x": self(batch["input_ids"])}
 
-    with pytest.raises(TypeError, match="no loss tensor in it"):
+    with pytest.raises(TypeError, match="holds no loss tensor"):
         with distil_into(model := Nothing(), a_teacher()) as distil:
             distil(model.training_step)(BATCHES[0], 0)
 
@@ -894,7 +894,7 @@ def test_twice_on_one_model():
         with pytest.raises(ValueError, match="TinyLM has a teacher"):
             with distil_into(model, a_teacher()):
                 pass
-    with pytest.raises(RuntimeError, match="there is no model yet"):
+    with pytest.raises(RuntimeError, match="no model has been given yet"):
         Distillation(a_teacher()).distil(model.loss)
 
 

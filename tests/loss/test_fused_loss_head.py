@@ -224,7 +224,7 @@ def test_once_and_undone():
 @pytest.mark.parametrize(
     ("head", "message"),
     [
-        (None, "no model in it has get_output_embeddings.*widest linear layers are 'blocks.0.up'"),
+        (None, "no submodule has get_output_embeddings.*widest linear layers are 'blocks.0.up'"),
         ("lm_head", "head='lm_head' in TinyLM: there is no such layer"),
     ],
 )
@@ -241,7 +241,7 @@ def test_a_head_that_is_no_plain_linear_layer_is_refused():
 
     model = build()
     model.set_output_embeddings(Adapted(16, VOCAB))
-    with pytest.raises(TypeError, match="head 'lm_head' is a Adapted.*Leave the head out of quantisation and adapters"):
+    with pytest.raises(TypeError, match="head 'lm_head' is a Adapted.*Exclude the head from quantization and adapters"):
         fuse_loss_head_(model)
 
 
@@ -303,7 +303,7 @@ def test_a_model_that_peft_has_wrapped():
     assert list(fuse_loss_head_(nets[1])) == ["base_model.model.lm_head"]
     agree(*(loss_and_gradients(net) for net in nets))
     adapted = peft.get_peft_model(build(), peft.LoraConfig(target_modules=["lm_head"]))
-    with pytest.raises(TypeError, match="Leave the head out of quantisation and adapters"):
+    with pytest.raises(TypeError, match="Exclude the head from quantization and adapters"):
         fuse_loss_head_(adapted)
 
 

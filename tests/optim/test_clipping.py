@@ -87,7 +87,7 @@ def test_weights_are_clipped_after_the_step_and_not_before_it():
         (lambda: AdaptiveClipping(0.0), "factor=0.0"),
         (lambda: AdaptiveClipping(eps=-1), "eps=-1"),
         (lambda: WeightClipping(0), "limit=0"),
-        (lambda: clip_weights_([torch.ones(1)], 1.0), "none of the parameters trains"),
+        (lambda: clip_weights_([torch.ones(1)], 1.0), "none of the parameters is trainable"),
         (lambda: fit(TinyLM(), BATCHES, [AdaptiveClipping(leave_out="haed")]), "leave_out='haed'.*embed, blocks, head"),
         (lambda: fit(TinyLM(), BATCHES, [WeightClipping(1, of="haed")]), "of='haed'.*embed, blocks, head"),
         (lambda: fit(TinyLM(), BATCHES, [AdaptiveClipping(), ft.OptimizerInBackward()]), "used and freed"),

@@ -287,7 +287,7 @@ def test_a_model_without_adapters_or_with_frozen_ones_is_refused():
     with pytest.raises(ValueError, match="TinyLM has no lora_B: there is no adapter to train. Add LoRA"):
         lora_plus_groups(TinyLM(), lr=0.1)
     net = peft.get_peft_model(tiny_llama(), peft.LoraConfig(r=2, **ADAPTERS["linear"])).requires_grad_(False)
-    with pytest.raises(ValueError, match="4 B matrices, all frozen: .*Switch the adapter on"):
+    with pytest.raises(ValueError, match="4 B matrices, all frozen: .*Enable the adapter"):
         lora_plus_groups(net, lr=0.1)
 
 

@@ -153,7 +153,7 @@ class SplitsBatches(Technique):
 
 
 def test_a_strangers_technique_is_refused_by_what_it_does():
-    with pytest.raises(ValueError, match=r"OptimizerInBackward \+ SplitsBatches: .* none is left to be summed"):
+    with pytest.raises(ValueError, match=r"OptimizerInBackward \+ SplitsBatches: .* cannot be summed"):
         fit(TinyLM(), lm_batches(1), [SplitsBatches(), ft.OptimizerInBackward()])
 
 
