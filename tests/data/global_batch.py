@@ -1,4 +1,4 @@
-"""Run by one, two and four processes (see test_global_batch.py): the same global batches, spread over ever more."""
+"""Run by one, two and four processes (see test_global_batch.py): the same global batches on each number."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ class Scheduled(TinyLM):
 
 
 def rows(counted):
-    """Samples with very different numbers of targets; or, not ``counted``, with one for each token."""
+    """Return samples with very different numbers of targets; or, without ``counted``, with one per token."""
     whole = concatenate(lm_batches(SAMPLES // 4, size=4))
     if not counted:
         whole["labels"] = whole["input_ids"].roll(1, dims=1)

@@ -1,6 +1,6 @@
-"""What the losses of these tests are made of: models, fields of batches, and what joins them to a training.
+"""Building blocks of the losses of these tests: models, fields of batches, and trainings that combine them.
 
-The first batch of each training hides what its loss is divided by; the later ones show it.
+The first batch of each training hides the normalizer of its loss; the later ones show it.
 Axes: B samples, T tokens of a sample, C classes.
 """
 
@@ -20,13 +20,13 @@ Draw = Callable[[Generator, int, int], Any]  # (generator, number of the batch, 
 
 @dataclass
 class Training:
-    """What a user trains.
+    """A user's model, step and batches.
 
     Attributes:
         module: in float64.
         step: batch -> loss, or something that holds a loss.
         batches: the first one hides the rule.
-        after_step: what the user's loop does after each optimizer step.
+        after_step: called after each optimizer step, like a user's loop.
     """
 
     module: nn.Module
@@ -40,9 +40,9 @@ class LossCase:
     """One loss.
 
     Attributes:
-        name: how the tests call it.
+        name: its name in the tests.
         make: seed -> the same training each time.
-        refused: the message where this loss cannot be split exactly.
+        refused: the message if this loss cannot be split exactly.
         tolerance: largest relative difference; more than rounding of float64 where the model itself rounds to float32.
     """
 
@@ -72,7 +72,7 @@ class PointNet(nn.Module):
 
 
 class CausalMean(nn.Module):
-    """Add to each token what the tokens before it hold in the mean."""
+    """Add the mean of the earlier tokens to each token."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def positives(*shape: int, empty: bool = False) -> Draw:
 
 
 def weights(*shape: int) -> Draw:
-    """Positive weights (B, *shape): equal at first, later of very different sizes."""
+    """Positive weights (B, *shape): equal at first, later of very different magnitudes."""
 
     def draw(g: Generator, number: int, size: int) -> Tensor:
         drawn = torch.rand(size, *shape, generator=g, dtype=torch.float64) ** 3 + 0.01
@@ -246,7 +246,7 @@ def task(
     form: Callable[[dict[str, Any]], Any] = dict,
     **fields: Draw,
 ) -> Callable[[int], Training]:
-    """Return what makes a training of ``step(net, batch)`` on batches of these fields."""
+    """Return a function that makes a training of ``step(net, batch)`` on batches of these fields."""
 
     def make(seed: int) -> Training:
         with torch.random.fork_rng(devices=[]):

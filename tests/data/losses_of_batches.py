@@ -1,4 +1,4 @@
-"""Losses as data, which are nonlinear, or in which samples touch one another: they can only be split at the trunk."""
+"""Losses that are nonlinear or couple samples, so that only the trunk can be split."""
 
 from collections.abc import Callable
 from typing import Any
@@ -48,7 +48,7 @@ def concordance(z: Tensor, b: Any) -> Tensor:
 
 
 class Uncertain(nn.Module):
-    """Weighs two tasks by learned uncertainties s: exp(-s) * loss + s."""
+    """Weights two tasks by learned uncertainties s: exp(-s) * loss + s."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +229,7 @@ def annealed_vae(seed: int) -> Training:
 
 
 def late(g: torch.Generator, number: int, size: int) -> Tensor:
-    """0 in the first batch, in which what it multiplies shows nothing, and 1 in all others."""
+    """Return a factor of 0 in the first batch, which hides a term, and of 1 in all others."""
     return torch.full((size, 1), float(number > 0), dtype=torch.float64)
 
 
@@ -242,7 +242,7 @@ def with_free_bits(z: Tensor, b: Any) -> Tensor:
 
 
 def with_important_weights(net: nn.Module, b: Any) -> Tensor:
-    """As elastic weight consolidation does."""
+    """Penalize changes of weights, as in elastic weight consolidation."""
     penalties = [((p - 0.1).square() * p.detach().exp()).sum() for p in net.parameters()]
     return F.cross_entropy(net(b["x"]), b["y"]) + 0.1 * torch.stack(penalties).sum()
 

@@ -1,4 +1,4 @@
-"""Losses as data, which are sums over samples and divided by one normalizer: written by hand, in many ways.
+"""Losses with one normalizer, written by hand in many ways.
 
 Names in the rows: b a batch, z the outputs of the model, e the loss of each entry, m a mask, w weights.
 """
@@ -82,14 +82,14 @@ class Denoiser(nn.Module):
         return self.head(self.trunk(torch.cat([x, t], 1)))
 
 
-def denoising(weigh: Callable[[Tensor], Tensor]) -> Callable[[int], Training]:
-    """A diffusion model; noise and times come in the batch. ``weigh`` gets the ratio of signal to noise (B,)."""
+def denoising(weight_of: Callable[[Tensor], Tensor]) -> Callable[[int], Training]:
+    """A diffusion model; noise and times come in the batch. ``weight_of`` gets the ratio of signal to noise (B,)."""
 
     def step(net: nn.Module, b: Any) -> Tensor:
         t = 0.01 + 0.98 * b["t"][:, None]
         noisy = (1 - t).sqrt() * b["x"] + t.sqrt() * b["noise"]
         missed = (net(noisy, t) - b["noise"]).square().mean(1)
-        return (weigh((1 - t) / t).squeeze(1) * missed).mean()
+        return (weight_of((1 - t) / t).squeeze(1) * missed).mean()
 
     return task(Denoiser, step, x=normal(POINT), noise=normal(POINT), t=uniform())
 

@@ -1,4 +1,4 @@
-"""Random losses: sums of terms, each of which reduces a loss of each token of a tiny model in some way.
+"""Random losses: sums of terms, each of which reduces the token losses of a tiny model in some way.
 
 A seed gives the same loss each time; its name is the formula. Axes: B samples, T tokens of a sample.
 """
@@ -22,7 +22,7 @@ Fields = dict[str, Tensor]  # the batch, and the losses of each token
 
 @dataclass(frozen=True)
 class Expression:
-    """A formula and what computes it."""
+    """A formula and the function that computes it."""
 
     text: str
     value: Callable[[Fields], Tensor]
@@ -33,7 +33,7 @@ def leaf(name: str) -> Expression:
 
 
 def joined(template: str, compute: Callable[..., Tensor], *inner: Expression) -> Expression:
-    """``compute`` of the values of the inner expressions, whose texts are put into the template."""
+    """Apply ``compute`` to the inner expressions, and insert their texts into the template."""
     return Expression(
         template.format(*(e.text for e in inner)), lambda fields: compute(*(e.value(fields) for e in inner))
     )
@@ -96,7 +96,7 @@ OF_ONE_NUMBER: list[tuple[str, Callable[..., Tensor]]] = [
 
 
 def rows_of(e: Tensor, m: Tensor) -> Tensor:
-    """The masked mean of each row."""
+    """Return the masked mean of each row."""
     return (e * m).sum(1) / m.sum(1).clamp(min=1)
 
 
@@ -180,7 +180,7 @@ def is_stable(training: Training) -> bool:
 
 
 def random_loss(seed: int) -> LossCase:
-    """Draw formulas until one can be trained with."""
+    """Draw formulas until one is stable."""
     draw = random.Random(seed)
     while True:
         expression = random_expression(draw)

@@ -110,7 +110,7 @@ def test_micro_batches_train_as_the_unsplit_batches(case):
 
 
 @by_name([case for case in OURS if case.refused is None])
-def test_in_float32_they_differ_by_rounding(case):
+def test_in_float32_trainings_differ_by_rounding(case):
     """Gradients that are sums over some 50 tokens round to about 1e-6.
 
     After five steps with momentum, weights differ by 2e-6 at most where the trunk is split by hand. Weighting
@@ -135,7 +135,7 @@ def difference_or_refusal(case, seed):
 
 
 @pytest.mark.parametrize("first", range(0, 500, SEEDS_A_TEST))
-def test_random_losses(first):
+def test_random_losses_train_as_the_unsplit_batches(first):
     found = {seed: difference_or_refusal(random_loss(seed), seed) for seed in range(first, first + SEEDS_A_TEST)}
     differences = [f"seed {seed}: {difference}" for seed, difference in found.items() if difference]
     assert not differences, "\n".join(differences)
@@ -169,7 +169,7 @@ def test_in_the_trainer(case):
 
 @pytest.mark.gpu
 @by_name([case for case in OURS if case.name in ON_A_GPU])
-def test_on_a_gpu_what_the_first_batch_hides_is_seen_before_the_optimizer_uses_it(case):
+def test_on_a_gpu_later_mismatches_are_detected_before_the_optimizer_step(case):
     def on_the_gpu(training):
         training = in_float32(training)
         training.module.cuda()

@@ -1,4 +1,4 @@
-"""What a step logs in micro-batches is what the unsplit step logs, name by name and batch by batch.
+"""Values logged in micro-batches equal those of the unsplit step, for each name and batch.
 
 Names in the rows: s one call of training_step, z logits (B, T, V), y labels (B, T), kept the labels that count (B, T).
 """
@@ -217,7 +217,7 @@ def test_values_on_a_gpu_are_settled_in_a_later_batch():
 
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
-def test_batch_size_tells_by_what_a_value_is_weighted(hiding):
+def test_batch_size_sets_the_weight_of_a_value(hiding):
     check(with_size(lambda s: s.right[s.kept].mean(), lambda s: int(s.kept.sum())), hiding)
 
 
@@ -264,7 +264,7 @@ def test_tensors_of_a_metric_collection_are_those_of_the_unsplit_step(hiding):
 
 
 @pytest.mark.parametrize("n", [2, 4, 16])
-def test_it_does_not_depend_on_the_number_of_micro_batches(n):
+def test_values_do_not_depend_on_the_number_of_micro_batches(n):
     check(VALUES["another term, over what is marked"], hiding=True, n=n)
 
 
@@ -276,7 +276,7 @@ def test_a_value_with_a_graph_may_be_logged_from_a_later_batch_on():
     check(late(lambda s: s.z[s.marked].square().mean()), hiding=True)
 
 
-def test_a_value_without_a_graph_that_comes_later_is_right_or_said():
+def test_a_later_value_without_a_graph_is_right_or_reported():
     """Nothing was found out about it on the first batch."""
     with heard() as said:
         expected, seen = (run(late(lambda s: s.right.mean()), batches(hiding=False), n).steps for n in (None, 3))
@@ -302,7 +302,7 @@ RETURNED: dict[str, Callable[[Step], Any]] = {
 
 @pytest.mark.parametrize("hiding", [True, False], ids=["hiding", "showing"])
 @pytest.mark.parametrize("name", RETURNED)
-def test_numbers_beside_the_loss_are_those_of_the_unsplit_step(name, hiding):
+def test_scalars_returned_beside_the_loss_are_those_of_the_unsplit_step(name, hiding):
     expected, seen = outputs_of(lambda s: {"value": RETURNED[name](s)}, hiding)
     for one, other in zip(expected, seen, strict=True):
         values = [float(torch.as_tensor(output["value"]).detach()) for output in (one, other)]
@@ -321,7 +321,7 @@ def medians(s: Step) -> None:
     s.log("median", s.z.detach().median(), on_step=True, on_epoch=True)
 
 
-def test_a_value_that_nothing_fits_is_said_once():
+def test_a_value_without_a_matching_rule_is_reported_once():
     with heard() as said:
         run(medians, batches(hiding=False), 3)
     lines = [line for line in said if "self.log('median')" in line]
@@ -329,7 +329,7 @@ def test_a_value_that_nothing_fits_is_said_once():
     assert "Log a mean over samples, or a Metric object" in lines[0]
 
 
-def test_negative_control_a_median_is_another_one():
+def test_negative_control_a_median_differs():
     with pytest.raises(AssertionError):
         check(medians, hiding=False)
 

@@ -69,9 +69,9 @@ def train(strategy, callbacks, kind=Matching):
 
 
 def gathered(net):
-    """Within it, the parameters that ZeRO has in pieces are whole."""
-    pieces = [p for p in net.parameters() if hasattr(p, "ds_id")]
-    return deepspeed.zero.GatheredParameters(pieces) if pieces else nullcontext()
+    """Enter a context in which the parameters that ZeRO shards are gathered."""
+    sharded = [p for p in net.parameters() if hasattr(p, "ds_id")]
+    return deepspeed.zero.GatheredParameters(sharded) if sharded else nullcontext()
 
 
 class Mixed(Encoder):
@@ -89,7 +89,7 @@ class Mixing(Matching):
 
 
 def agree(gathered):
-    """Largest difference of these weights between the ranks."""
+    """Return the largest difference of these weights between the ranks."""
     flat = torch.cat([value.double().flatten() for value in gathered.values()])
     other = flat.clone()
     dist.broadcast(other, src=0)

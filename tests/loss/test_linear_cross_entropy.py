@@ -70,7 +70,7 @@ def test_value_and_gradients_in_float64(reduction, smoothing, z_loss, softcap, b
     ("reduction", "smoothing", "z_loss", "softcap", "dtype"),
     [("mean", 0.1, 1e-2, 3.0, torch.float64), ("none", 0.0, 0.0, None, torch.float32)],
 )
-def test_compiled_is_the_same(reduction, smoothing, z_loss, softcap, dtype):
+def test_the_compiled_backend_gives_the_same_result(reduction, smoothing, z_loss, softcap, dtype):
     tensors = inputs(dtype)
     options = {"reduction": reduction, "label_smoothing": smoothing, "z_loss": z_loss, "softcap": softcap}
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -86,7 +86,7 @@ def test_compiled_is_the_same(reduction, smoothing, z_loss, softcap, dtype):
     ("smoothing", "z_loss", "softcap", "shared"),
     list(itertools.product([0.0, 0.1], [0.0, 1e-2], [None, 3.0], [False, True])),
 )
-def test_what_is_compiled_computes_what_runs_without_a_compiler(smoothing, z_loss, softcap, shared):
+def test_the_compiled_operations_equal_the_uncompiled_ones(smoothing, z_loss, softcap, shared):
     g = torch.Generator().manual_seed(0)
     logits = 3 * torch.randn(7, CLASSES, generator=g, dtype=torch.float64)
     targets = torch.randint(CLASSES, (7,), generator=g)
@@ -114,7 +114,7 @@ def test_what_is_compiled_computes_what_runs_without_a_compiler(smoothing, z_los
         (4096, 4 * 16_000, 32, 128, 128),
     ],
 )
-def test_chunks_are_a_part_of_all_that_fits_a_figure_in_mib(tokens, row_bytes, share, enough, size):
+def test_chunk_sizes_are_a_share_of_all_tokens_and_bounded_in_mib(tokens, row_bytes, share, enough, size):
     assert chunk_size(tokens, row_bytes, share, enough) == size
 
 
@@ -136,7 +136,7 @@ def test_every_backend_agrees_in_float32(reduction, backend):
     [(torch.bfloat16, 0.0, 1.1), (torch.bfloat16, 0.1, 1.2), (torch.float16, 0.0, 1.2), (torch.float16, 0.1, 1.2)],
 )
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_low_precision_is_no_further_from_the_truth_than_the_plain_path(reduction, dtype, smoothing, most):
+def test_low_precision_is_as_accurate_as_the_plain_path(reduction, dtype, smoothing, most):
     low, high = inputs(dtype), inputs(dtype)
     high = tuple(x.detach().double().requires_grad_() if x.is_floating_point() else x for x in high)
     options = {"reduction": reduction, "label_smoothing": smoothing}
@@ -147,7 +147,7 @@ def test_low_precision_is_no_further_from_the_truth_than_the_plain_path(reductio
         assert (b.double() - t).norm() <= most * (a.double() - t).norm() + 1e-6
 
 
-def test_under_autocast_as_the_linear_layer_would_be():
+def test_under_autocast_it_rounds_like_the_linear_layer():
     hidden, weight, bias, targets = inputs()
     with torch.autocast("cpu", torch.bfloat16):
         expected = value_and_gradients(plain, hidden, weight, bias, targets)
@@ -157,7 +157,7 @@ def test_under_autocast_as_the_linear_layer_would_be():
         torch.testing.assert_close(b, a, rtol=2e-2, atol=2e-3)
 
 
-def test_tied_weight_frozen_weight_and_two_uses():
+def test_weights_may_be_tied_frozen_or_used_twice():
     targets = torch.randint(CLASSES, (3, 6))
     ids = torch.randint(CLASSES, (3, 6))
     table = nn.Embedding(CLASSES, DIM)
@@ -177,7 +177,7 @@ def test_tied_weight_frozen_weight_and_two_uses():
     torch.testing.assert_close(b, a)
 
 
-def test_a_second_backward_over_a_kept_graph():
+def test_a_second_backward_over_a_retained_graph_works():
     hidden, weight, bias, targets = inputs()
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
     first = torch.autograd.grad(loss, weight, retain_graph=True)[0]
@@ -194,7 +194,7 @@ def penalty(function, hidden, weight, targets, **options):
 @pytest.mark.parametrize(
     "options", [{}, {"reduction": "none"}, {"reduction": "sum", "chunk": 8}, {"backend": "torch"}], ids=str
 )
-def test_a_second_derivative_is_refused_where_it_would_be_left_out(options):
+def test_a_second_derivative_is_refused(options):
     hidden, weight, _, targets = inputs(bias=False)
     with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.cross_entropy"):
         penalty(linear_cross_entropy, hidden, weight, targets, **options)
@@ -218,7 +218,7 @@ def tangent_of(function):
     ("transform", "message"),
     [(torch.func.grad, "under torch.func's transforms"), (batch_of, "transforms"), (tangent_of, "forward-mode")],
 )
-def test_other_kinds_of_derivatives_are_refused_with_a_sentence(transform, message):
+def test_forward_mode_and_functional_derivatives_are_refused(transform, message):
     hidden, weight, _, targets = inputs(bias=False)
     with pytest.raises(RuntimeError, match=f"{message}.*only for backward.*F.cross_entropy of the logits"):
         transform(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden.detach())
@@ -228,7 +228,7 @@ def test_other_kinds_of_derivatives_are_refused_with_a_sentence(transform, messa
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_class_numbers_of_any_width(dtype, reduction):
+def test_targets_may_have_any_integer_dtype(dtype, reduction):
     hidden, weight, bias, targets = inputs()
     targets = targets.clamp(min=0)
     seen = value_and_gradients(linear_cross_entropy, hidden, weight, bias, targets.to(dtype), reduction=reduction)
@@ -237,7 +237,7 @@ def test_class_numbers_of_any_width(dtype, reduction):
         assert torch.equal(one, other)
 
 
-def test_class_156_in_eight_bits_is_not_taken_for_minus_100():
+def test_class_156_in_uint8_is_not_confused_with_minus_100():
     hidden, weight = torch.randn(4, DIM), torch.randn(200, DIM)
     targets = torch.tensor([156, 3, 156, 7])
     loss = linear_cross_entropy(hidden, weight, targets.to(torch.uint8))
@@ -245,7 +245,7 @@ def test_class_156_in_eight_bits_is_not_taken_for_minus_100():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_shapes_without_numbers(reduction):
+def test_meta_and_fake_tensors_are_supported(reduction):
     hidden, weight, _, targets = inputs(bias=False)
     hidden, weight = (tensor.detach().to("meta").requires_grad_() for tensor in (hidden, weight))
     loss = linear_cross_entropy(hidden, weight, targets.to("meta"), reduction=reduction)
@@ -254,7 +254,7 @@ def test_shapes_without_numbers(reduction):
     assert (hidden.grad.shape, weight.grad.shape) == (hidden.shape, weight.shape)
 
 
-def test_nothing_counted_is_as_the_plain_path_has_it():
+def test_without_counted_targets_it_equals_the_plain_path():
     hidden, weight, bias, targets = inputs()
     targets = torch.full_like(targets, -100)
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
@@ -268,7 +268,7 @@ def test_nothing_counted_is_as_the_plain_path_has_it():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_float16_gradients_neither_overflow_nor_vanish_however_many_tokens(mixed):
+def test_float16_gradients_neither_overflow_nor_vanish(mixed):
     tokens, g = 4096, torch.Generator().manual_seed(0)
     hidden = 40 + torch.randn(tokens, 8, generator=g)  # the gradient of the sum is beyond 65504
     weight, targets = torch.randn(4, 8, generator=g) / 40, torch.randint(4, (tokens,), generator=g) // 3
@@ -292,7 +292,7 @@ def test_without_gradients_none_are_computed():
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_under_the_compiler(reduction):
+def test_it_works_inside_torch_compile(reduction):
     torch._dynamo.reset()
     tensors = inputs()
     expected = value_and_gradients(plain, *tensors, reduction=reduction)
@@ -338,7 +338,7 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
         ({"backend": "liger"}, "backend='liger' on cpu"),
     ],
 )
-def test_what_does_not_go_together_is_refused(change, message):
+def test_mismatched_arguments_are_refused(change, message):
     hidden, weight, _, targets = inputs()
     arguments = {"hidden": hidden, "weight": weight, "targets": targets, **change}
     with pytest.raises(ValueError, match=message):
@@ -386,7 +386,7 @@ def test_liger_agrees_in_float32():
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["chunked", "compiled", "liger"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_cuda(dtype, backend):
+def test_it_works_on_cuda(dtype, backend):
     if backend == "liger":
         pytest.importorskip("liger_kernel")
     tensors = [None if x is None else x.detach().cuda() for x in inputs(dtype)]

@@ -1,4 +1,4 @@
-"""Run by two processes (see test_sharded_optimizers.py): named optimizers under FSDP2 and under ZeRO, or why not."""
+"""Run by two processes (see test_sharded_optimizers.py): named optimizers under FSDP2 and ZeRO, or their errors."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Clipping by units, and of weights."""
+"""Adaptive gradient clipping by units, and weight clipping."""
 
 import pytest
 import torch
@@ -54,14 +54,14 @@ def test_rows_of_a_sparse_gradient_are_clipped_as_those_of_a_dense_one():
         clip_adaptively_([weight])
 
 
-def test_what_is_zero_stays_and_can_move():
+def test_zero_gradients_stay_and_zero_weights_can_change():
     zero = nn.Parameter(torch.zeros(2, 2))
     zero.grad = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
     assert clip_adaptively_([zero, nn.Parameter(torch.ones(1))], 0.01, eps=0.1) == 1
     torch.testing.assert_close(zero.grad, torch.tensor([[0.0, 0.0], [0.0006, 0.0008]]))
 
 
-def test_in_a_run_all_but_embeddings_and_what_is_left_out():
+def test_in_a_run_embeddings_and_excluded_modules_are_not_clipped():
     plain, clipped = Gradients(), Gradients()
     fit(TinyLM(optimizer=sgd), BATCHES[:1], [plain])
     fit(TinyLM(optimizer=sgd), BATCHES[:1], [AdaptiveClipping(1e-3, leave_out="blocks.0.up"), clipped])
@@ -75,7 +75,7 @@ def test_in_a_run_all_but_embeddings_and_what_is_left_out():
     assert largest_difference(plain.seen[0], clipped.seen[0]) > 0.1
 
 
-def test_weights_are_clipped_after_the_step_and_not_before_it():
+def test_weights_are_clipped_after_the_step():
     net = fit(TinyLM(lr=0.5), BATCHES, [WeightClipping(0.3, of="blocks.1")], accumulate_grad_batches=2)
     assert float(net.blocks[1].up.weight.detach().abs().max()) == pytest.approx(0.3)
     assert float(net.blocks[0].up.weight.detach().abs().max()) > 0.3
@@ -93,6 +93,6 @@ def test_weights_are_clipped_after_the_step_and_not_before_it():
         (lambda: fit(TinyLM(), BATCHES, [AdaptiveClipping(), ft.OptimizerInBackward()]), "used and freed"),
     ],
 )
-def test_what_is_unfit_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -1,4 +1,4 @@
-"""No gradient is alive during a forward."""
+"""No gradient is in memory during a forward."""
 
 import pytest
 import torch

@@ -52,7 +52,7 @@ def test_the_block_says_what_took_hold_of_what_in_the_order_of_surgery():
         "4 techniques",
         "  LoRA: rank 2 beside 6 layers",
         "  ActivationCheckpointing: 3 blocks of Block recomputed",
-        "  MicroBatching: each batch runs in 3 parts",
+        "  MicroBatching: each batch runs in 3 micro-batches",
         "  also EagerGradientRelease()",
     ]
     trained, total = (sum(p.numel() for p in net.parameters()) for net in (lora_alone(), with_lora()))
@@ -186,10 +186,10 @@ def test_what_fell_back_and_what_gained_nothing_is_in_the_end(recwarn):
     lines = end_of(run(techniques)[0]).splitlines()
     assert lines[1].startswith("  CompileBlocks: 3 of 3 blocks and pieces ran uncompiled: ")
     assert "no such kernel" in lines[1]
-    assert lines[2] == "  MicroBatching: batches of this size fit in 1 part"
-    assert lines[3] == "  DevicePrefetch: gained nothing, since batches are on the CPU already"
+    assert lines[2] == "  MicroBatching: batches fit with 1 micro-batch"
+    assert lines[3] == "  DevicePrefetch: no effect: batches are already on the CPU"
     idle = end_of(run([ft.MicroBatching(4)], batches=lm_batches(3, size=1))[0])
-    assert "MicroBatching did nothing: the loader's batches are one sample each" in idle
+    assert "MicroBatching did nothing: batches of one sample cannot be split into 4 micro-batches" in idle
 
 
 class WithSettings(TinyLM):

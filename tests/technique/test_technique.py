@@ -427,7 +427,7 @@ class PastItsHead(TinyLM):
         (ft.CompileBlocks(backend="eager"), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
         (ft.ActivationOffload(), PastItsBlocks, 4, r"none of its 3 blocks \(Block\) was called"),
         (ft.FusedLossHead("head"), PastItsHead, 4, "did not reach cross_entropy"),
-        (ft.MicroBatching(4), TinyLM, 1, "one sample each, which 4 parts cannot share"),
+        (ft.MicroBatching(4), TinyLM, 1, "batches of one sample cannot be split into 4 micro-batches"),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, Technique) else "",
 )

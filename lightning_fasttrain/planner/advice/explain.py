@@ -63,7 +63,7 @@ def explain(
         >>> print(found)
         2 techniques
           ActivationCheckpointing: 4 blocks of Sequential recomputed
-          MicroBatching: each batch runs in 4 parts
+          MicroBatching: each batch runs in 4 micro-batches
           16,640 of 16,640 parameters train (100.00%), in 32-true, on ...
           memory: ... are free
           exactness: exact, the same training as without them
