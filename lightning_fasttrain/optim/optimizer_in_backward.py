@@ -41,8 +41,7 @@ def optimize_in_backward_(
             uses it for overrides of single parameters); the plain optimizer, or Fabric's wrapper of it.
         clip_norm: largest norm of each parameter's gradient *by itself*. This is not clipping by the global norm, and
             changes training.
-        clip_value: largest absolute value of a gradient's entries, as ``clip_grad_value_``; applied before
-        ``clip_norm``.
+        clip_value: largest absolute value of a gradient's entries, as ``clip_grad_value_``; applied first.
 
     Returns:
         A function that undoes it.

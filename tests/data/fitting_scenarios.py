@@ -22,7 +22,7 @@ from tests.nets import DIM, VOCAB, TinyLM, as_loader, largest_difference, lm_bat
 
 RANK = int(os.environ.get("RANK", 0))
 MINE = (lm_batches(4, size=6, seed=3), lm_batches(4, size=4, seed=4))[RANK]
-FITS = {0: 4, 1: 2}  # which rank is short of memory → the number of parts that fits it
+FITS = {0: 4, 1: 2}  # rank that runs out of memory → the number of micro-batches that fits
 
 
 class _Fails(torch.autograd.Function):
@@ -272,7 +272,7 @@ def main(path):
         found.setdefault("seconds", {})[scenario.__name__] = time.time() - began
     gathered = [None, None]
     dist.all_gather_object(gathered, found)
-    gone = error_of(lambda: run(Leaves(), [ft.MicroBatching("auto")]))  # from here on rank 0 is alone
+    gone = error_of(lambda: run(Leaves(), [ft.MicroBatching("auto")]))  # rank 0 is alone from now on
     with open(path, "w") as file:
         json.dump([*gathered, gone], file)
     os._exit(0)  # without destructors: see ddp_scenarios.py

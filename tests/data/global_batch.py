@@ -14,13 +14,13 @@ from tests.nets import TinyLM, concatenate, lm_batches, sgd, trainer, weights
 
 WORLD = int(os.environ.get("WORLD_SIZE", 1))
 RANK = int(os.environ.get("RANK", 0))
-PARTS = 8 // WORLD  # on each process, of two samples each
+PARTS = 8 // WORLD  # per process, of two samples each
 SAMPLES = 44  # two global batches of 16 and one of 12
 
 
 class Scheduled(TinyLM):
     def __init__(self):
-        super().__init__(optimizer=sgd)  # which would show a wrong scale, unlike AdamW
+        super().__init__(optimizer=sgd)  # sensitive to a wrong scale, unlike AdamW
 
     def configure_optimizers(self):
         optimizer = super().configure_optimizers()
@@ -57,7 +57,7 @@ def main(path):
         torch.save(found, path)
     if WORLD > 1:
         dist.barrier()
-        time.sleep(0.5)  # until the others have heard; see ddp_scenarios.py
+        time.sleep(0.5)  # until the others have received it; see ddp_scenarios.py
     sys.stdout.flush()
     os._exit(0)
 

@@ -253,7 +253,7 @@ def of_module(make_net: Callable[[], nn.Module], **fields: Any) -> Callable[[int
 
 
 LOSSES_OF_BATCHES = [
-    # Nonlinear in one number.
+    # Losses nonlinear in one scalar.
     LossCase("RMSE", points(lambda z, b: F.mse_loss(z, b["y"]).sqrt(), y=normal(CLASSES))),
     LossCase("PSNR", points(lambda z, b: 10 * torch.log10(F.mse_loss(z, b["y"])), y=normal(CLASSES))),
     LossCase("perplexity", masked(lambda e, m: e[m].mean().exp())),
@@ -271,7 +271,7 @@ LOSSES_OF_BATCHES = [
     LossCase("mean + penalty of moved weights", task(PointNet, with_important_weights, x=normal(POINT), y=classes())),
     LossCase("mean + sum / 8 that is idle at first", points(with_late_sum, y=classes(), late=late)),
     LossCase("free bits that are free at first", points(with_free_bits, y=classes(), late=late)),
-    # Samples that touch one another.
+    # Losses that couple samples.
     LossCase("two towers", of_module(Towers, x=normal(POINT), y=normal(3))),
     LossCase("one trunk, called twice", two_views(info_nce)),
     LossCase("NT-Xent", task(PointNet, nt_xent, x=normal(POINT), view=normal(POINT))),

@@ -105,7 +105,7 @@ def distillation(temperature: float, share: float) -> Callable[[int], Training]:
 
 
 LOSSES_OF_MASKS = [
-    # Means over a mask, in all the ways in which they are written.
+    # Means over a mask, in all common formulations.
     LossCase("(e * m).sum() / m.sum()", masked(lambda e, m: (e * m).sum() / m.sum())),
     LossCase("m.sum().clamp(min=1)", masked(lambda e, m: (e * m).sum() / m.sum().clamp(min=1), empty=True)),
     LossCase("m.sum() + 1e-8", masked(lambda e, m: (e * m).sum() / (m.to(e).sum() + 1e-8), empty=True)),
@@ -149,7 +149,7 @@ LOSSES_OF_MASKS = [
     LossCase("(w.softmax(0) * e).sum()", weighted(lambda e, w: (w.softmax(0) * e).sum())),
     LossCase("(w * e).mean()", weighted(lambda e, w: (w * e).mean())),
     LossCase("(w * e).sum()", weighted(lambda e, w: (w * e).sum())),
-    # Targets that are missing, and divided by positives.
+    # Missing targets, and division by the number of positives.
     LossCase(
         "NaN-masked regression",
         points(lambda z, b: (z - b["y"])[~b["y"].isnan()].square().mean(), y=with_gaps(CLASSES)),

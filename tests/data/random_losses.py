@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from tests.data.loss_models import LENGTH, LossCase, TokenNet, Training, kept, labelled, normal, weights
 
 SIZES = (8, 7, 10)  # samples of each batch
-LARGEST = 30.0  # gradients beyond it make a training in which rounding grows
+LARGEST = 30.0  # larger gradients amplify rounding
 Fields = dict[str, Tensor]  # the batch, and the losses of each token
 
 
@@ -131,7 +131,7 @@ def mean_of(*values: Tensor) -> Tensor:
 
 
 def random_batches(g: Generator) -> list[Any]:
-    """Batches of labels, targets, two masks and weights. In the first, masks are full and weights are equal."""
+    """Draw batches of labels, targets, two masks and weights. In the first, masks are full and weights are equal."""
 
     def batch(number: int, size: int) -> dict[str, Tensor]:
         uneven = 0 if number == 0 else int(torch.randint(1, 5, (), generator=g))
@@ -174,7 +174,7 @@ def is_stable(training: Training) -> bool:
         loss = training.step(batch)
         gradients = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
         largest = torch.stack([loss.detach().abs(), *(gradient.abs().max() for gradient in gradients)]).max()
-        if not largest <= LARGEST:  # so that NaN is not
+        if not largest <= LARGEST:  # so that NaN is rejected
             return False
     return True
 

@@ -104,7 +104,7 @@ def test_negative_control_without_later_checks_the_gradient_is_wrong(clock):
 
 
 def test_an_inconclusive_first_batch_is_followed_by_a_second_search():
-    """Its terms have several normalizers; the first batch has no gradient to check a rule with."""
+    """The loss has several normalizers; the first batch has no gradient to check a rule with."""
     net = Mixing()
 
     def step(batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -144,7 +144,7 @@ def test_an_inconclusive_batch_does_not_change_the_split():
 
 
 def test_with_sharded_parameters_no_rank_searches_alone(monkeypatch):
-    """It would wait for the others in its first forward, and they for it in theirs."""
+    """Such a rank would wait for the others in its first forward, and they for it in theirs."""
     monkeypatch.setattr(batch_search, "rank_count", lambda: 2)
     stage = Stage(lambda batch: pytest.fail("it ran"), gradients=False)
     search = BatchSearch("here", stage, None, 2, lambda: iter(()), lambda _: pytest.fail("it searched"), True)

@@ -51,7 +51,7 @@ def test_the_finite_guard_skips_a_step_without_a_loss(kind):
 
 
 def test_lightning_alone_steps_on_zero_gradients():
-    """Of gradients that are zero; momentum and weight decay move the weights all the same."""
+    """Momentum and weight decay change the weights although gradients are zero."""
     plain = run([*BATCHES[:2], *BATCHES[3:]], [])
     assert largest_difference(weights(plain), weights(run(with_nothing("no samples"), []))) > 1e-4
 

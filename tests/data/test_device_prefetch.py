@@ -20,7 +20,7 @@ def numbered(count):
     return [{"x": torch.full((2,), float(i)), "name": i} for i in range(count)]
 
 
-# The meta device takes the look-ahead path without a GPU; what is not a tensor tells the batches apart.
+# The meta device uses the prefetching path without a GPU; values other than tensors distinguish the batches.
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("count", [0, 1, 2, 5])
 def test_every_batch_once_and_in_order(device, count):
@@ -116,7 +116,7 @@ def test_cuda_copies_run_on_a_side_stream_and_are_complete():
 
 @pytest.mark.gpu
 def test_cuda_copy_overlaps_with_compute():
-    """The copy of the next batch ends while the kernels of this one still run."""
+    """The copy of the next batch ends while the kernels of the current one still run."""
     big = [torch.randn(2**22).pin_memory() for _ in range(3)]
     a = torch.randn(4096, 4096, device="cuda")
     iterator = iter(prefetch_to_device(big, "cuda"))
@@ -126,7 +126,7 @@ def test_cuda_copy_overlaps_with_compute():
     busy = torch.cuda.Event()
     busy.record()
     next(iterator)  # queues the copy of the third batch
-    assert not busy.query()  # handing out the second did not wait for the kernels
+    assert not busy.query()  # yielding the second did not wait for the kernels
 
 
 @dataclasses.dataclass
@@ -167,7 +167,7 @@ def test_copied_and_created_tensors_are_recorded_in_any_container(wrap, tensor_i
 
 @pytest.fixture
 def device_is_behind():
-    """Call it: from then on the device is busy, and no event is reached."""
+    """Return a function that makes the device busy, so that no event is reached."""
     stand_in = getattr(ctypes.CDLL(None), "fake_not_ready", None)  # a simulated driver is set to lag
 
     def begin():
@@ -189,9 +189,9 @@ def test_memory_of_a_batch_in_use_is_not_reused(device_is_behind, wrap, tensor_i
     first = next(iterator)
     address = tensor_in(first).data_ptr()
     device_is_behind()
-    tensor_in(first).sum()  # a kernel that waits for its turn, as the batch is dropped
+    tensor_in(first).sum()  # a queued kernel, as the batch is dropped
     del first
-    later = [next(iterator), next(iterator)]  # the third batch was fetched when the first one was gone
+    later = [next(iterator), next(iterator)]  # the third batch was fetched after the first one was freed
     assert address not in [tensor_in(batch).data_ptr() for batch in later]
 
 

@@ -309,8 +309,8 @@ def test_float32_weights_among_bfloat16_ones_are_compared_to_float32_precision()
     large, small = nn.Linear(64, 64).bfloat16(), nn.Parameter(torch.ones(64))
 
     def step(x):
-        coupled = (small * x.mean(0)).square().mean()  # of all samples, in a small gradient
-        return 10 + large(x.bfloat16()).float().square().mean() + 0.5 * coupled  # a loss that hides it too
+        coupled = (small * x.mean(0)).square().mean()  # a coupling of all samples, in a small gradient
+        return 10 + large(x.bfloat16()).float().square().mean() + 0.5 * coupled  # a loss that also hides it
 
     with pytest.raises(ValueError, match="cannot split|does not split this loss"):
         ft.data.find_count(step, torch.randn(8, 64) + 1)
@@ -407,7 +407,7 @@ def test_invalid_counts_are_refused(count):
 
 
 class Shifted(TinyLM):
-    """A language model that shifts its labels, logs, and keeps what it has seen."""
+    """A language model that shifts its labels, logs, and records its batches."""
 
     def __init__(self, reduction="mean", **kwargs):
         super().__init__(optimizer=sgd, **kwargs)
@@ -511,7 +511,7 @@ def test_in_the_trainer_an_unsplittable_model_fails_on_its_first_batch():
 
 
 def test_the_rule_is_saved_and_tried_first_after_a_resume(tmp_path):
-    class Hidden(Shifted):  # its loss is computed where nothing sees it
+    class Hidden(Shifted):  # its loss is hidden from autograd's graph
         def training_step(self, batch, batch_idx):
             logits, labels = self(batch["input_ids"])[:, :-1].log_softmax(-1), batch["labels"][:, 1:]
             each = -logits.gather(-1, labels.clamp(min=0)[..., None]).squeeze(-1)

@@ -185,7 +185,7 @@ def test_steps_that_wait_for_other_ranks_are_refused_on_all_ranks(found, net, ma
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, DeepSpeedStrategy, ft.ZeROStrategy])
 def test_strategies_that_gather_in_a_forward_are_refused(strategy):
-    """DeepSpeed's are subclasses of DDP's, and as unfit."""
+    """DeepSpeed's strategies are subclasses of DDP's, and unsuitable as well."""
     trainer = SimpleNamespace(world_size=2, strategy=strategy())
     with pytest.raises(ValueError, match=rf"'auto'\) with {strategy.__name__} on 2 processes: .*Give a number"):
         together_of(trainer)

@@ -33,7 +33,7 @@ def data(dtype):
 
 
 def backward(net, parts, windows=1):
-    """Gradients of ``windows`` times the batch, in as many micro-batches."""
+    """Return the gradients of ``windows`` times the batch, in as many micro-batches."""
     x, y = data(next(net.parameters()).dtype)
     for _ in range(windows):
         for some, target in zip(x.chunk(parts), y.chunk(parts), strict=True):
@@ -46,7 +46,7 @@ def error(net, exact):
 
 
 def errors(dtype):
-    """Errors of the whole batch, of micro-batches summed in float32, and of those summed in the parameters' dtype."""
+    """Return the errors of the whole batch, and of micro-batches summed in float32 and in the parameters' dtype."""
     exact, whole, summed, rounded = build(dtype).float(), build(dtype), build(dtype), build(dtype)
     backward(exact, 1)
     backward(whole, 1)
@@ -60,7 +60,7 @@ def errors(dtype):
 def test_float32_sums_are_as_accurate_as_the_whole_batch(dtype):
     whole, summed, rounded = errors(dtype)
     assert summed <= 1.15 * whole
-    assert rounded > 1.5 * whole  # so there is something to win
+    assert rounded > 1.5 * whole  # the plain sum has a notable error
 
 
 def test_negative_control_low_precision_sums_are_less_accurate(monkeypatch):
@@ -118,7 +118,7 @@ def test_parameters_are_restored_afterwards(dtype):
     assert_unchanged(net, dtype)
     with sum_gradients_in_float32(net.parameters()) as sums:
         backward(net, PARTS)
-        net[0].weight.grad = None  # as a parameter that this step does not reach
+        net[0].weight.grad = None  # like a parameter that this step does not use
         assert net[2].weight.grad.dtype is torch.float32
         sums.finish()  # as before the last backward under DDP
         assert_unchanged(net, dtype)

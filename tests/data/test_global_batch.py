@@ -11,7 +11,7 @@ WORLDS = (1, 2, 4)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """World size → what its processes found; all at the same time."""
+    """Map world sizes to the results of their processes, which run at the same time."""
     folder = tmp_path_factory.mktemp("worlds")
     launches = []
     for world in WORLDS:
@@ -30,7 +30,7 @@ def found(tmp_path_factory):
 @pytest.mark.parametrize("how", ["parts", "window", "equal"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_global_batch_gives_the_same_step_on_any_number_of_processes(found, world, how):
-    """``parts``: of a batch; ``window``: of several; ``equal``: plain means, right where each has as many targets."""
+    """``parts``: one batch; ``window``: several; ``equal``: plain means, correct for equal numbers of targets."""
     expected, *schedule = found[1][how]
     seen, *same_schedule = found[world][how]
     assert largest_difference(expected, seen) < 2e-6

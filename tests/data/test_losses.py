@@ -41,7 +41,7 @@ IN_THE_TRAINER = {
     "BertForPreTraining",
 }
 
-# Normalizers that lie on the device: equal in the first batch, not in later ones; kept from zero; sums of weights.
+# Normalizers on the device: equal in the first batch only; clamped away from zero; sums of weights.
 ON_A_GPU = {"two heads", "m.sum().clamp(min=1)", "(w * e).sum() / w.sum()"}
 
 
@@ -93,7 +93,7 @@ def first_difference(case, tolerance, seed=1, prepare=lambda training: training)
     ours = train(prepare(case.make(seed)), in_micro_batches(number_of_micro_batches(case)))
     for i, ((loss, parameters), (our_loss, our_parameters)) in enumerate(zip(expected, ours, strict=True)):
         error = largest_difference(parameters, our_parameters)
-        if not error <= tolerance:  # so that NaN is not
+        if not error <= tolerance:  # so that NaN is rejected
             return f"{case.name}: weights are {error:.1e} off after batch {i}"
         if our_loss != pytest.approx(loss, rel=tolerance, abs=tolerance):
             return f"{case.name}: the loss of batch {i} is {our_loss} instead of {loss}"

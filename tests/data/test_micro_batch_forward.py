@@ -42,7 +42,7 @@ class Encoder(nn.Module):
 
 
 def encoder(**settings: Any) -> Encoder:
-    torch.manual_seed(7)  # the same weights each time
+    torch.manual_seed(7)  # identical weights each time
     return Encoder(**settings).double()
 
 
@@ -63,7 +63,7 @@ def gradients_of(net: nn.Module, make_loss: Any) -> dict[str, Tensor]:
 
 
 def difference(net: nn.Module, make_loss: Any, n: int, trunk: nn.Module | None = None) -> float:
-    """How far gradients with the trunk (by default the whole net) in ``n`` micro-batches are from the unsplit ones."""
+    """Return the difference of gradients with the trunk (default: the whole net) in ``n`` micro-batches."""
     expected = gradients_of(net, make_loss)
     restore = micro_batch_forward_(trunk or net, n)
     seen = gradients_of(net, make_loss)
@@ -76,7 +76,7 @@ def difference(net: nn.Module, make_loss: Any, n: int, trunk: nn.Module | None =
 
 def test_rrelu_noise_is_redrawn_before_use():
     net, batch = encoder(), pairs(size=7)
-    net.blocks.append(nn.Sequential(nn.RReLU(0.3, 0.3)))  # noise that is the same for all
+    net.blocks.append(nn.Sequential(nn.RReLU(0.3, 0.3)))  # the same noise for all
     net.blocks[-1].forward = lambda x, forward=net.blocks[-1].forward: (forward(x), None)
     for n in (1, 3):
         assert difference(net, lambda: contrast(net, batch), n) < 1e-10
@@ -124,7 +124,7 @@ def test_gradients_of_16_bit_parameters_are_rounded_once():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_a_failed_backward_leaves_no_state_behind(dtype):
-    """As where memory runs out in a recomputation, and the batch is tried again."""
+    """This happens when memory runs out in a recomputation, and the batch is repeated."""
     net, batch = encoder().to(dtype), {name: x.to(dtype) for name, x in pairs(size=8).items()}
     micro_batch_forward_(net, 4)
     expected = gradients_of(net, lambda: contrast(net, batch).float())
@@ -164,7 +164,7 @@ def test_dropout_has_the_same_masks_in_the_recomputation(n):
 
 
 class Drawing(nn.Module):
-    """Scales by numbers that Python and NumPy draw, and by how often it was called."""
+    """Scales by random values of Python and NumPy, and by its number of calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -260,7 +260,7 @@ def test_a_tensor_whose_first_axis_is_not_the_batch_is_refused():
 
 
 class Attending(nn.Module):
-    """Attention with a causal mask (1, T, T) and a padding mask (B, T), which come by keyword."""
+    """Attention with a causal mask (1, T, T) and a padding mask (B, T), passed by keyword."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -282,7 +282,7 @@ def test_per_sample_masks_are_split_and_shared_masks_are_not():
 
 
 class Positions(nn.Module):
-    """Hands a table of positions (T, D) to its trunk, which returns another one beside its output."""
+    """Passes a table of positions (T, D) to its trunk, which returns another one with its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,7 +318,7 @@ def test_a_named_trunk_keeps_a_table_of_another_length(size):
     assert difference(net, lambda: contrast(net, batch), 2, trunk=net.trunk) < 1e-10
 
 
-# Beside other techniques
+# Combinations with other techniques
 
 
 def test_checkpointed_blocks_run_twice_rather_than_three_times():
@@ -415,7 +415,7 @@ def test_batchnorm_in_training_mode_is_refused_by_name():
 
 
 class Matching(L.LightningModule):
-    """Matches the two views of a sample among those of its batch."""
+    """Matches the two views of each sample against those of its batch."""
 
     def __init__(self, dropout: float = 0.0, lr: float = 0.05) -> None:
         super().__init__()
@@ -444,7 +444,7 @@ def batches(dtype: torch.dtype = torch.float64) -> list[dict[str, Tensor]]:
 
 
 def steps(callbacks: Any = (), make_net: Any = Matching, given: Any = None, **settings: Any) -> Any:
-    """The gradient of every optimizer step, the module and the trainer, of one run in float64."""
+    """Return the gradient of every optimizer step, the module and the trainer of one run in float64."""
     seen, net = Gradients(), make_net()
     torch.manual_seed(5)
     settings = {"precision": "64-true", **settings} if "plugins" not in settings else settings
@@ -559,7 +559,7 @@ def test_two_trunks_are_found_and_both_are_split():
 
 
 def test_the_trunk_of_bert_for_question_answering_is_bert():
-    """The second batch has spans that are cut off, in other samples for their starts than for their ends."""
+    """The second batch has truncated spans, in different samples for starts and ends."""
     case = next(case for case in LOSSES_HUGGING_FACE if case.name == "BertForQuestionAnswering")
     training = case.make(1)
     assert isinstance(training.module, transformers.BertForQuestionAnswering)
@@ -588,7 +588,7 @@ def test_a_trunk_is_found_around_batchnorm():
 
 
 class Partners(Matching):
-    """Mixes each sample with another one of the batch, by its number: so the step fails on a few samples alone."""
+    """Mixes each sample with another one by its index, so the step fails on a few samples."""
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         mixed = 0.7 * batch["a"] + 0.3 * batch["a"][batch["order"]]
@@ -601,7 +601,7 @@ class MixingEncoder(Encoder):
 
 
 class PartnersInside(Matching):
-    """Does so inside of the encoder, whose blocks are the trunk."""
+    """Mixes samples inside the encoder, whose blocks are the trunk."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -659,7 +659,7 @@ def test_invalid_through_arguments_are_refused(through):
 
 
 class Starved(Matching):
-    """A trunk that takes three samples and no more."""
+    """A trunk that fits three samples at most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -697,14 +697,14 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, through):
 
 
 class Seeded(L.Callback):
-    """The same random numbers in each epoch, whatever came before it."""
+    """Draws the same random numbers in each epoch, whatever came before it."""
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         torch.manual_seed(trainer.global_step)
 
 
 def test_a_window_of_several_batches_is_refused_with_a_solution():
-    """Samples of several batches are never in memory together, so naming the trunk is no way out."""
+    """Samples of several batches are never in memory together, so naming the trunk would not help."""
     for through in (None, "encoder"):
         techniques = [ft.MicroBatching(4, through=through), ft.TokenWeightedAccumulation(2)]
         with pytest.raises(ValueError, match="TokenWeightedAccumulation") as caught:

@@ -24,7 +24,7 @@ LENGTH = 5
 
 
 def batches(hiding: bool) -> list[dict[str, Tensor]]:
-    """Rows of different numbers of targets and marked tokens; ``hiding``: in the first batch all rows have them all."""
+    """Return rows with different numbers of targets and marked tokens; with ``hiding``, batch 0 is full."""
     g = torch.Generator().manual_seed(3)
     found = []
     for number, size in enumerate(SIZES):
@@ -99,7 +99,7 @@ def accuracy(average: Any) -> Metric:
 
 
 class Watch(L.Callback):
-    """Keeps the logged values after each batch, and what the step returned."""
+    """Records the logged values after each batch, and the output of the step."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -135,7 +135,7 @@ def with_size(value: Callable[[Step], Any], size: Callable[[Step], int]) -> Call
     return lambda s: s.log("value", value(s), on_step=True, on_epoch=True, batch_size=size(s))
 
 
-# Values that every batch tells how to put together.
+# Values whose rule every batch determines.
 VALUES: dict[str, Callable[[Step], Any]] = {
     "the loss": logs(lambda s: s.loss),
     "the loss, detached": logs(lambda s: s.loss.detach()),
@@ -173,7 +173,7 @@ def test_values_are_those_of_the_unsplit_step(name, hiding):
     check(VALUES[name], hiding)
 
 
-# Values without a graph: a batch without padding tells by other labels whether they are means over targets or samples.
+# Values without a graph: without padding, altered labels distinguish means over targets from those over samples.
 WITHOUT_GRAPH: dict[str, Callable[[Step], None]] = {
     "accuracy over targets": logs(lambda s: s.right[s.kept].mean()),
     "accuracy over targets, as a quotient": logs(lambda s: (s.right * s.kept).sum() / s.kept.sum()),
@@ -200,7 +200,7 @@ def test_values_without_a_graph_are_those_of_the_unsplit_step(name, hiding):
 
 
 def is_settled_in_time(**settings: Any) -> bool:
-    """Whether the last batch of several is logged right, of a value that was 0 in the first."""
+    """Return whether a value that was 0 in the first batch is logged correctly in the last one."""
     write, given = WITHOUT_GRAPH["0 before training, then over targets"], batches(hiding=True) * 4
     expected, seen = (run(write, given, parts, **settings).steps[-2]["value_step"] for parts in (None, 3))
     return seen == pytest.approx(expected, rel=1e-6)
@@ -277,7 +277,7 @@ def test_a_value_with_a_graph_may_be_logged_from_a_later_batch_on():
 
 
 def test_a_later_value_without_a_graph_is_right_or_reported():
-    """Nothing was found out about it on the first batch."""
+    """The first batch did not log it, so no rule was found."""
     with heard() as said:
         expected, seen = (run(late(lambda s: s.right.mean()), batches(hiding=False), n).steps for n in (None, 3))
     same = all(other == pytest.approx(one, rel=1e-6) for one, other in zip(expected, seen, strict=True))

@@ -58,6 +58,6 @@ def test_the_remaining_micro_batches_share_the_total():
 
 
 def test_counts_of_all_types_are_added():
-    assert add_counts([]) == 0  # no part of a batch had a loss
+    assert add_counts([]) == 0  # no micro-batch had a loss
     assert add_counts([1, 2.5]) == 3.5
     assert add_counts([torch.tensor(1), torch.tensor(2)]).item() == add_counts([torch.tensor(1), 2]).item() == 3

@@ -30,7 +30,7 @@ CLIP = {"gradient_clip_val": 0.01}
 
 
 def steps(callbacks=(), net=TinyLM, batches=None, **settings):
-    """The gradient of every optimizer step, the module and the trainer, of one run."""
+    """Return the gradient of every optimizer step, the module and the trainer of one run."""
     seen, module, t = Gradients(), net(optimizer=sgd), None
     torch.manual_seed(5)
     t = trainer([*callbacks, seen], **settings)
@@ -163,7 +163,7 @@ def test_the_graph_is_freed_before_the_next_micro_batch():
         refs: list = []
 
     fit(Net(), lm_batches(1), [ft.MicroBatching(3)])
-    assert len(alive) > 3  # what is tried on the first batch, and the three parts
+    assert len(alive) > 3  # the trial on the first batch, and three micro-batches
     assert not any(alive)
 
 
@@ -186,7 +186,7 @@ def test_a_micro_batch_without_a_loss_gives_its_weight_to_the_others():
 
     batch = lm_batches(1, size=6)[0]
     marked = {key: value.clone() for key, value in batch.items()}
-    marked["input_ids"][4, 0] = 99  # in the third part of three
+    marked["input_ids"][4, 0] = 99  # in the third of three micro-batches
     rest = {key: value[:4] for key, value in batch.items()}
     expected, _, _ = steps(batches=[rest])
     seen, _, _ = steps([ft.MicroBatching(3)], net=Skipping, batches=[marked])
@@ -196,7 +196,7 @@ def test_a_micro_batch_without_a_loss_gives_its_weight_to_the_others():
 
 
 def test_a_batch_without_any_loss_is_skipped_as_in_lightning(monkeypatch):
-    # which says so once a process
+    # it warns once per process
     monkeypatch.setattr(Closure, "warning_cache", WarningCache())
 
     class Skipping(TinyLM):
@@ -289,7 +289,7 @@ def test_a_loss_scaler_sees_one_scaled_gradient(monkeypatch):
 
 
 class Operations(TorchDispatchMode):
-    """Counts what makes or changes a tensor: on a GPU, each is a launch at least."""
+    """Counts operations that create or change a tensor: on a GPU, each is at least one launch."""
 
     def __init__(self):
         super().__init__()
@@ -319,7 +319,7 @@ def operations_in(n):
 
 
 def operations_by_hand():
-    """Operations of the forward and backward of one micro-batch whose gradients are accumulated."""
+    """Count the operations of the forward and backward of one micro-batch whose gradients are accumulated."""
     module, batch = TinyLM(), lm_batches(1, size=2)[0]
     for _ in range(2):
         with Operations() as operations:
@@ -331,5 +331,5 @@ def test_a_micro_batch_costs_five_additional_small_operations():
     counting_two, weighing_three = 2, 3  # compare and sum; of the loss, and of its gradient
     four, eight = operations_in(4), operations_in(8)
     assert (eight - four) / 4 == operations_by_hand() + counting_two + weighing_three
-    once_a_step = 30  # at most: the division, the loss that is returned, and the one that is logged
+    once_a_step = 30  # at most: the division, the returned loss and the logged one
     assert four - operations_in(1) <= 3 * operations_by_hand() + 4 * 5 + once_a_step

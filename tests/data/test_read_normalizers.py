@@ -24,7 +24,7 @@ KEPT = 2  # entries of the mask in the first row of a batch; one in all others
 
 @dataclass
 class Fields:
-    """What losses are made of; ``z`` stands for the output of a model."""
+    """Inputs of losses; ``z`` stands for the output of a model."""
 
     z: Tensor
     y: Tensor
@@ -145,7 +145,7 @@ def test_the_structure_does_not_depend_on_the_number_of_samples(name):
 
 @pytest.mark.parametrize("name", ["mean", "mse", "masked sum / sum of the mask", "class weights", "picked by a mask"])
 def test_a_single_sample_has_the_same_structure_and_its_own_normalizer(name):
-    """A mean over a vector of one sample is a mean and not a scalar that is passed on."""
+    """A mean over a vector of one sample is a mean rather than a scalar."""
 
     def make(size: int) -> Any:
         f = fields(size)
@@ -210,7 +210,7 @@ class Cubed(torch.autograd.Function):
 
 
 def test_wrappers_of_ddp_around_outputs_are_skipped():
-    """Each output by itself: the others are no terms of this loss."""
+    """Each output is tested separately, since the others are not terms of its loss."""
 
     class Replica:
         _ddp_sink_clone = True
@@ -254,7 +254,7 @@ def test_reading_computes_nothing(name):
 
 
 def test_reading_works_inside_a_dispatch_mode():
-    """As under ``FlopCounterMode`` or a memory tracker, to which Python's numbers in a graph are no tensors."""
+    """Examples are ``FlopCounterMode`` and memory trackers, which reject Python numbers in a graph."""
     net, batch = torch.nn.Linear(5, 3), (torch.randn(6, 5), torch.tensor([0, 1, -100, 2, 0, 1]))
     with FlopCounterMode(display=False):
         loss = ft.accumulate_gradients(lambda b: 2 * F.cross_entropy(net(b[0]), b[1]), batch, 3)
@@ -262,7 +262,7 @@ def test_reading_works_inside_a_dispatch_mode():
 
 
 def test_reading_does_not_wait_for_a_device():
-    """Tensors on `meta` have no values: whoever asks for one gets an error."""
+    """Tensors on `meta` have no values, so reading one raises an error."""
     f = fields(device="meta")
     for name in ("cross_entropy", "class weights", "masked sum / sum of the mask", "learned factor", "weight penalty"):
         terms = read_normalizers(LOSSES[name][0](f)).terms

@@ -17,7 +17,7 @@ ROWS = [{name: value[row] for name, value in WHOLE.items()} for row in range(12)
 
 
 class Rows(Dataset):
-    """Rows of which some cannot be read, and one kills who reads it."""
+    """A dataset in which some rows cannot be read, and one kills the reading process."""
 
     def __init__(self, bad=(), deadly=None):
         self.bad, self.deadly = bad, deadly
@@ -34,7 +34,7 @@ class Rows(Dataset):
 
 
 class Several(Rows):
-    """Reads a batch at once, as Hugging Face's datasets do."""
+    """Reads a batch at once, like Hugging Face's datasets."""
 
     def __getitems__(self, indices):
         return [self[index] for index in indices]
@@ -73,7 +73,7 @@ def test_closing_restores_the_loader():
 def test_persistent_workers_are_guarded_and_restored_afterwards():
     dataset = Rows()
     loader = DataLoader(dataset, batch_size=4, num_workers=1, persistent_workers=True)
-    plain = list(loader)  # by workers that know of no guard
+    plain = list(loader)  # by workers without the guard
     dataset.bad = [5]
     guarded = guard_samples(loader, skip_bad_samples=2)
     with pytest.warns(ft.FastTrainWarning, match="sample 5"):
@@ -104,7 +104,7 @@ def test_one_bad_sample_too_many_and_an_empty_batch_are_errors():
 
 
 def test_a_dead_worker_is_reported_with_its_batch(monkeypatch):
-    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s, that torch waits for the dead
+    monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 0.2)  # s that torch waits for dead workers
     guarded = guard_samples(DataLoader(Rows(deadly=1), batch_size=2, num_workers=1))
     with pytest.raises(
         RuntimeError, match=r"worker 0 of the loader \(process \d+\) died with exit code 3; .* number 0 of"
@@ -140,7 +140,7 @@ def test_without_bad_samples_the_run_is_the_plain_one():
 
 
 class SaveAt(ft.Technique):
-    """A checkpoint after some batches."""
+    """Saves a checkpoint after some batches."""
 
     def __init__(self, step, path):
         self.step, self.path = step, path

@@ -54,7 +54,7 @@ def test_invalid_growths_are_refused(make, error, says):
 
 
 class Sizes(L.Callback):
-    """Rows of each optimizer step, and its rate, seen from outside."""
+    """Records the rows of each optimizer step and its learning rate."""
 
     def __init__(self):
         self.rows, self.rates, self.window = [], [], 0
@@ -69,7 +69,7 @@ class Sizes(L.Callback):
 
 
 def by_samples(rows, full, over):
-    """The windows, slowly: the size is that of the rows that were seen before."""
+    """Compute the windows by a slow reference: the size depends on the rows seen before."""
     steps, seen, window = [], 0, []
     for row in rows:
         below = full - 1
@@ -112,7 +112,7 @@ class Save(L.Callback):
     ],
 )
 def test_a_run_resumed_during_growth_matches_the_uninterrupted_one(tmp_path, make, at):
-    """At 4 batches, within a window."""
+    """The run is interrupted after 4 batches, within a window."""
     whole, resumed, first, second = TinyLM(), TinyLM(), make(), make()
     fit(whole, RAGGED, [first, ft.ExactResume(), Save(tmp_path / "half.ckpt", at)])
     torch.manual_seed(12)
@@ -238,7 +238,7 @@ def test_all_tensors_of_a_batch_are_cut_to_the_same_length():
 
 
 def left_padded(lengths, full):
-    """Each row's real tokens count 1, 2, 3 … from where they begin; padding is 0."""
+    """Return rows whose real tokens are 1, 2, 3 … from their start; padding is 0."""
     real = torch.stack([torch.arange(full) >= full - n for n in lengths])
     ids = real.cumsum(dim=1) * real
     places = torch.arange(full).expand(len(lengths), full)
@@ -272,7 +272,7 @@ def test_left_padded_rows_keep_their_first_real_tokens(length):
 def test_right_padded_rows_and_prompt_masks_are_cut_at_the_end():
     batch = left_padded([9, 4], 9)
     behind = {name: tensor.flip(1) for name, tensor in batch.items() if tensor.ndim == 2}
-    behind["loss_mask"] = batch["attention_mask"]  # the prompt is not trained on: no padding
+    behind["loss_mask"] = batch["attention_mask"]  # labels ignore the prompt, which is not padding
     for name, tensor in cut_sequences(behind, 5).items():
         assert torch.equal(tensor, behind[name][:, :5]), name
 

@@ -29,7 +29,7 @@ def run(factor, batches, callbacks=(), epochs=1, by="epoch", **settings):
 
 
 def reference(windows):
-    """Plain PyTorch: one step for each window, on the concatenation of its batches."""
+    """Train in plain PyTorch: one step per window, on the concatenation of its batches."""
     module, expected = TinyLM(optimizer=sgd), []
     optimizer = module.configure_optimizers()
     for window in windows:
@@ -111,7 +111,7 @@ def test_a_schedule_steps_once_per_window_with_the_right_total():
 
 
 class StatefulLoader:
-    """A loader that resumes where it was, as torchdata's does."""
+    """A loader that resumes at its position, like torchdata's."""
 
     def __init__(self, batches):
         self.batches, self.at = batches, 0

@@ -26,7 +26,7 @@ STRATEGIES = {
     "zero3": lambda: ft.ZeROStrategy(stage=3),
 }
 RANK = int(os.environ.get("RANK", 0))
-RANKS = [  # other numbers of samples on each rank
+RANKS = [  # different numbers of samples per rank
     [{name: x.float() for name, x in pairs(size, seed=10 * rank + i).items()} for i, size in enumerate(sizes)]
     for rank, sizes in enumerate([(8, 7, 5), (6, 7, 4)])
 ]
@@ -41,7 +41,7 @@ class Weighted(Matching):
 
 
 def reference(kind=Matching):
-    """One process that sees the batches of both ranks: the mean of their gradients, as DDP takes it."""
+    """Train in one process on the batches of both ranks, with the mean of their gradients, as in DDP."""
     net = kind()
     optimizer = net.configure_optimizers()
     net.log = lambda *given: None
@@ -54,7 +54,7 @@ def reference(kind=Matching):
 
 
 def train(strategy, callbacks, kind=Matching):
-    """The weights after three steps, gathered."""
+    """Return the gathered weights after three steps."""
     gc.freeze()
     torch.manual_seed(21)
     net = kind()
@@ -75,7 +75,7 @@ def gathered(net):
 
 
 class Mixed(Encoder):
-    """Samples depend on one another a little."""
+    """Samples depend on one another weakly."""
 
     def forward(self, x, mask=None):
         y = super().forward(x, mask)
@@ -97,7 +97,7 @@ def agree(gathered):
 
 
 def two_means(net, batch):
-    """Of the same entries in the first batch; on the second rank no longer so in the next one."""
+    """Adds two means over the same entries in the first batch, but not in the next one on the second rank."""
     errors = (net(batch["x"]) - batch["y"]).square().mean(-1)
     return (errors * batch["one"]).sum() / batch["one"].sum() + (errors * batch["two"]).sum() / batch["two"].sum()
 
@@ -118,7 +118,7 @@ def mlp():
 
 
 def train_loop(net, add_gradients, *ranks):
-    """The weights after three steps of a loop without a Trainer."""
+    """Return the weights after three steps of a loop without a Trainer."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     for batches in zip(*map(masked_batches, ranks), strict=True):
         optimizer.zero_grad()
@@ -129,7 +129,7 @@ def train_loop(net, add_gradients, *ranks):
 
 
 def difference_of_loops():
-    """Between two processes of which one finds, alone, that its loss is split in another way, and one process."""
+    """Compare two processes, of which one changes its split alone, with one process."""
     whole = mlp()
     expected = train_loop(whole, lambda batch: (two_means(whole, batch) / 2).backward(), 0, 1)
     replica = DistributedDataParallel(mlp())

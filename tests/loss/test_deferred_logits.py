@@ -64,7 +64,7 @@ def test_shape_dtype_and_device_are_those_of_the_logits():
         (lambda z: z.argmax(-1), ".argmax"),
         (lambda z: z.detach(), ".detach"),
         (lambda z: torch.softmax(z, -1), "softmax"),
-        (lambda z: z + torch.zeros(2, 4, CLASSES), "add"),  # another one for each token
+        (lambda z: z + torch.zeros(2, 4, CLASSES), "add"),  # a different one per token
         (lambda z: z + 1, "add"),
         (lambda z: torch.tanh(z) + BIAS, "add"),
         (lambda z: F.nll_loss(z[0], TARGETS[0]), "nll_loss"),

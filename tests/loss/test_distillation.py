@@ -42,7 +42,7 @@ BATCHES = lm_batches(4)
 
 
 class Wide(TinyLM):
-    """Another width than its student's."""
+    """A teacher of another width than its student."""
 
     def build(self):
         with torch.random.fork_rng():
@@ -75,7 +75,7 @@ def divergence(logits, theirs, mask, temperature=2.0):
 
 
 def by_hand(student, teacher, batches, alpha=0.5, temperature=2.0, extra=None, optimizer=None):
-    """The same training, naively."""
+    """Run the same training as a naive loop."""
     teacher = copy.deepcopy(teacher).eval()
     optimizer = optimizer or student.configure_optimizers()
     for batch in batches:
@@ -110,7 +110,7 @@ OTHERS = {
 
 @functools.cache
 def ends():
-    """Weights with the teacher, by hand, and without."""
+    """Return the weights with the teacher, by hand, and without."""
     return weights(by_hand(TinyLM(), a_teacher(), BATCHES)), weights(fit(TinyLM(), BATCHES))
 
 
@@ -146,7 +146,7 @@ FINISHED = {
 
 
 class Finished(TinyLM):
-    """Does something to what its head makes, as Hugging Face's models with a ``final_logits_bias`` do."""
+    """Changes its head's output, like Hugging Face's models with a ``final_logits_bias``."""
 
     def __init__(self, finish, **settings):
         super().__init__(**settings)
@@ -410,10 +410,10 @@ def test_peak_memory_contains_neither_logits():
     logits = 4 * 512 * 8192 * 4
     assert added(fused=True) < 0.6 * logits
     naive = added(fused=False)
-    assert naive > 2 * logits  # the student's own loss makes them
+    assert naive > 2 * logits  # the student's own loss computes them
 
 
-# --- what counts ---
+# --- counted positions ---
 
 
 def test_masks_come_from_attention_masks_or_a_function():
@@ -533,7 +533,7 @@ def test_features_of_another_width_use_a_trained_projection():
     seen = weights(module)
     assert largest_difference(weights(learnt), {k: seen.pop(f"{PROJECTED}.{k}") for k in ("weight", "bias")}) <= 1e-5
     assert largest_difference(weights(student), seen) <= 1e-5
-    again = fit(TinyLM(), BATCHES, [technique])  # what was given is not what is trained
+    again = fit(TinyLM(), BATCHES, [technique])  # the given module is not trained
     assert largest_difference(weights(module), weights(again)) == 0
 
 
@@ -577,7 +577,7 @@ def test_a_checkpoint_with_projections_resumes_and_validates(tmp_path):
     assert set(weights(whole)) == set(weights(resumed))
 
 
-# --- what becomes of teacher, student and run ---
+# --- teacher, student and run afterwards ---
 
 
 def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
@@ -913,7 +913,7 @@ def test_the_teachers_head_computes_no_logits():
     with distil_into(model, teacher, head="head") as distil:
         teacher.register_forward_hook(lambda module, args, output: made.append(output))
         distil(model.loss)(BATCHES[0])
-        teacher(BATCHES[0]["input_ids"])  # but it does for others
+        teacher(BATCHES[0]["input_ids"])  # but it does for other callers
     assert isinstance(made[0], DeferredLogits)
     assert isinstance(made[1], torch.Tensor)
 

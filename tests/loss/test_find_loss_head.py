@@ -18,7 +18,7 @@ DIM = 8
 
 
 class Decoder(HeadFirst):
-    """A model as litgpt's, with its own loss: rows in chunks, each loss summed."""
+    """A model like litgpt's, with its own loss: rows in chunks, whose losses are summed."""
 
     def loss(self, ids):
         logits = self(ids)[..., :-1, :]
@@ -37,7 +37,7 @@ class Tied(Decoder):
 
 
 class Autoregressive(nn.Module):
-    """A wrapper as x-transformers': the classes go second, by einops; linear layers before and after the blocks."""
+    """A wrapper like x-transformers': einops puts the classes second; linear layers before and after the blocks."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Transposed(Autoregressive):
 
 
 class Biased(nn.Module):
-    """A GPT of one's own: a head with a bias, and a scale."""
+    """A custom GPT whose head has a bias and a scale."""
 
     def __init__(self):
         super().__init__()
@@ -212,7 +212,7 @@ def test_the_head_of_a_module_with_the_mixin_is_found():
 
 
 class Accurate(Biased):
-    """The logits are used again, after the loss."""
+    """Uses the logits again after the loss."""
 
     def loss(self, ids):
         self.logits = self.out(self.embed(ids)).flatten(0, 1)
@@ -274,7 +274,7 @@ def test_a_forward_without_a_backward_decides_nothing():
     net = build(Decoder)
     fuse_loss_head_(net)
     for _ in range(2):
-        net(batches()[0]).argmax(-1)  # with gradients on, as a careless evaluation has them
+        net(batches()[0]).argmax(-1)  # with gradients on, as in an evaluation without no_grad
     for ids in batches(2):
         step(net, ids)
     assert isinstance(net(batches()[0]), DeferredLogits)

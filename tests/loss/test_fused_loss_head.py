@@ -254,7 +254,7 @@ def test_invalid_settings_of_the_fused_head_are_refused(settings, message):
 
 
 class HuggingFace(L.LightningModule):
-    """The shortest way to train one: what the model returns is a mapping with a loss."""
+    """The shortest way to train such a model, whose output is a mapping with a loss."""
 
     def __init__(self, model):
         super().__init__()

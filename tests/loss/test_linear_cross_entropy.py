@@ -16,14 +16,14 @@ from lightning_fasttrain.loss import linear_cross_entropy
 from lightning_fasttrain.loss._chunks import chunk_size
 from lightning_fasttrain.run import PeakMemory
 
-module = sys.modules[linear_cross_entropy.__module__]  # a function of the room stands in the way of its name
+module = sys.modules[linear_cross_entropy.__module__]  # a function of the subpackage shadows its name
 TOKENS, DIM, CLASSES = 37, 12, 53
 
 
 def plain(
     hidden, weight, targets, *, bias=None, softcap=None, z_loss=0.0, reduction="mean", ignore_index=-100, **options
 ):
-    """Straight from the definition, with all logits."""
+    """Compute the loss from its definition, with all logits."""
     logits = F.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -185,7 +185,7 @@ def test_a_second_backward_over_a_retained_graph_works():
 
 
 def penalty(function, hidden, weight, targets, **options):
-    """The squared gradient by the hidden states, as a gradient penalty has it; and its own gradient by the weight."""
+    """Return the squared gradient by the hidden states (a gradient penalty), and its gradient by the weight."""
     loss = function(hidden, weight, targets, **options).sum()
     (gradient,) = torch.autograd.grad(loss, hidden, create_graph=True)
     return torch.autograd.grad(gradient.square().sum(), weight)[0]
@@ -199,7 +199,7 @@ def test_a_second_derivative_is_refused(options):
     with pytest.raises(RuntimeError, match=r"create_graph=True.*second derivative would be wrong.*F\.cross_entropy"):
         penalty(linear_cross_entropy, hidden, weight, targets, **options)
     assert penalty(plain, hidden, weight, targets).norm() > 0  # the way out
-    linear_cross_entropy(hidden, weight, targets, **options).sum().backward()  # and a first derivative is as ever
+    linear_cross_entropy(hidden, weight, targets, **options).sum().backward()  # and a first derivative still works
 
 
 def batch_of(function):
@@ -222,7 +222,7 @@ def test_forward_mode_and_functional_derivatives_are_refused(transform, message)
     hidden, weight, _, targets = inputs(bias=False)
     with pytest.raises(RuntimeError, match=f"{message}.*only for backward.*F.cross_entropy of the logits"):
         transform(lambda hidden: linear_cross_entropy(hidden, weight, targets))(hidden.detach())
-    with torch.autograd.forward_ad.dual_level():  # of something else
+    with torch.autograd.forward_ad.dual_level():  # a derivative by another tensor
         linear_cross_entropy(hidden, weight, targets).backward()
 
 
@@ -260,7 +260,7 @@ def test_without_counted_targets_it_equals_the_plain_path():
     loss = linear_cross_entropy(hidden, weight, targets, bias=bias, backend="chunked")
     assert torch.isnan(loss)
     assert torch.isnan(plain(hidden, weight, targets, bias=bias))
-    # A micro-batch without targets has the weight 0, and must leave no trace in the sum.
+    # A micro-batch without targets has weight 0, and must not change the sum.
     assert torch.autograd.grad(0 * loss, weight)[0].abs().sum() == 0
     total = linear_cross_entropy(hidden, weight, targets, bias=bias, reduction="sum", backend="chunked")
     assert total == 0
@@ -313,7 +313,7 @@ def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
 
     logits = 4096 * 4096 * 4
     assert added(plain, 4096, 4096) > 2 * logits
-    # What is left is a chunk of the logits, and of a few rows what is computed with them.
+    # The remaining memory is a chunk of the logits, and intermediate values of a few rows.
     assert added(linear_cross_entropy, 4096, 4096) < 0.29 * logits
     assert added(functools.partial(linear_cross_entropy, chunk=128), 4096, 4096) < 0.08 * logits
 

@@ -19,7 +19,7 @@ def product(hidden, weight, bias, softcap):
 
 
 def plain_of_logits(logits, theirs, *, temperature=1.0, mask=None, reduction="mean"):
-    """By torch's ``kl_div``, on all tokens at once."""
+    """Compute the divergence by torch's ``kl_div``, on all tokens at once."""
     q, p = F.log_softmax(logits / temperature, -1), F.softmax(theirs.detach() / temperature, -1)
     loss = temperature**2 * F.kl_div(q, p, reduction="none").sum(-1)
     mask = torch.ones_like(loss, dtype=torch.bool) if mask is None else mask
@@ -114,7 +114,7 @@ def test_the_teachers_tensors_get_no_gradient():
 def test_it_is_zero_for_equal_logits_and_their_distance_at_high_temperature():
     logits, theirs = torch.randn(2, 6, 9, dtype=torch.float64)
     assert kl_divergence(logits, logits) == 0
-    # T² KL goes to the variance over classes of the difference of logits, halved
+    # T² KL converges to the variance over classes of the difference of logits, halved
     limit = 0.5 * (logits - theirs).var(-1, correction=0).mean()
     hot = kl_divergence(logits, theirs, temperature=1e4)
     torch.testing.assert_close(hot, limit, rtol=1e-3, atol=0)
@@ -149,7 +149,7 @@ def test_the_mean_of_no_tokens_is_nan_with_a_gradient_of_0():
     tensors, offsets = inputs()
     loss = linear_kl_divergence(*tensors, **offsets, mask=torch.zeros(TOKENS, dtype=torch.bool))
     assert loss.isnan()
-    torch.where(torch.tensor(False), loss, 0).backward()  # as a part of a batch is left out that has no targets
+    torch.where(torch.tensor(False), loss, 0).backward()  # like a micro-batch without targets, which is left out
     assert tensors[0].grad.abs().sum() == tensors[1].grad.abs().sum() == 0
 
 
@@ -163,7 +163,7 @@ def test_bfloat16_is_as_accurate_as_the_plain_path(reduction):
     ours = value_and_gradients(linear_kl_divergence, low, offsets, reduction=reduction, chunk=8)
     assert ours[0].dtype == torch.float32
     for t, a, b in zip(truth, theirs, ours, strict=True):
-        assert (b.double() - t).norm() <= 1.2 * (a.double() - t).norm() + 1e-6  # both have their luck in rounding
+        assert (b.double() - t).norm() <= 1.2 * (a.double() - t).norm() + 1e-6  # both round at random
 
 
 def test_under_autocast_it_rounds_like_the_linear_layer():
@@ -219,7 +219,7 @@ LOGITS = 4096 * 4096 * 4
 
 
 def added(function, reduction="mean"):
-    """Bytes at the peak of a step, beside the inputs and their gradients."""
+    """Return the peak bytes of a step, in addition to the inputs and their gradients."""
     hidden, theirs = (torch.randn(4096, dim, requires_grad=True) for dim in (32, 48))
     weight, their_weight = (torch.randn(4096, dim, requires_grad=True) for dim in (32, 48))
     with PeakMemory("cpu", hidden, weight, theirs, their_weight) as peak:
@@ -230,7 +230,7 @@ def added(function, reduction="mean"):
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_peak_memory_does_not_grow_with_vocabulary_times_tokens(reduction):
     assert added(plain) > 4 * LOGITS
-    # What is left is a few chunks of 128 tokens, and sums that are as large as the weight and the hidden states.
+    # The remaining memory is a few chunks of 128 tokens, and sums as large as the weight and the hidden states.
     assert added(linear_kl_divergence, reduction) < 0.2 * LOGITS
 
 

@@ -28,7 +28,7 @@ class Named(ft.FastTrainMixin, TinyLM):
 
 
 def reference(name):
-    """One process over the mean of both ranks' losses."""
+    """Train one process on the mean of both ranks' losses."""
     module = Named(name)
     optimizer = module.optimizer(module)
     for first, second in zip(*RANKS, strict=True):

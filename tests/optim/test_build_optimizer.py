@@ -33,7 +33,7 @@ def _nothing_is_compiled():
 
 
 class NamedLM(ft.FastTrainMixin, GPTModule):
-    """The reference GPT, small, with the optimizer of a name."""
+    """The small reference GPT with a named optimizer."""
 
     def __init__(self, name="adamw", **more):
         torch.manual_seed(7)
@@ -65,7 +65,7 @@ def saved(optimizer):
 
 
 def held_bytes(optimizer):
-    """Bytes of every tensor in the state, those that are shared once."""
+    """Return the bytes of all tensors in the state, counting shared ones once."""
     optimizer = optimizer.inner if isinstance(optimizer, HostOptimizer) else optimizer
     return sum({id(t): t.nbytes for state in optimizer.state.values() for t in tensors_in(state)}.values())
 
@@ -170,7 +170,7 @@ def test_a_state_of_another_family_is_refused():
         hand_over_state_(momentum, adamw)
 
 
-# What it is given, and what it refuses
+# Arguments and refusals
 
 
 def rates(optimizer, key="lr"):
@@ -321,7 +321,7 @@ def test_schedules_and_clipping_reach_every_group_of_muon():
 
 def test_a_fused_optimizer_can_be_clipped_in_mixed_precision():
     ends = []
-    for limit in (None, 1e-3):  # Lightning refuses to clip for one made by hand
+    for limit in (None, 1e-3):  # Lightning refuses to clip for one created by hand
         net = NamedLM("adamw")
         net.optimizer = ft.NamedOptimizer("adamw", settings={"fused": True, "eps": 1e-2})
         ends.append(weights(fit(net, BATCHES, gradient_clip_val=limit, precision="bf16-mixed")))

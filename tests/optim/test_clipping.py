@@ -12,7 +12,7 @@ BATCHES = lm_batches(4)
 
 
 def one_unit(weights, gradient, factor, eps=1e-3):
-    """Equation 3 of the paper, for one unit by itself."""
+    """Apply equation 3 of the paper to one unit."""
     largest = factor * max(float(weights.norm()), eps)
     return gradient * largest / gradient.norm() if float(gradient.norm()) > largest else gradient
 
@@ -25,7 +25,7 @@ def test_each_unit_is_clipped_by_itself(shape):
     expected = [one_unit(w, g, 0.05) for w, g in zip(weight.detach(), before.clone(), strict=True)]
     clip_adaptively_([weight], 0.05)
     torch.testing.assert_close(weight.grad, torch.stack(expected))
-    assert torch.equal(weight.grad[0], expected[0])  # small beside its weights, so it stays
+    assert torch.equal(weight.grad[0], expected[0])  # small relative to its weights, so it stays
 
 
 @pytest.mark.parametrize("shape", [(5,), ()])

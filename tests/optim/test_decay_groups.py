@@ -15,7 +15,7 @@ def names_in(model, groups):
 
 
 class Vision(nn.Module):
-    """What vision models keep as bare tensors."""
+    """Bare tensors of vision models."""
 
     def __init__(self):
         super().__init__()
@@ -48,7 +48,7 @@ class Unusual(nn.Module):
         self.attention = nn.MultiheadAttention(4, 2, add_bias_kv=True)
         self.normed = parametrizations.weight_norm(nn.Linear(4, 3))
         self.old = nn.utils.weight_norm(nn.Conv1d(4, 3, 2))
-        self.score = parametrizations.spectral_norm(nn.Linear(4, 1))  # [1, 4]: a product, all the same
+        self.score = parametrizations.spectral_norm(nn.Linear(4, 1))  # [1, 4], but a weight of a product
         self.value = nn.Linear(4, 1)
         self.marked, self.listed = nn.Parameter(torch.zeros(4, 4)), Listed()
         self.marked._no_weight_decay = True

@@ -27,7 +27,7 @@ def test_eight_bit_state_matches_float32_within_one_percent(train, name, rate, s
     full, full_state = train(name, lr=rate, steps=steps)
     low, low_state = train(f"{name}8bit", lr=rate, steps=steps)
     assert statistics.mean(low) == pytest.approx(statistics.mean(full), rel=0.01)
-    assert full[0] - full[-1] > 0.5  # there was something to follow
+    assert full[0] - full[-1] > 0.5  # the loss has decreased
     assert low_state < 0.3 * full_state
 
 
@@ -41,7 +41,7 @@ def test_pure_bfloat16_stalls_and_kahan_does_not(train):
 
 
 def test_the_documented_figures_are_the_measured_ones():
-    """The figures in examples/results/README.md."""
+    """Check the figures in examples/results/README.md."""
     text = (RESULTS / "README.md").read_text()
     for file in ("bf16_alone_cpu.json", "few_bits_cpu.json"):
         for row in json.loads((RESULTS / file).read_text())["rows"]:

@@ -40,7 +40,7 @@ def random_gradients(count, *shape, dtype=torch.float64):
 
 
 def run(parameter, steps, groups=None, optimizer=None, **settings):
-    """``steps`` gradients, one after the other, on one parameter."""
+    """Take ``steps`` steps on one parameter."""
     optimizer = optimizer or GaLoreAdamW(groups or [{"params": [parameter], "rank": 2}], **settings)
     for gradient in steps:
         parameter.grad = gradient.clone()
@@ -68,7 +68,7 @@ def projections(optimizer):
 
 
 def algorithm_of_the_paper(weight, steps, rank, every, lr, scale, decay, beta1=0.9, beta2=0.999, eps=1e-8):
-    """Algorithm 2 of the paper for a wide matrix, with Adam written out entry by entry."""
+    """Run algorithm 2 of the paper for a wide matrix, with Adam written out entry by entry."""
     first = second = torch.zeros(rank, weight.shape[1], dtype=weight.dtype)
     basis = torch.zeros(weight.shape[0], rank, dtype=weight.dtype)
     for t, gradient in enumerate(steps):
@@ -143,7 +143,7 @@ def test_subspaces_capture_as_much_as_the_optimal_one(shape, scale):
 
 
 def ill_conditioned(shape, smallest):
-    """Singular values from one down to ``smallest``, all the same ratio apart."""
+    """Return a matrix with singular values from one down to ``smallest``, in equal ratios."""
     short, generator = min(shape), torch.Generator().manual_seed(4)
     u, v = (torch.linalg.qr(torch.randn(n, short, generator=generator, dtype=torch.float64)).Q for n in shape)
     return (u * torch.logspace(0, smallest, short, dtype=torch.float64)) @ v.T
@@ -298,7 +298,7 @@ def test_the_state_of_another_optimizer_is_refused():
         net.configure_optimizers().load_state_dict(adamw.state_dict())
 
 
-# Hosts and company
+# Hosts and other techniques
 
 
 def test_trainer_fabric_and_bare_loop_agree_bit_for_bit():
@@ -314,7 +314,7 @@ def test_trainer_fabric_and_bare_loop_agree_bit_for_bit():
         optimizer.step()
     assert largest_difference(weights(bare), weights(net)) == 0
     assert largest_difference(weights(bare), weights(fit(GaLoreLM(), BATCHES))) == 0
-    assert largest_difference(weights(bare), weights(fit(TinyLM(), BATCHES))) > 1e-3  # AdamW's are others
+    assert largest_difference(weights(bare), weights(fit(TinyLM(), BATCHES))) > 1e-3  # AdamW's weights differ
 
 
 def test_in_backward_it_is_the_same_bit_for_bit():
@@ -335,7 +335,7 @@ def test_micro_batches_and_clipping_change_nothing_but_rounding():
     settings = {"gradient_clip_val": 0.1}
     plain = fit(GaLoreLM(), BATCHES, **settings)
     split = fit(GaLoreLM(), BATCHES, [ft.MicroBatching(3)], **settings)
-    assert largest_difference(weights(plain), weights(split)) < 1e-3  # Adam magnifies what is nearly nothing
+    assert largest_difference(weights(plain), weights(split)) < 1e-3  # Adam amplifies tiny gradients
     assert largest_difference(weights(plain), weights(fit(GaLoreLM(), BATCHES))) > 1e-3
 
 

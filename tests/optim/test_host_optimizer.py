@@ -46,7 +46,7 @@ def test_it_matches_the_device_bit_for_bit_and_resumes(name, tmp_path):
     t.fit(resumed, as_loader(BATCHES), ckpt_path=tmp_path / "half.ckpt", weights_only=True)
     assert largest_difference(weights(plain), weights(resumed)) == 0
     (optimizer,) = t.optimizers
-    assert len(optimizer.state) == 0  # so that Lightning moves nothing of it
+    assert len(optimizer.state) == 0  # so that Lightning does not move its state
     assert optimizer.param_groups[0]["lr"] == 0.01 * 0.25
 
 

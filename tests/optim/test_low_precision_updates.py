@@ -35,7 +35,7 @@ def run(parameter, optimizer, steps):
 
 
 def whole(parameter, optimizer):
-    """The float32 number whose rounding the parameter is."""
+    """Return the float32 value whose rounding the parameter is."""
     bits = parameter.detach().view(torch.int16).int() << 16
     return (bits + optimizer.state[parameter]["low_bits"].int()).view(torch.float32)
 
@@ -62,7 +62,7 @@ def test_every_value_survives_conversion_and_restoration(value):
 
 
 def drift(optimizer_of, steps=600):
-    """A weight of one that is to fall by 1e-4 a step, which bfloat16 rounds away near one."""
+    """Train a weight of one by -1e-4 per step, which bfloat16 rounds away near one."""
     parameter = nn.Parameter(torch.ones(4096, dtype=torch.bfloat16))
     run(parameter, optimizer_of(parameter), [torch.ones(4096)] * steps)
     return parameter.float().mean().item()
@@ -76,7 +76,7 @@ def test_plain_bfloat16_stalls_and_ours_follows_float32():
 
 
 def test_stochastic_rounding_is_unbiased():
-    """One update by a quarter of the last place is made by a quarter of the weights."""
+    """An update by a quarter of the last place changes a quarter of the weights."""
     parameter = nn.Parameter(torch.ones(40_000, dtype=torch.bfloat16))
     optimizer = LowPrecisionUpdates(torch.optim.SGD([parameter], lr=2.0**-9), "stochastic")
     run(parameter, optimizer, [-torch.ones(40_000)])  # the last place of one is 2⁻⁷
@@ -115,7 +115,7 @@ def test_rounding_noise_is_independent_and_keeps_the_random_state():
 
 
 class InLow(TinyLM):
-    """The tiny language model, with an optimizer for bfloat16 alone."""
+    """The tiny language model, with an optimizer for pure bfloat16."""
 
     def __init__(self, name="adamw", updates="kahan", **more):
         super().__init__()

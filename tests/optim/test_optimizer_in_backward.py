@@ -22,7 +22,7 @@ BATCHES = lm_batches(5)
 
 
 def loop(optimizer_of, in_backward, net=None, steps=5, **clips):
-    """``steps`` steps by hand, under a scheduler; returns the net and its optimizer."""
+    """Take ``steps`` steps by hand with a scheduler; return the net and its optimizer."""
     net = net or TinyLM()
     optimizer = optimizer_of(net)
     scheduler = LambdaLR(optimizer, lambda step: 0.7**step)
@@ -113,7 +113,7 @@ def test_clip_norm_clips_each_parameter_by_its_own_norm():
     optimize_in_backward_(optimizer, clip_norm=0.5)
     (3 * net.weight.sum() + 0.1 * net.bias.sum()).backward()
     assert torch.allclose(before["weight"] - net.weight, torch.full((2, 3), 0.5 / 6**0.5))  # norm 3·√6 became 0.5
-    assert torch.allclose(before["bias"] - net.bias, torch.full((2,), 0.1))  # short enough as it is
+    assert torch.allclose(before["bias"] - net.bias, torch.full((2,), 0.1))  # below the limit
 
 
 def test_sparse_gradients():
@@ -175,7 +175,7 @@ def test_gradients_never_exist_all_at_once():
         if in_backward:
             optimize_in_backward_(optimizer)
         x = torch.ones(1, 128)
-        for _ in range(2):  # the first makes the optimizer's state
+        for _ in range(2):  # the first creates the optimizer's state
             loss = net(x).sum()
             with ft.run.PeakMemory("cpu", net, optimizer, loss) as peak:
                 loss.backward()
@@ -199,7 +199,7 @@ def test_a_parameter_that_is_used_twice_is_updated_once():
 
 
 def test_hooks_closures_and_schedulers_work_as_usual():
-    """Step hooks fire once a step, a closure is evaluated once and its loss returned, a scheduler does not complain."""
+    """Step hooks fire once a step, a closure is evaluated once and its loss returned, a scheduler does not warn."""
     net, fired = nn.Linear(2, 2), []
     optimizer = torch.optim.AdamW(net.parameters())
     optimizer.register_step_pre_hook(lambda *_: fired.append("before"))
@@ -345,7 +345,7 @@ def test_several_processes_are_refused():
 
 
 def test_gradients_that_arrive_on_several_threads():
-    """As those of a model on several devices do; on the CPU, each ``backward`` runs in its caller's thread."""
+    """Gradients of a model on several devices do; on the CPU, each ``backward`` runs in its caller's thread."""
     net = nn.ModuleList([nn.ParameterList([nn.Parameter(torch.ones(100_000)) for _ in range(10)]) for _ in range(4)])
     optimizer = torch.optim.Adam([{"params": list(part)} for part in net], lr=0.1)
     optimize_in_backward_(optimizer)

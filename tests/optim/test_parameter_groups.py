@@ -13,7 +13,7 @@ from lightning_fasttrain.optim import layer_decay_groups, lora_plus_groups
 from tests.families import built
 from tests.nets import HeadFirst, TinyLM, fit, largest_difference, lm_batches, weights
 
-# PEFT asks transformers by a name that it is about to drop.
+# PEFT uses a deprecated name of transformers.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
@@ -59,7 +59,7 @@ class Residual(nn.Module):
 
 
 class Stages(nn.Module):
-    """As a ResNet or a Swin: blocks in stages, with something between the stages."""
+    """Like a ResNet or a Swin: blocks in stages, with modules between the stages."""
 
     def __init__(self):
         super().__init__()
@@ -99,7 +99,7 @@ def test_no_layer_of_a_decoder_has_the_learning_rate_of_the_head(family):
     assert_each_once(net, groups)
     named, rate = names_in(net, groups), rates(groups)
     head = [name for group in ("head", "head/no_decay") for name in named.get(group, [])]
-    assert not [name for name in head if re.search(r"\d", name)]  # nothing of a list
+    assert not [name for name in head if re.search(r"\d", name)]  # no module of a list
     first = next(group for group in named if "decoder" in group)
     assert max(rate[group] for group in named if "encoder" in group) < rate[first] < 1
 
@@ -168,7 +168,7 @@ def test_modules_between_blocks_belong_to_the_earlier_block():
 
 
 class Classifier(L.LightningModule):
-    """Makes its head before its backbone."""
+    """Creates its head before its backbone."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ def sgd(rate=0.5):
 
 
 def rates_of(optimizer, steps, schedule=None):
-    """The rate of each step; torch's schedulers are stepped."""
+    """Return the learning rate of each step; torch's schedulers are stepped."""
     rates = []
     for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
@@ -150,7 +150,7 @@ def test_a_warmup_longer_than_the_run_warns():
 
 
 class Scheduled(TinyLM):
-    """Takes arguments of build_schedule; ``listed``: gives it to Lightning as most do, which means once an epoch."""
+    """Takes arguments of build_schedule; ``listed``: returns it to Lightning as a list, which means once an epoch."""
 
     def __init__(self, *shape, rate=1.0, listed=False, fused=False, **settings):
         super().__init__(depth=1)
@@ -244,7 +244,7 @@ def test_the_first_learning_rate_is_set_before_logging(tmp_path):
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_an_overflowing_step_does_not_count(fused):
-    """A fused optimizer skips by itself, and its hooks are called all the same."""
+    """A fused optimizer skips by itself, but its hooks are called."""
     module = Scheduled("linear", total=10, rate=0.01, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**18)
     t = trainer(max_epochs=2, plugins=[MixedPrecision("16-mixed", "cpu", scaler)])
@@ -346,7 +346,7 @@ def test_a_clock_of_tokens_in_a_loop():
 
 
 def test_a_learning_rate_finder_works_before_the_schedule_starts():
-    """It steps the same optimizer with a schedule of its own, in a short run within the run."""
+    """The finder steps the same optimizer with its own schedule, in a short run within the run."""
 
     class Plain(TinyLM):
         lr = 1.0
@@ -426,7 +426,7 @@ assert [round(60 * rate) for rate in module.rates] == [60, 46, 32, 18], module.r
 
 
 def test_ranks_count_the_samples_of_all(tmp_path):
-    """Of 6 and of 8 samples: a rank that counted its own would train at another rate."""
+    """Ranks have 6 and 8 samples: one that counted its own would use another learning rate."""
     script = tmp_path / "program.py"
     script.write_text(TWO_RANKS)
     run_ranks(str(script), log=tmp_path / "program.log")

@@ -24,7 +24,7 @@ def fit(callbacks=(), epochs=2, path=None):
 
 
 class At(L.Callback):
-    """Weights in the last batches of training, and of validation."""
+    """Records the weights in the last batches of training and of validation."""
 
     def on_train_batch_end(self, trainer, pl_module, *batch):
         self.trained = weights(pl_module)
@@ -78,7 +78,7 @@ def test_another_optimizer_is_refused():
 
 
 class Watches(L.Callback):
-    """The weights before and after each validation, and whether they were others meanwhile."""
+    """Records the weights before and after each validation, and whether they differed meanwhile."""
 
     def __init__(self, meddle=False):
         self.meddle, self.gaps, self.moved = meddle, [], []

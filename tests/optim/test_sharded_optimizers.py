@@ -20,7 +20,7 @@ def found(tmp_path_factory):
 )
 def test_two_processes_train_as_one(found, run, most):
     assert found["untrained"] > 1e-2
-    assert found[run] < most  # Muon rounds to bfloat16 on its way, in another order of sums
+    assert found[run] < most  # Muon rounds to bfloat16 internally, in another order of sums
 
 
 @pytest.mark.parametrize(

@@ -41,8 +41,8 @@ def micro_batch_forward_(module: nn.Module, n: int) -> Undo:
         A function that restores the module.
 
     Raises:
-        ValueError: n is less than 1; in a forward: BatchNorm uses the batch's statistics, or an output cannot be
-        joined.
+        ValueError: n is less than 1; in a forward: BatchNorm uses the batch's statistics, or an output
+            cannot be joined.
 
     Example:
         >>> encoder = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -28,8 +28,7 @@ class Growth:
         samples, tokens: numbers so far, as of the last synchronization of the processes.
 
     Raises:
-        TypeError, ValueError: sizes that are not integers of at least 1, or do not grow; a duration that cannot be
-        parsed.
+        TypeError, ValueError: sizes that are not positive integers, or do not grow; a duration that is not understood.
 
     Example:
         >>> growth = Growth(2, 4, over=6)

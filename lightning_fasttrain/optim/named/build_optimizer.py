@@ -54,7 +54,7 @@ def build_optimizer(
         layer_decay: ratio of the learning rates of a layer and the one above, see
             :func:`~lightning_fasttrain.optim.layer_decay_groups`.
         lora_plus: ratio of the learning rates of LoRA's B and A, see
-        :func:`~lightning_fasttrain.optim.lora_plus_groups`.
+            :func:`~lightning_fasttrain.optim.lora_plus_groups`.
         offload: ``"cpu"`` for state and step in host memory, see :class:`~lightning_fasttrain.optim.HostOptimizer`.
         updates: ``"kahan"`` or ``"stochastic"`` for training in pure bfloat16 without losing small updates, see
             :class:`~lightning_fasttrain.optim.LowPrecisionUpdates`.
