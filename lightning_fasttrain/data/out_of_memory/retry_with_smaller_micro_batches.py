@@ -67,7 +67,7 @@ def split_until_it_fits(
     """
     agree = agree or Agreement()
     measures = list(then)
-    put_back, put_back_gradients = remember([model]), remember_gradients(model)
+    restore, restore_gradients = remember([model]), remember_gradients(model)
     while True:
         try:
             result = attempt(n)
@@ -86,8 +86,8 @@ def split_until_it_fits(
             del result  # the next attempt needs its memory
             _end_with(worst, n, bool(measures))
         # Outside the handler, since the error's traceback holds the activations of the failed attempt.
-        put_back()
-        put_back_gradients()
+        restore()
+        restore_gradients()
         gc.collect()  # frees tensors that lie in cycles of references
         torch.cuda.empty_cache()
         if worst.outcome is Outcome.TOO_LARGE_IN_ONES:

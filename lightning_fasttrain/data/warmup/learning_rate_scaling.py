@@ -40,22 +40,22 @@ def scale_rates_(optimizer: Optimizer, factor: Callable[[], float]) -> Undo:
     scaled: list[tuple[dict[str, Any], Any, Any]] = []  # group, its learning rate, the scaled one
 
     def scale(optimizer: Optimizer, *_: Any) -> None:
-        put_back()  # after an update whose closure raised
+        restore()  # after an update whose closure raised
         by = factor()
         for group in optimizer.param_groups:
             own, group["lr"] = group["lr"], group["lr"] * by
             scaled.append((group, own, group["lr"]))
 
-    def put_back(*_: Any) -> None:
+    def restore(*_: Any) -> None:
         for group, own, used in scaled:
             if group["lr"] is used:  # otherwise a schedule has already set the next one
                 group["lr"] = own
         scaled.clear()
 
-    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(put_back)]
+    hooks = [optimizer.register_step_pre_hook(scale), optimizer.register_step_post_hook(restore)]
 
     def undo() -> None:
-        put_back()
+        restore()
         for hook in hooks:
             hook.remove()
 

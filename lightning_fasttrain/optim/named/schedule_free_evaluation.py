@@ -61,7 +61,7 @@ class ScheduleFreeEvaluation(L.Callback):
         if trainer.state.fn == TrainerFn.FITTING:
             _to_gradients(trainer)
             for kept in untouched:
-                kept.put_back()
+                kept.restore()
 
     def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Hook: leave the average in the model after the fit."""
@@ -84,7 +84,7 @@ class _Kept(NamedTuple):
         return self.weight._version != self.version
 
     @torch.no_grad()
-    def put_back(self) -> None:
+    def restore(self) -> None:
         self.weight.copy_(self.numbers)
 
 
